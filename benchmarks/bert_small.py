@@ -34,6 +34,7 @@ import numpy as np
 from dated import ROOT, write_result  # type: ignore[import-not-found]  # beside this script
 from sentencex import segment
 
+from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.constants import IGNORE_INDEX
 
 YEAR = re.compile(r"\b1[789]\d\d\b")
@@ -179,7 +180,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         run, pretraining = pretrained(options.run, folder)
-        found = {name: tried(name, run.resolve(), options, folder) for name in options.tasks}
+        to_huggingface(run, folder / "export")
+        found = {name: tried(name, folder / "export", options, folder) for name in options.tasks}
     if options.output:
         fine_tuning = {**{name: getattr(options, name) for name in ("epochs", "lr", "length", "seed")}, "tasks": found}
         write_result(options.output, "bert-small", {"pretraining": pretraining, "fine_tuning": fine_tuning})

@@ -21,11 +21,11 @@ from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
 from zero_tp.devices import find_device, named_device, peak_flops
 from zero_tp.errors import UserError
-from zero_tp.models.flops import model_flops
+from zero_tp.models.flops import model_flops, utilisation
 from zero_tp.planning.plan import plan
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.heap import keep_freed_memory
-from zero_tp.training.metrics import StepMeter, memory_gib
+from zero_tp.training.metrics import memory_gib
 
 WARM_UP = 3
 
@@ -97,23 +97,22 @@ def measured(config: RunConfig, steps: int) -> dict[str, Any]:
     spec, rows, length = engine.model.spec, config.micro_batch, config.zero_tp.data.sequence_length
     assert config.accumulation == 1, "one micro-batch"
     peak, batch = _peak_flops(device, engine.dtype), config.global_batch
-    meter = StepMeter(batch * length, model_flops(spec, batch, length), topology.world, peak, steps)
-    generator, losses, speeds = torch.Generator().manual_seed(2 + topology.data_rank), [], []
+    flops = model_flops(spec, batch, length)
+    generator, losses, seconds = torch.Generator().manual_seed(2 + topology.data_rank), [], list[float]()
     for number in range(WARM_UP + steps):
         if number == WARM_UP and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         tokens = torch.randint(spec.vocabulary, (rows, length + 1), generator=generator).to(device)
-        meter.start()
+        begin = time.perf_counter()
         losses.append(float(engine.train_step([(tokens[:, :-1], tokens[:, 1:])])))
         get_accelerator().synchronize()
-        meter.tick()
-        speeds.append(meter.read(number))
+        seconds.append(time.perf_counter() - begin)
     return found | {
         "attention": spec.attention,
-        "tokens_per_second": [speed.tokens_per_second for speed in speeds[WARM_UP:]],
-        "mfu": None if peak is None else [speed.mfu for speed in speeds[WARM_UP:]],
+        "tokens_per_second": [batch * length / each for each in seconds[WARM_UP:]],
+        "mfu": None if peak is None else [utilisation(flops, each, topology.world, peak) for each in seconds[WARM_UP:]],
         "peak_flops": peak,
-        "flops_per_step": meter.flops_per_step,
+        "flops_per_step": flops,
         "peak_gib": memory_gib(device.type),
         "losses": losses,
     }

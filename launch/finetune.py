@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
-"""Fine-tune a Hugging Face model or a run with transformers' Trainer under DeepSpeed ZeRO.
+"""Fine-tune a Hugging Face model, and its architecture from random weights, and print the metrics of both in one table.
 
-The same architecture is also trained from random weights, and the metrics of both are printed in one table:
-  python launch/finetune.py --model exports/bert --task mnli --train train.tsv --validation dev_matched.tsv
+python launch/finetune.py --model exports/bert --task mnli --train train.tsv --validation dev_matched.tsv
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +27,6 @@ from zero_tp.data.documents import read_objects
 from zero_tp.data.tokenizer import open_tokenizer
 from zero_tp.errors import UserError, first_line
 from zero_tp.files import read_regular
-from zero_tp.process.environment import free_port
 from zero_tp.process.quiet import quiet_libraries
 from zero_tp.strict_json import read_object
 from zero_tp.zero.ops import without_shared_memory_collectives
@@ -49,9 +46,8 @@ def read_table(path: Path, first: str, second: str, label: str) -> Iterator[Reco
     else:
         raise UserError(f"{path}: unknown file format; the name must end with .jsonl, .tsv or .csv")
     for number, row in enumerate(rows, start=1):
-        for key in (first, label):
-            if row.get(key) is None:
-                raise UserError(f"{path}: row {number} has no field {key!r}; its fields are {', '.join(row)}")
+        if row.get(first) is None or row.get(label) is None:
+            raise UserError(f"{path}: row {number} has no {first!r} or no {label!r}; its fields are {', '.join(row)}")
         if str(row[label]) != "-":
             yield {"first": str(row[first]), "second": row.get(second), "label": str(row[label])}
 
@@ -69,9 +65,7 @@ def read_race(path: Path) -> Iterator[Record]:
     passage = read_object(path)
     for question, options, answer in zip(passage["questions"], passage["options"], passage["answers"], strict=True):
         if len(options) != 4 or answer not in list("ABCD"):
-            raise UserError(
-                f"{path}: answer {answer!r} of {len(options)} options; RACE has 4, and A, B, C or D is right"
-            )
+            raise ValueError(f"answer {answer!r} of {len(options)} options; RACE has 4, and A, B, C or D is right")
         yield {"context": passage["article"], "question": question, "options": options, "label": "ABCD".index(answer)}
 
 
@@ -107,9 +101,8 @@ def encode_spans(records: Sequence[Record], labels: Mapping[str, int], tokenizer
             tokens = [encoded.char_to_token(row, char, 1) for char in chars]
             first, last = tokens if tokens and None not in tokens else (0, 0)
             spans = [s if part == 1 else None for s, part in zip(offsets, encoded.sequence_ids(row), strict=True)]
-            feature = {name: encoded[name][row] for name in tokenizer.model_input_names if name in encoded}
-            feature.update(start_positions=first, end_positions=last, offset_mapping=spans, record=number)
-            features.append(feature)
+            feature = {"start_positions": first, "end_positions": last, "offset_mapping": spans, "record": number}
+            features.append(feature | {n: encoded[n][row] for n in tokenizer.model_input_names if n in encoded})
     return features
 
 
@@ -154,11 +147,10 @@ def score_answer(answer: str, expected: Sequence[str]) -> tuple[float, float]:
 
 
 class Task(NamedTuple):
-    """The file format, head, collator, tokenization and metrics of a task."""
+    """The file format, head, tokenization and metrics of a task."""
 
     read: Callable[[Path], Iterator[Record]]
     auto_class: str = "AutoModelForSequenceClassification"
-    collator: str = "DataCollatorWithPadding"
     encode: Callable[[Sequence[Record], Mapping[str, int], Any, int], list[Record]] = encode_pairs
     metrics: Callable[[Split, Any], dict[str, float]] = accuracy
 
@@ -167,8 +159,8 @@ TASKS = {
     "classification": Task(lambda path: read_table(path, "first", "second", "label")),
     "mnli": Task(lambda path: read_table(path, "sentence1", "sentence2", "gold_label")),
     "qqp": Task(lambda path: read_table(path, "question1", "question2", "is_duplicate")),
-    "squad": Task(read_squad, "AutoModelForQuestionAnswering", encode=encode_spans, metrics=span_metrics),
-    "race": Task(read_race, "AutoModelForMultipleChoice", "DataCollatorForMultipleChoice", encode_choices),
+    "squad": Task(read_squad, "AutoModelForQuestionAnswering", encode_spans, span_metrics),
+    "race": Task(read_race, "AutoModelForMultipleChoice", encode_choices),
 }
 
 
@@ -186,24 +178,20 @@ def load_splits(options: argparse.Namespace, tokenizer: Any) -> tuple[Split, Spl
             if not splits and task.encode is encode_pairs:
                 labels = {label: i for i, label in enumerate(sorted({record["label"] for record in records}))}
             splits.append((records, task.encode(records, labels, tokenizer, options.length)))
-        except (UserError, OSError):
-            raise
         except Exception as error:  # csv, JSON and tokenizers raise many types
+            if isinstance(error, UserError | OSError):
+                raise
             raise UserError(f"{file}: not usable for --task {options.task}: {first_line(error)}") from error
     return splits[0], splits[1], labels
 
 
 def open_padding_tokenizer(model: Path) -> Any:
-    """Return the model's tokenizer, which pads with its end of text where it has no token for padding.
-
-    Raises:
-        UserError: it has neither.
-    """
+    """Return the model's tokenizer, which pads with its end of text where it has no token for padding."""
     tokenizer = open_tokenizer(model)
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            remedy = 'name one of its tokens as "pad_token" in tokenizer_config.json'
-            raise UserError(f"--model {model}: its tokenizer has neither a padding token nor an end of text; {remedy}")
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        remedy = 'name one of its tokens as "pad_token" in tokenizer_config.json'
+        raise UserError(f"--model {model}: its tokenizer has neither a padding token nor an end of text; {remedy}")
+    if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
@@ -231,35 +219,22 @@ def train_variant(options: argparse.Namespace) -> None:
         num_train_epochs=options.epochs, learning_rate=options.lr, warmup_steps=0.1,  # a fraction of all steps
         per_device_train_batch_size=options.batch_size, per_device_eval_batch_size=options.batch_size,
         average_tokens_across_devices=False,  # the loss is a mean over examples
-        label_names=["start_positions", "end_positions"] if options.task == "squad" else ["labels"],
         seed=options.seed, report_to=[], save_strategy="no", logging_steps=50, disable_tqdm=True,
     )  # fmt: skip
-    trainer: Any = transformers.Trainer(model, arguments, getattr(transformers, task.collator)(tokenizer), train[1])
+    collator = transformers.DataCollatorForMultipleChoice(tokenizer) if options.task == "race" else None  # None: pads
+    trainer: Any = transformers.Trainer(model, arguments, collator, train[1], processing_class=tokenizer)
     trainer.train()
     logits = trainer.predict(validation[1]).predictions
     if options.save is not None and pretrained:
-        trainer.save_model(str(options.save))
-        tokenizer.save_pretrained(str(options.save))
+        trainer.save_model(str(options.save))  # with its tokenizer
     if arguments.process_index == 0:
         Path(result).write_text(json.dumps({"examples": len(train[0]), "metrics": task.metrics(validation, logits)}))
-
-
-def run_variant(words: Sequence[str], ranks: int, model: Path, folder: str, variant: str) -> dict[str, Any]:
-    """Start the ranks of one variant with the command line `words` and return what rank 0 wrote."""
-    result, torchrun = Path(folder, f"{variant}.json"), [sys.executable, "-m", "torch.distributed.run"]
-    command = [*torchrun, "--nproc_per_node", str(ranks), "--master_port", str(free_port()), __file__, *words]
-    command += ["--model", str(model), "--variant", variant, str(result)]
-    print(f"{variant}:", flush=True)
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
-    return dict(json.loads(result.read_text()))
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = cli.Parser(description=__doc__)
     add = parser.add_argument
-    add("--model", type=Path, required=True, metavar="DIR", help="Hugging Face directory, name on its hub, or a run")
+    add("--model", type=Path, required=True, metavar="DIR", help="Hugging Face directory, or a name on its hub")
     add("--task", choices=TASKS, required=True)
     add("--train", type=Path, required=True, metavar="FILE")
     add("--validation", type=Path, required=True, metavar="FILE")
@@ -281,59 +256,43 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-@contextmanager
-def as_huggingface(model: Path) -> Iterator[Path]:
-    """Yield the Hugging Face directory of `--model`: itself, a hub name's, or a temporary export of a run.
-
-    Raises:
-        UserError: see `resolve` and `to_huggingface`; the run has no tokenizer.
-    """
-    from zero_tp.checkpoint.convert import to_huggingface
-    from zero_tp.checkpoint.directory import is_run
-    from zero_tp.weights.weight_files import INDEX, SINGLE, resolve
-
-    source = resolve(model, "--model").directory
-    if not is_run(source) or any((source / name).is_file() for name in (SINGLE, INDEX)):
-        yield source
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        exported = Path(folder) / "model"
-        converted = to_huggingface(source, exported)
-        for note in converted.notes:
-            print(note, file=sys.stderr)
-        if converted.tokenizer is None:
-            raise UserError(
-                f"--model {model}: the run has no tokenizer; export it with zero-tp convert to-hf --tokenizer"
-            )
-        yield exported
-
-
 def main(words: Sequence[str]) -> None:
-    """Check all inputs, train both variants and print the table."""
-    options = parse(words)
+    """Check all inputs, train both variants, each by ranks of its own, and print the table."""
+    options, results = parse(words), dict[str, Any]()
     if options.variant is not None:
         return train_variant(options)
     import transformers
 
+    from zero_tp.checkpoint.directory import is_run
     from zero_tp.weights.load import open_any_config
-    from zero_tp.weights.weight_files import open_weights
+    from zero_tp.weights.weight_files import open_weights, resolve
 
-    with tempfile.TemporaryDirectory() as folder, as_huggingface(options.model) as model:
-        config, tokenizer, name = open_any_config(model), open_padding_tokenizer(model), options.task
-        open_weights(model)  # refuses pickles and damaged files
-        if type(config) not in getattr(transformers, TASKS[name].auto_class)._model_mapping:
-            raise UserError(f"--task {name}: transformers has no {config.model_type} for it; use another model")
-        if options.length > (positions := getattr(config, "max_position_embeddings", options.length)):
-            raise UserError(f"--length: {options.length} tokens, but the model has {positions} positions; shorten it")
-        load_splits(options, tokenizer)  # so that bad input is reported once and not by every rank
-        if options.save is not None:
-            cli.check_writable(options.save)
-        results = {v: run_variant(words, options.ranks, model, folder, v) for v in ("pretrained", "random")}
-    print(f"{options.task}, {results['pretrained']['examples']:,} training examples")
-    metrics = list(results["pretrained"]["metrics"])
-    print(f"{'weights':<12}" + "".join(f"{metric:>14}" for metric in metrics))
+    model, name = resolve(options.model, "--model").directory, options.task
+    if is_run(model) and not any(model.glob("model*.safetensors")):
+        raise UserError(f"--model {model}: a run; first export it: zero-tp convert to-hf {model} --output DIR")
+    config, tokenizer = open_any_config(model), open_padding_tokenizer(model)
+    open_weights(model)  # refuses pickles and damaged files
+    if type(config) not in getattr(transformers, TASKS[name].auto_class)._model_mapping:
+        raise UserError(f"--task {name}: transformers has no {config.model_type} for it; use another model")
+    if options.length > (positions := getattr(config, "max_position_embeddings", options.length)):
+        raise UserError(f"--length: {options.length} tokens, but the model has {positions} positions; shorten it")
+    load_splits(options, tokenizer)  # so that bad input is reported once and not by every rank
+    if options.save is not None:
+        cli.check_writable(options.save)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        for variant in ("pretrained", "random"):
+            result = Path(folder, f"{variant}.json")
+            command = [*torchrun, __file__, *words, "--model", str(model), "--variant", variant, str(result)]
+            print(f"{variant}:", flush=True)
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+            if done.returncode:
+                sys.exit(done.stderr)
+            results[variant] = json.loads(result.read_text())
+    print(f"{name}, {results['pretrained']['examples']:,} training examples")
+    print(f"{'weights':<12}" + "".join(f"{metric:>14}" for metric in results["pretrained"]["metrics"]))
     for variant, result in results.items():
-        print(f"{variant:<12}" + "".join(f"{result['metrics'][metric]:>14.1%}" for metric in metrics))
+        print(f"{variant:<12}" + "".join(f"{value:>14.1%}" for value in result["metrics"].values()))
 
 
 if __name__ == "__main__":

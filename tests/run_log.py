@@ -11,10 +11,9 @@ from typing import Any
 from unittest import mock
 
 from zero_tp.training.callback import Metrics, TrainState
-from zero_tp.training.metrics import Speed
 from zero_tp.training.metrics_file import MetricsFile
 from zero_tp.training.run_callbacks import Validation
-from zero_tp.training.step_logger import StepLogger
+from zero_tp.training.step_logger import RunProgress, StepLogger
 
 
 def train_state(directory: Path, *, rank: int = 0, steps: int = 4, step: int = 0, figures: Sequence[str] = ()) -> Any:
@@ -36,14 +35,13 @@ class RunLog:
     def __enter__(self) -> RunLog:
         self.state.callbacks = [self.logger, self.metrics]
         self.metrics.on_start(self.state)
-        self.state.step += 1
         with ExitStack() as stack:
             for stream in (sys.stdout, sys.stderr):
                 stack.enter_context(mock.patch.object(stream, "isatty", lambda: self.terminal))
-            self.state.output.open_bar(self.state.total_steps, self.state.step - 1)
+            self.logger.open_bar(self.state)
         return self
 
-    def log(self, record: tuple[Metrics, Speed]) -> None:
+    def log(self, record: tuple[Metrics, RunProgress]) -> None:
         self.state.step = int(record[0]["step"] or 0)
         self.logger.log(self.state, *record)
 

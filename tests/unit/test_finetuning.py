@@ -176,7 +176,7 @@ def test_answers_are_compared_as_squads_script_does(answer: str, expected: list[
 @pytest.mark.parametrize(
     ("task", "name", "content", "message"),
     [
-        ("mnli", "a.tsv", QQP, r"a\.tsv: row 1 has no field 'sentence1'; its fields are id, "),
+        ("mnli", "a.tsv", QQP, r"a\.tsv: row 1 has no 'sentence1' or no 'gold_label'; its fields are id, "),
         ("mnli", "a.txt", MNLI, r"a\.txt: unknown file format"),
         ("mnli", "a.jsonl", "{", r"a\.jsonl:1: not valid JSON"),
         ("classification", "a.jsonl", "", "no examples in it"),
@@ -250,7 +250,7 @@ def changed(path: Path, **fields: Any) -> None:
 @THOROUGH
 def test_a_model_that_cannot_be_fine_tuned_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script never asks whether to run code that comes with a model."""
-    monkeypatch.setattr(finetune, "run_variant", None)
+    monkeypatch.setattr("launch.finetune.subprocess.run", None)
     monkeypatch.setattr("builtins.input", None)
     model = tiny_gpt2(tmp_path / "model", ["the cat sat on the mat and looked at the moon"] * 20)
     (tmp_path / "rows.jsonl").write_text('{"first": "the cat", "label": "a"}\n')
@@ -275,3 +275,6 @@ def test_a_model_that_cannot_be_fine_tuned_is_one_line(tmp_path: Path, monkeypat
     refuses('model_type "mine": transformers has no class of its own for it, and code .* is never run')
     config.unlink()
     refuses(r"no config\.json in it")
+    weights.unlink()
+    (model / "checkpoints").mkdir()
+    refuses(r"a run; first export it: zero-tp convert to-hf")

@@ -21,9 +21,9 @@ from tests.run_log import RunLog
 from zero_tp.devices import DEVICES, find_device, peak_flops
 from zero_tp.models.flops import utilisation
 from zero_tp.training.callback import Metrics
-from zero_tp.training.lines import format_duration, format_step
-from zero_tp.training.metrics import Speed, StepMeter, memory_gib, perplexity
+from zero_tp.training.metrics import memory_gib, perplexity
 from zero_tp.training.metrics_file import METRICS_FILE, cut_metrics
+from zero_tp.training.step_logger import RunProgress, StepTimer, format_step
 
 
 class Clock:
@@ -34,24 +34,19 @@ class Clock:
         return self.now
 
 
-def test_meter_means_pauses_and_time_left() -> None:
+def test_steps_are_timed_without_the_work_between_them() -> None:
     clock = Clock()
-    meter = StepMeter(1000, 8e12, 4, 10e12, total_steps=12, window=2, hardware_flops=10e12, clock=clock)
+    timer = StepTimer(window=2, clock=clock)
     clock.now += 50  # the first step compiles
-    meter.tick()
-    first = meter.read(1)
-    assert first.seconds == 50 and first.eta_seconds == 11 * 50
+    timer.stop()
+    assert timer.read() == 50 and timer.left(11) == 11 * 50
     for seconds in (1.0, 3.0):
+        timer.start()
         clock.now += seconds
-        meter.tick()
+        timer.stop()
         clock.now += 1000
-        meter.start()
-    speed = meter.read(3)
-    assert speed.seconds == 2.0
-    assert speed.tokens_per_second == 500 and speed.tokens_per_second_per_device == 125
-    assert speed.model_tflops == pytest.approx(1.0)
-    assert (speed.mfu, speed.hfu) == (pytest.approx(0.1), pytest.approx(0.125))
-    assert speed.eta_seconds == 9 * 2.0
+    assert timer.read() == 2.0 and timer.left(9) == 9 * 2.0
+    assert timer.elapsed == 50 + 1 + 1000 + 3
 
 
 def test_unknown_device_has_no_mfu() -> None:
@@ -130,21 +125,14 @@ def test_memory_is_this_process_peak() -> None:
     del block
 
 
-def record(step: int = 7, figures: Mapping[str, float] = MappingProxyType({}), **changes: Any) -> tuple[Metrics, Speed]:
-    """A step's line of metrics.jsonl, and its speed."""
-    speed = Speed(
-        seconds=changes.pop("seconds", 2.0),
-        tokens_per_second=changes.pop("tokens", 4096.0),
-        tokens_per_second_per_device=1024.0,
-        model_tflops=changes.pop("tflops", 0.0123),
-        mfu=changes.pop("mfu", None),
-        hfu=changes.pop("hfu", None),
-        eta_seconds=changes.pop("eta", 90.0),
-        elapsed_seconds=changes.pop("elapsed", 3725.0),
-        tokens=changes.pop("seen", 14336),
-    )
-    measured = {"loss": 10.5, "learning_rate": 3e-4, "grad_norm": 1.25, "memory_gib": 1.5, **changes}
-    return {"step": step, **measured, **figures}, speed
+def record(
+    step: int = 7, figures: Mapping[str, float] = MappingProxyType({}), **changes: Any
+) -> tuple[Metrics, RunProgress]:
+    """A step's line of metrics.jsonl, and what the console shows besides."""
+    progress = RunProgress(tokens=14336, devices=4, elapsed=3725.0, left=changes.pop("left", 90.0))
+    speeds = {"tokens_per_second": changes.pop("tokens", 4096.0), "model_tflops": changes.pop("tflops", 0.0123)}
+    measured = {"loss": 10.5, "learning_rate": 3e-4, "grad_norm": 1.25, "mfu": None, "hfu": None, "memory_gib": 1.5}
+    return {"step": step, **measured, **speeds, **changes, **figures}, progress
 
 
 @pytest.mark.parametrize(
@@ -157,19 +145,19 @@ def record(step: int = 7, figures: Mapping[str, float] = MappingProxyType({}), *
         record(tokens=9.87654e9, tflops=999.96),
         record(tokens=99999.6, tflops=0.99999, mfu=0.415, hfu=0.553),
         record(tokens=3e13, mfu=1.0),
-        record(eta=86400 * 13 + 3600 * 5, memory_gib=1234.56),
-        record(eta=86400 * 400.0, step=1),
+        record(left=86400 * 13 + 3600 * 5, memory_gib=1234.56),
+        record(left=86400 * 400.0, step=1),
         record(step=100000),
     ],
 )
-def test_lines_stay_below_their_header(line: tuple[Metrics, Speed]) -> None:
+def test_lines_stay_below_their_header(line: tuple[Metrics, RunProgress]) -> None:
     header, text = format_step(*line, 100000)
     assert len(text) == len(header)
     edges = [
         index for index in range(len(header)) if header[index] != " " and header[index + 1 : index + 3] in ("  ", "")
     ]
     assert len(edges) == 11 + ("MFU" in header) + ("HFU" in header)
-    assert ("MFU" in header, "HFU" in header) == (line[1].mfu is not None, line[1].hfu is not None)
+    assert ("MFU" in header, "HFU" in header) == (line[0]["mfu"] is not None, line[0]["hfu"] is not None)
     assert all(text[edge] != " " and text[edge + 1 : edge + 3] in ("  ", "") for edge in edges), f"\n{header}\n{text}"
 
 
@@ -208,13 +196,6 @@ def test_one_line_reads_as_expected() -> None:
     assert "HFU" not in format_step(*record(mfu=0.415, hfu=0.415), 2000)[0], "nothing is computed again"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(None, "-"), (math.inf, "-"), (0, "00:00"), (3599, "59:59"), (7500, "2:05:00")]
-)
-def test_durations(seconds: float | None, text: str) -> None:
-    assert format_duration(seconds) == text
-
-
 def read(path: Path) -> list[dict[str, object]]:
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
@@ -227,7 +208,7 @@ def test_metrics_file_is_strict_json_and_each_step_stands_once(
 ) -> None:
     with RunLog(tmp_path) as log:
         for step in (1, 2, 3):
-            log.state.output.advance(step)
+            log.logger.bar.update()
             log.log(record(step, loss=math.nan if step == 2 else 3.0))
         log.validation(2, {"loss": 1000.0})
     path = tmp_path / "metrics.jsonl"
@@ -275,9 +256,9 @@ def test_a_log_that_cannot_be_written_ends_nothing(
         log.log(record(2))
         path.unlink() if not path.is_dir() else path.rmdir()
         log.log(record(3))
-    out = capsys.readouterr().out.splitlines()
-    assert out[0] == f"{path} could not be written (not a regular file); the run goes on"
-    assert out[-1] == f"{path}: 3 writes were lost"
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == f"{path} could not be written (not a regular file); the run goes on"
+    assert told[-1] == f"{path}: 3 writes were lost"
     assert [line["step"] for line in read(path)] == [3]
 
 
@@ -315,13 +296,13 @@ def test_a_disk_that_fills_up_costs_whole_lines(tmp_path: Path, capsys: pytest.C
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert [line["step"] for line in read(path)] == [1, 4]
-    out = capsys.readouterr().out
-    assert out.count("could not be written (File too large); the run goes on") == 1 and "2 writes were lost" in out
+    told = capsys.readouterr().err
+    assert told.count("could not be written (File too large); the run goes on") == 1 and "2 writes were lost" in told
 
 
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLog(tmp_path / "run", terminal=True, rank=1, steps=25) as log:
-        log.state.output.advance(10)
+        log.logger.bar.update()
         log.log(record(10))
         log.validation(10, {"loss": 2.0})
         log.state.print("saved")
@@ -331,7 +312,7 @@ def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_terminal_gets_a_bar_below_the_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLog(tmp_path, terminal=True, steps=5, step=2) as log:
-        log.state.output.advance(3)
+        log.logger.bar.update()
         log.log(record(3))
         log.state.print("checkpoint saved")
     out, err = capsys.readouterr()

@@ -16,8 +16,7 @@ from tests.tiers import THOROUGH
 from tests.unit.test_config import written
 from zero_tp.config import RunConfig
 from zero_tp.config.schema import BLOCK_OF, TRACKERS
-from zero_tp.monitors.tracker_callback import Trackers
-from zero_tp.monitors.trackers import RUN_IDS, SERVICES, CsvFiles, RunInfo
+from zero_tp.monitors.trackers import RUN_IDS, SERVICES, CsvFiles, RunInfo, Trackers
 
 LINES: list[dict[str, Any]] = [
     {"step": 1, "loss": 2.5, "mfu": None, "skipped_steps": 0},

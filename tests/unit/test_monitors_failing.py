@@ -12,9 +12,8 @@ import pytest
 
 from tests.unit.test_monitors import config_of, started
 from zero_tp.errors import ConfigError
-from zero_tp.monitors import tracker_callback as callback
-from zero_tp.monitors.tracker_callback import Trackers
-from zero_tp.monitors.trackers import check_installed
+from zero_tp.monitors import trackers as callback
+from zero_tp.monitors.trackers import Trackers, check_installed
 
 
 class Recording:

@@ -16,7 +16,7 @@ import pytest
 from tests.launched import ROOT, environment
 from tests.unit.test_config import written
 from tests.unit.test_monitors import LINES, config_of
-from zero_tp.monitors import tracker_callback as callback
+from zero_tp.monitors import trackers as callback
 
 pytestmark = pytest.mark.heavy
 
@@ -25,7 +25,7 @@ import json, os, sys
 from pathlib import Path
 from tests.unit.test_monitors import started
 from zero_tp.config import RunConfig
-from zero_tp.monitors import tracker_callback as callback
+from zero_tp.monitors import trackers as callback
 
 def main():
     path, run, step, lines, overrides, callback.CLOSE_SECONDS = json.loads(sys.argv[1])
@@ -284,7 +284,7 @@ def test_clearml_forks_no_rank(tmp_path: Path) -> None:
         "    trackers.on_end(state)",
         """
     import psutil, time
-    while trackers._threads[0]._queue.qsize():
+    while trackers._threads[0].queue.qsize():
         time.sleep(0.1)
     print("printed: children", [each.name() for each in psutil.Process().children()])
     trackers.on_end(state)""",

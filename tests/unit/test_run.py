@@ -26,6 +26,7 @@ from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.planning.forecast import MemoryForecast
 from zero_tp.process.environment import RankEnvironment
+from zero_tp.process.watch import Watchdog
 from zero_tp.training.run_inputs import RunInputs
 from zero_tp.training.start import start_training
 
@@ -197,7 +198,7 @@ def test_ranks_that_cannot_meet_leave_nothing(tmp_path: Path, seed: int, monkeyp
     slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "12"}
     told = r"^MASTER_ADDR is not set: 2 ranks need it to meet; export it before srun, as launch/slurm\.sbatch does$"
     environment = RankEnvironment.of_this_process(slurm)
-    with pytest.raises(UserError, match=told), start_training(run, environment):
+    with pytest.raises(UserError, match=told), start_training(run, environment, Watchdog()):
         pass
     assert not run.directory.exists()
 

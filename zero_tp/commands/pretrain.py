@@ -88,18 +88,18 @@ def pretrain(
     with start_training(
         inputs,
         environment,
+        watch,
         verbose=options.verbose,
-        watch=watch,
         init_from=options.parent,
         model=model,
         resume_from=options.resume_from,
     ) as state:
-        train(state, run_callbacks(state, [*chosen, *callbacks]), requests)
+        train(state, run_callbacks(state, watch, [*chosen, *callbacks]), requests)
 
 
 def _chosen_callbacks(options: argparse.Namespace, config: RunConfig, environment: RankEnvironment) -> list[Callback]:
     """Return the trackers and what the options ask for. Most ranks start without some of these imports."""
-    from zero_tp.monitors.tracker_callback import Trackers
+    from zero_tp.monitors.trackers import Trackers
 
     chosen: list[Callback] = [Trackers()]
     if environment.rank == 0:

@@ -14,7 +14,7 @@ from zero_tp.evaluation.model_directory import check_tokenizer
 from zero_tp.evaluation.task import TaskOptions
 from zero_tp.evaluation.zero_shot import make_tasks
 from zero_tp.training.callback import Callback, TrainState
-from zero_tp.training.lines import format_number
+from zero_tp.training.step_logger import format_number
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -53,9 +53,7 @@ class LiveTasks(Callback):
     def on_evaluate(self, state: TrainState) -> None:
         results = self.evaluate(state.engine, state.config.micro_batch)
         for task, figures in results.items():
-            values = ", ".join(
-                f"{name} {format_number(value, 0)}" for name, value in figures.items() if value is not None
-            )
+            values = ", ".join(f"{name} {format_number(value)}" for name, value in figures.items() if value is not None)
             state.print(f"{task} at step {state.step}: {values}")
         flat = {f"{task}/{name}": value for task, figures in results.items() for name, value in figures.items()}
         state.log({"step": state.step, **flat})

@@ -1,4 +1,4 @@
-"""Open accelerate's trackers for a run: under its name, with its config, and continued when the run is resumed.
+"""Send what a run logs to accelerate's trackers: under the run's name, with its config, continued on a resume.
 
 One adapter serves DeepSpeed's monitor blocks and `zero_tp.logging.trackers`. DeepSpeed's engine does not get the
 blocks: its own monitor writes only the learning rate, names no run and starts anew on a resume.
@@ -6,12 +6,16 @@ blocks: its own monitor writes only the learning rate, names no run and starts a
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import logging
 import math
+import queue
+import textwrap
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -20,13 +24,15 @@ from typing import Any
 
 from zero_tp.config import RunConfig
 from zero_tp.config.resolve import leaves
-from zero_tp.errors import ConfigError
+from zero_tp.errors import ConfigError, first_line, one_line
 from zero_tp.files import write_atomically
 from zero_tp.strict_json import read_object
+from zero_tp.training.callback import Callback, Metrics, TrainState
 
 RUN_IDS = "monitors.json"
 """In the run directory: each service's id of this run, so that a resumed run continues it."""
 PROJECT = "zero_tp"
+CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR = 10.0, 1.0
 _RUN_IDS_LOCK = threading.Lock()  # each tracker is opened by a thread of its own
 
 Values = dict[str, float]
@@ -92,15 +98,12 @@ class Tracker:
     """Accelerate's tracker of a service, opened for a run."""
 
     def __init__(self, name: str, service: Service, options: Options, run: RunInfo) -> None:
-        """Open it.
-
-        Args:
-            name: of the block or the tracker in the config.
-        """
+        """Open it; `name` is that of the block or the tracker in the config."""
         from accelerate import tracking
 
-        if not isinstance(tracking.logger, _Logger):
-            tracking.logger = _Logger(logging.getLogger(tracking.__name__), {})
+        # accelerate's own logger needs accelerate's state: making that would choose a device and threads.
+        logger: Any = logging.getLogger(tracking.__name__)
+        logger.warning_once, tracking.logger = logger.warning, logger
         run_id = run.run_id(name)
         arguments = service.arguments(run, options, run_id).items()
         known = {key: x for key, x in arguments if x is not None or key == "run_name"}  # Comet's has no default
@@ -127,12 +130,6 @@ class Tracker:
         self._tracker.finish()
 
 
-class _Logger(logging.LoggerAdapter[logging.Logger]):
-    """Replaces accelerate's logger, which needs accelerate's state: making that would choose a device and threads."""
-
-    warning_once = logging.LoggerAdapter.warning
-
-
 def _tensorboard(run: RunInfo, block: Options, run_id: str | None) -> dict[str, Any]:
     return {
         "run_name": block.get("job_name") or run.name,
@@ -144,15 +141,15 @@ def _tensorboard(run: RunInfo, block: Options, run_id: str | None) -> dict[str, 
 
 def _log_config_as_text(tracker: Any, run: RunInfo, block: Options) -> None:
     """TensorBoard would show parameters as a second run."""
-    lines = json.dumps(run.config.resolved(), indent=2, ensure_ascii=False).splitlines()
-    tracker.log({"config": "".join(f"    {line}\n" for line in lines)}, step=run.step)
+    config = json.dumps(run.config.resolved(), indent=2, ensure_ascii=False)
+    tracker.log({"config": textwrap.indent(config, "    ")}, step=run.step)
 
 
 def _wandb(run: RunInfo, block: Options, run_id: str | None) -> dict[str, Any]:
     return {
         **{"run_name": block.get("project", "deepspeed"), "group": block.get("group"), "entity": block.get("team")},
         **{"name": run.name, "dir": str(run.directory), "config": run.config.resolved()},
-        **_resume(id=run_id),
+        **{"id": run_id, "resume": run_id and "allow"},
     }
 
 
@@ -163,17 +160,13 @@ def _define_step_axis(tracker: Any, run: RunInfo, block: Options) -> None:
 
 def _comet(run: RunInfo, block: Options, run_id: str | None) -> dict[str, Any]:
     names = ("workspace", "api_key", "experiment_key", "mode", "online")
-    arguments = {"run_name": block.get("project"), **{name: block.get(name) for name in names}}
+    arguments = {"run_name": block.get("project")} | {name: block.get(name) for name in names}
     return arguments | ({"experiment_key": run_id, "mode": "get_or_create"} if run_id else {})
 
 
 def _name_experiment(tracker: Any, run: RunInfo, block: Options) -> None:
     tracker.tracker.set_name(block.get("experiment_name") or run.name)
     tracker.store_init_configuration(run.parameters())
-
-
-def _resume(**run_id: str | None) -> dict[str, Any]:
-    return {**run_id, "resume": "allow"} if all(run_id.values()) else {}
 
 
 def _clearml(run: RunInfo, options: Options, run_id: str | None) -> dict[str, Any]:
@@ -217,15 +210,17 @@ SERVICES = {
     "swanlab": Service(
         "swanlab",
         lambda run, options, run_id: {
-            **{"run_name": PROJECT, "experiment_name": run.name},
-            **_resume(id=run_id),
+            **{"run_name": PROJECT, "experiment_name": run.name, "id": run_id, "resume": run_id and "allow"},
             **options,
         },
         lambda run: run.id,
     ),
     "trackio": Service(
         "trackio",
-        lambda run, options, run_id: {"run_name": PROJECT, "name": run.name, **_resume(name=run_id), **options},
+        lambda run, options, run_id: {
+            **{"run_name": PROJECT, "name": run_id or run.name, "resume": run_id and "allow"},
+            **options,
+        },
         lambda run: run.name,
     ),
 }
@@ -286,3 +281,68 @@ def check_installed(config: RunConfig) -> None:
     for key, (package, _) in trackers_of(config).items():
         if package is not None and find_spec(package) is None:
             raise ConfigError(key, f"the package {package} is not installed", f"pip install {package}, or leave it out")
+
+
+class TrackerThread(threading.Thread):
+    """Open a tracker and log to it beside training: a service that does not answer must not block a step.
+
+    Args:
+        key: in the config.
+        open_tracker: called in the thread.
+        report: takes one line about the first call that failed.
+
+    Attributes:
+        queue: (values, step) to log; None ends the thread after what is queued.
+    """
+
+    def __init__(self, key: str, open_tracker: Callable[[], Tracker | CsvFiles], report: Callable[[str], None]) -> None:
+        super().__init__(name=f"tracker {key}", daemon=True)
+        self.key, self._open, self._report, self._has_failed = key, open_tracker, report, False
+        self.queue: queue.SimpleQueue[tuple[Values, int] | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        with self._tolerate():
+            tracker = self._open()
+            while (line := self.queue.get()) is not None:
+                with self._tolerate():
+                    tracker.log(*line)
+            tracker.finish()
+
+    @contextlib.contextmanager
+    def _tolerate(self) -> Iterator[None]:
+        """Report the first error of the library's, whose classes are its own; some libraries even exit."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            if not self._has_failed:
+                self._has_failed = True
+                self._report(f"{self.key} failed ({one_line(first_line(error), 300)}); the run goes on")
+
+
+class Trackers(Callback):
+    """Send each line of metrics.jsonl to the trackers that the config names, on rank 0. Unknown values are left out."""
+
+    def on_start(self, state: TrainState) -> None:
+        self._threads: list[TrackerThread] = []
+        if state.is_rank_zero:
+            run = RunInfo(state.directory, state.config, state.step)
+            for key, (_, open_tracker) in trackers_of(state.config).items():
+                self._threads.append(TrackerThread(key, partial(open_tracker, run), state.print))
+                self._threads[-1].start()
+
+    def on_log(self, state: TrainState, values: Metrics) -> None:
+        known = {name: value for name, value in values.items() if value is not None and name != "step"}
+        for thread in self._threads:
+            thread.queue.put((known, int(values["step"] or 0)))
+
+    def on_end(self, state: TrainState) -> None:
+        """Close all trackers together within 10 s. A run that failed waits 1 s, so that its error is seen."""
+        seconds = CLOSE_SECONDS if state.error is None else CLOSE_SECONDS_AFTER_ERROR
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.queue.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for thread in self._threads:
+            if thread.is_alive():
+                state.print(f"{thread.key}: not done {seconds:.0f} s after the run; its last values are lost")

@@ -40,6 +40,7 @@ REFUSED = {
     "torch_compile": "compile one model on one rank with transformers' own Trainer",
     "auto_find_batch_size": "a rank that runs out of memory leaves the others waiting",
     "save_on_each_node": "a checkpoint is one directory that all ranks see",
+    "fsdp": "the model is split by its topology and ZeRO",
     "eval_use_gather_object": "each data-parallel rank would be counted once a tensor-parallel rank",
 }
 """Training arguments that are not exact here, and why."""
@@ -89,8 +90,6 @@ class TensorParallel(Base):
         if model is None or args is None or isinstance(model, str):
             raise UserError("ZeroTPTrainer: give it a model and TrainingArguments; a model_init is not built")
         _check(args)
-        args.device  # noqa: B018 - connects the ranks
-        _check_world(args)
         if isinstance(model, ParallelModel):
             self.topology = model.topology
         else:
@@ -120,9 +119,8 @@ class TensorParallel(Base):
                 '{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto", …}'
             )
         options = {**self._accelerator_options, "deepspeed_plugin": None}  # accelerate's state has it already
-        self.accelerator = TensorParallelAccelerator(
-            self.topology, self.args.max_grad_norm, self._set_zero_engine, **options
-        )
+        clipping = self.args.max_grad_norm
+        self.accelerator = TensorParallelAccelerator(self.topology, clipping, self._set_zero_engine, **options)
         self.gather_function = self.accelerator.gather_for_metrics
 
     def _set_zero_engine(self, zero: ZeroEngine) -> None:
@@ -165,19 +163,15 @@ class TensorParallel(Base):
         comparison = SampleComparison(inputs, self.topology)
         if self.args.device.type == "cpu":
             comparison.require_same()
-        loss = super().compute_loss(
-            model, self._forward_arguments(inputs), return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
-        )
-        comparison.require_same()
-        return loss
-
-    def _forward_arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a forward: padded rows in training, and the count of labelled rows."""
         causal = self.model.spec.causal
         arguments = padded(inputs, self.topology, causal=causal) if self.model.training else dict(inputs)
         if "next_sentence_label" in arguments and self._rows is not None:
             arguments["num_rows_in_batch"] = self._rows
-        return arguments
+        loss = super().compute_loss(
+            model, arguments, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+        comparison.require_same()
+        return loss
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -222,9 +216,16 @@ class TensorParallel(Base):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore random states; those of a TP group's first rank everywhere, because data collators draw from them."""
         super()._load_rng_state(checkpoint)
-        if checkpoint is not None:
-            share_random_state(self.topology)
+        if checkpoint is None or self.topology.tensor == 1:
+            return
+        states = [(random.getstate(), np.random.get_state(), torch.get_rng_state())]
+        dist.broadcast_object_list(states, group_src=0, group=self.topology.tensor_group)
+        python, numpy, cpu = states[0]
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
 
 
 class ZeroTPTrainer(TensorParallel, Trainer):  # type: ignore[misc]
@@ -232,33 +233,20 @@ class ZeroTPTrainer(TensorParallel, Trainer):  # type: ignore[misc]
 
 
 def _check(args: TrainingArguments) -> None:
-    """Raise a UserError for an argument that is not exact on tensor-parallel ranks."""
+    """Check that the arguments are exact on tensor-parallel ranks; connect the ranks, and count them.
+
+    Raises:
+        UserError: an argument is not exact, or accelerate counts other ranks than the launcher has started.
+    """
     for name, why in REFUSED.items():
         if getattr(args, name, None):
             raise UserError(f"TrainingArguments.{name}: {why}; leave it out")
     if getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
         raise UserError('TrainingArguments.train_sampling_strategy: "batch_rebalance" deals to all ranks; use "random"')
-    if args.fsdp:
-        raise UserError("TrainingArguments.fsdp: the model is split by its topology and ZeRO; leave it out")
-
-
-def _check_world(args: TrainingArguments) -> None:
-    """Raise a UserError where accelerate counts other ranks than the launcher has started."""
+    args.device  # noqa: B018 - connects the ranks
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if args.world_size != world:
         raise UserError(
             f"TrainingArguments: accelerate counts {args.world_size} of {world} ranks, so that losses would be divided "
             "by the wrong number; on a machine without accelerators give use_cpu=True"
         )
-
-
-def share_random_state(topology: Topology) -> None:
-    """Copy the random states of each TP group's first rank to its other ranks: data collators draw from them."""
-    if topology.tensor == 1:
-        return
-    states = [(random.getstate(), np.random.get_state(), torch.get_rng_state())]
-    dist.broadcast_object_list(states, group_src=0, group=topology.tensor_group)
-    python, numpy, cpu = states[0]
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(cpu)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tqdm import tqdm
+
+from zero_tp.errors import first_line, one_line, write_stderr
 from zero_tp.process.signals import Requests
-from zero_tp.training.output import RunOutput
 
 if TYPE_CHECKING:
     from zero_tp.checkpoint.manifest import Parent
-    from zero_tp.checkpoint.run_directory import RunOwner
     from zero_tp.config import RunConfig
-    from zero_tp.process.watch import Watchdog
     from zero_tp.topology import Topology
     from zero_tp.training.engine import TrainingEngine
     from zero_tp.training.run_inputs import RunInputs
@@ -60,30 +63,27 @@ class TrainState:
         engine: the model in DeepSpeed's engine.
         step: the step that is running, or the last completed one; 0 before the first step of a new run.
         parent: the checkpoint of another run that this run was started from.
-        owner: of the run directory, on rank 0.
-        watch: detects hangs of this rank.
+        check_owner: raises a UserError on rank 0 if another launch has taken the run directory over.
         requests: set its `stop` or `save` to stop or save after this step; one rank is enough.
         skipped_in_a_row: steps without an update since the last one with an update.
         stop: this step is the last, because a rank requested it.
         failure: ends the run after this step's callbacks; a callback sets it on all ranks.
         error: the exception that ended the run, for `on_end`.
+        lost_writes: how many writes to each log failed.
     """
 
     inputs: RunInputs
     engine: TrainingEngine
     step: int
     parent: Parent | None = None
-    owner: RunOwner | None = None
-    watch: Watchdog | None = None
+    check_owner: Callable[[], None] = lambda: None
     requests: Requests = field(default_factory=Requests)
     callbacks: Sequence[Callback] = ()
     skipped_in_a_row: int = 0
     stop: bool = False
     failure: Exception | None = None
     error: BaseException | None = None
-
-    def __post_init__(self) -> None:
-        self.output = RunOutput(self.is_rank_zero)
+    lost_writes: Counter[str] = field(default_factory=Counter)
 
     @property
     def config(self) -> RunConfig:
@@ -115,9 +115,25 @@ class TrainState:
 
     def print(self, text: str) -> None:
         """Print one line on rank 0, above the progress bar."""
-        self.output.print(text)
+        if self.is_rank_zero:
+            with self.tolerate_failed_write("standard output"):
+                tqdm.write(text, file=sys.stdout)
+                sys.stdout.flush()
 
     def log(self, values: Metrics) -> None:
         """Add one line to metrics.jsonl and to the trackers; `values` needs a "step"."""
         for callback in self.callbacks:
             callback.on_log(self, values)
+
+    @contextlib.contextmanager
+    def tolerate_failed_write(self, target: str) -> Iterator[None]:
+        """Count a failed write to a log, which stops no training; report the first one to each target."""
+        try:
+            yield
+        except BrokenPipeError:
+            raise  # nobody reads the output
+        except OSError as error:
+            self.lost_writes[target] += 1
+            if self.lost_writes[target] == 1:
+                reason = one_line(error.strerror or first_line(error), 300)
+                write_stderr(f"{target} could not be written ({reason}); the run goes on")

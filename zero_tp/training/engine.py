@@ -5,12 +5,13 @@ What differs between the ZeRO stages is in zero/stages.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -31,9 +32,7 @@ from zero_tp.parallel.elementwise import compile_elementwise, is_compiled
 from zero_tp.parallel.layout import audit, whole_shape
 from zero_tp.parallel.parameter import ShardedSeededInit, WeightSource
 from zero_tp.topology import Topology
-from zero_tp.training.guards import check_duplicates, check_hooks, check_repeated, check_replicas, checked_choices
-from zero_tp.training.nonfinite import NonfiniteTrace
-from zero_tp.training.spikes import SpikeBound
+from zero_tp.training import guards
 from zero_tp.zero.ops import without_shared_memory_collectives
 from zero_tp.zero.stages import zero_engine
 from zero_tp.zero.states import local_shape
@@ -54,7 +53,6 @@ class TrainingEngine:
         model: the model's class, by default that of its objective; `ZeroTPForCausalLM` can also generate.
         recompute: what backward computes again; by default nothing.
         spike: bounds on loss and gradient norm; by default none.
-        trace_nonfinite: check every layer's output and gradient, for `trace`.
         compiled: run training's elementwise work in kernels that torch compiles; "auto": on CUDA.
 
     Attributes:
@@ -83,7 +81,6 @@ class TrainingEngine:
         model: type[ParallelModel] | None = None,
         recompute: RecomputePolicy | None = None,
         spike: Spike | None = None,
-        trace_nonfinite: bool = False,
         compiled: bool | Literal["auto"] = False,
     ):
         self.topology, self.device = topology, torch.device(device)
@@ -105,14 +102,13 @@ class TrainingEngine:
             compile_elementwise(self.model, self.device)
         decay = deepspeed_config.get("optimizer", {}).get("params", {}).get("weight_decay", 0.0)
         self.zero.initialize(self.model, parameter_groups(self.model, decay))
-        check_replicas(self.model, topology)
+        guards.check_replicas(self.model, topology)
         self.engine = self.zero.engine
         self._loss = torch.tensor(float("nan"))
         self._norm: Tensor | float = float("nan")
         self.skipped, self.spike = False, ""
         self._figures = torch.full((len(self.model.figures),), float("nan"))
         self._spikes = spike
-        self.trace = NonfiniteTrace(self.model) if trace_nonfinite else None
         self.mark: Callable[[str], None] = lambda phase: None
         self.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
 
@@ -201,22 +197,22 @@ class TrainingEngine:
         if guarded is not None and guard_gradients:
             self._repeat(batches[0], shares, guarded)
         self._accumulate(batches, shares, guarded)
-        check_hooks(self.model.gradient_hooks)
+        guards.check_hooks(self.model.gradient_hooks)
         if guarded is not None:
-            check_duplicates(self.zero, guarded)
-        self._update()
+            guards.check_duplicates(self.zero, guarded)
+        self.spike = ""
+        self.zero.step(self._is_spike if self._spikes is not None else None)
+        self._norm, self.skipped = self.zero.outcome()
 
     def _accumulate(self, batches: Sequence[AnyBatch], shares: Mapping[str, Tensor], guarded: int | None) -> None:
         """Run the forward and backward of all micro-batches; set the step's loss and figures, means over DP."""
-        if self.trace is not None:
-            self.trace.begin()
         self.engine.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         figures = torch.zeros(len(self.model.figures), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
             self.activations.begin_micro_batch(index)
             guarding = guarded is not None and index == 0
-            with checked_choices(self.model, self.topology, guarded or 0) if guarding else nullcontext():
+            with guards.checked_choices(self.model, self.topology, guarded or 0) if guarding else nullcontext():
                 output = self._forward(self.engine, batch, **shares)
             loss: Tensor = output.loss
             self.mark("backward")
@@ -231,12 +227,19 @@ class TrainingEngine:
         if self.model.figures:
             self._figures = all_reduce(figures / len(batches), self.topology.data_group) / self.topology.data
 
-    def _update(self) -> None:
-        """Clip the gradients and update the weights, unless the step's loss or norm is a spike."""
-        bound = SpikeBound(self._spikes, self.zero.recent) if self._spikes is not None else None
-        self.zero.step(partial(bound.exceeded_on_rank_zero, self._loss) if bound is not None else None)
-        self._norm, self.skipped = self.zero.outcome()
-        self.spike = bound.reason if bound is not None and self.zero.vetoed is not None else ""
+    def _is_spike(self, norm: Tensor) -> bool:
+        """Judge the step by rank 0's loss and norm, on all ranks; set `spike`. Broadcast of two numbers, read at once.
+
+        DeepSpeed skips a step whose numbers are not finite; some of its norms are -1 then.
+        """
+        assert self._spikes is not None
+        numbers = torch.stack([self._loss, norm.to(self._loss)])
+        if self.topology.world > 1:
+            dist.broadcast(numbers, 0)
+        loss, gradient_norm = numbers.tolist()
+        if math.isfinite(loss) and math.isfinite(gradient_norm) and gradient_norm >= 0:
+            self.spike = guards.describe_spike(self._spikes, self.zero.recent, loss, gradient_norm)
+        return bool(self.spike)
 
     def _repeat(self, batch: AnyBatch, shares: Mapping[str, Tensor], step: int) -> None:
         """Run a micro-batch twice, outside DeepSpeed's engine, which would reduce its gradients."""
@@ -248,7 +251,7 @@ class TrainingEngine:
             loss: Tensor = self._forward(self.model, batch, **shares).loss
             return loss * scale
 
-        check_repeated(run, self.model, self.model.streams, step)
+        guards.check_repeated(run, self.model, self.model.streams, step)
 
     def _forward(self, model: Any, batch: AnyBatch, **options: Any) -> Any:
         return model(batch.input_ids, **batch.arguments(), **options)
@@ -295,8 +298,7 @@ class TrainingEngine:
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Group the parameters for the optimizer: weight decay skips biases and norms, which have one dimension."""
-    named = list(model.named_parameters())
-    flat = [parameter for _, parameter in named if len(whole_shape(parameter)) < 2]
-    matrices = [parameter for _, parameter in named if len(whole_shape(parameter)) >= 2]
+    flat = [parameter for parameter in model.parameters() if len(whole_shape(parameter)) < 2]
+    matrices = [parameter for parameter in model.parameters() if len(whole_shape(parameter)) >= 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": flat, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

@@ -1,13 +1,14 @@
 """Guards of a run: gradients are summed, replicas, choices and duplicates are equal, gradients are reproducible.
 
-A silent failure of one of these lets weights drift apart, and the run trains another model.
+A silent failure of one of these lets weights drift apart, and the run trains another model. Spikes are found here too.
 """
 
 from __future__ import annotations
 
 import hashlib
+import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from zero_tp.config.schema import Spike
 from zero_tp.errors import UserError
 from zero_tp.models.moe import Router
 from zero_tp.parallel.agreement import checksum, differ_over, tensor_bytes
@@ -65,7 +67,14 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
         for name, parameter in model.named_parameters()
         if isinstance(layout_of(parameter), Replicated) and partition_of(parameter).numel() > 0
     }
-    for name, (difference, allowed) in zip(replicas, _read(_spreads(replicas.values(), topology)), strict=True):
+    spreads = []
+    for tensor in replicas.values():
+        local = tensor.float().flatten()
+        ends = torch.stack((local, -local))
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=topology.tensor_group)
+        tolerance = 0.0 if tensor.device.type == "cpu" else ACCELERATOR_TOLERANCE[tensor.dtype]
+        spreads.append(torch.stack(((ends[0] + ends[1]).max(), tolerance * ends.max())))
+    for name, (difference, allowed) in zip(replicas, _read(spreads), strict=True):
         if not difference <= allowed:  # nan is not
             when = f"after step {step}" if step else "at the start"
             raise UserError(
@@ -75,25 +84,10 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
             )
 
 
-def _spreads(replicas: Iterable[Tensor], topology: Topology) -> list[Tensor]:
-    """Return (largest difference of an element over the TP group, the one allowed) of each tensor, fp32 [2]."""
-    spreads = []
-    for tensor in replicas:
-        local = tensor.float().flatten()
-        ends = torch.stack((local, -local))
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=topology.tensor_group)
-        tolerance = 0.0 if tensor.device.type == "cpu" else ACCELERATOR_TOLERANCE[tensor.dtype]
-        spreads.append(torch.stack(((ends[0] + ends[1]).max(), tolerance * ends.max())))
-    return spreads
-
-
 def _read(pairs: Sequence[Tensor]) -> list[list[float]]:
     """Return the pairs' values; the host waits once."""
     values: list[list[float]] = torch.stack(list(pairs)).tolist() if pairs else []
     return values
-
-
-# --- choices of experts -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -129,16 +123,12 @@ def checked_choices(model: nn.Module, topology: Topology, step: int) -> Iterator
             )
 
 
-# --- duplicates and repeated gradients --------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def check_duplicates(zero: ZeroEngine, step: int) -> None:
     """Check, just before the update of `step`, that duplicates on DP ranks are equal bit for bit.
 
     Duplicates are the weights under ZeRO-0, -1 and -2 (which each update replaces), masters and states too under
-    ZeRO-0, and the weights that stay gathered under ZeRO-3. One all-reduce over DP of 16 bytes a tensor and one of a
-    number over the world; if they differ, an all-gather over the world of 8 bytes a tensor.
+    ZeRO-0, and the weights that stay gathered under ZeRO-3. One all-gather over the world of 8 bytes a tensor.
 
     Raises:
         UserError: on every rank of the job, naming a tensor and the ranks that differ from the majority of their DP
@@ -147,11 +137,10 @@ def check_duplicates(zero: ZeroEngine, step: int) -> None:
     topology = zero.topology
     if topology.data == 1:
         return
-    named = [(name, digest(tensor)) for name, tensor in zero.duplicates()]
-    digests = [number for _, number in named]
-    if not named or _equal_over_data(digests, topology, zero.model):
+    digests = {name: digest(tensor) for name, tensor in zero.duplicates()}
+    if not digests:
         return
-    for (name, _), of_ranks in zip(named, _gather_by_number(digests, zero.model), strict=True):
+    for name, of_ranks in zip(digests, _all_gather_numbers(list(digests.values()), zero.model), strict=True):
         for members in topology.data_members():
             deviating = _minority({rank: of_ranks[rank] for rank in members})
             if deviating:
@@ -186,7 +175,7 @@ def check_repeated(run: Callable[[], Tensor], model: nn.Module, streams: Any, st
         streams.load_state_dict(before)
     pairs = enumerate(zip(*digests, strict=True))
     first = next((index for index, (one, other) in pairs if one != other), -1)
-    of_ranks = _gather_by_number([first], model)[0]
+    of_ranks = _all_gather_numbers([first], model)[0]
     deviating = [rank for rank, index in enumerate(of_ranks) if index >= 0]
     if deviating:
         raise UserError(
@@ -217,20 +206,11 @@ def digest(tensor: Tensor) -> int:
     return int.from_bytes(hashlib.sha256(tensor_bytes(tensor)).digest()[:8], "little") >> 1
 
 
-def _equal_over_data(numbers: Sequence[int], topology: Topology, model: nn.Module) -> bool:
-    """Return on every rank of the job whether the ranks of each DP group have the same positive numbers."""
-    own = torch.tensor(numbers, dtype=torch.int64, device=next(model.parameters()).device)
-    differs = differ_over(topology.data_group, own).any().to(torch.int32)
-    dist.all_reduce(differs, dist.ReduceOp.MAX)
-    return not differs.item()
-
-
-def _gather_by_number(numbers: Sequence[int], model: nn.Module) -> list[list[int]]:
-    """Return the values of each number on all ranks of the job, in the order of ranks. One all-gather."""
-    device = next(model.parameters()).device
-    own = torch.tensor(numbers, dtype=torch.int64, device=device).unsqueeze(0)
-    group = dist.group.WORLD if dist.is_initialized() else None
-    return [[int(number) for number in row] for row in all_gather(own, group).T.tolist()]
+def _all_gather_numbers(numbers: Sequence[int], model: nn.Module) -> list[list[int]]:
+    """Return the values of each number on all ranks of the job, in the order of ranks."""
+    own = torch.tensor(numbers, dtype=torch.int64, device=next(model.parameters()).device).unsqueeze(0)
+    values: list[list[int]] = all_gather(own, dist.group.WORLD if dist.is_initialized() else None).T.tolist()
+    return values
 
 
 def _minority(digests: dict[int, int]) -> list[int]:
@@ -239,3 +219,28 @@ def _minority(digests: dict[int, int]) -> list[int]:
         return []
     usual, count = Counter(digests.values()).most_common(1)[0]
     return [rank for rank, number in digests.items() if 2 * count <= len(digests) or number != usual]
+
+
+def describe_spike(settings: Spike, recent: list[list[float]], loss: float, norm: float) -> str:
+    """Return why a step of this finite loss and norm is a spike; "" if it is none, or the window is not half full.
+
+    As with OLMo-core's skip-step optimizer, a spike is a loss or norm more than so many standard deviations above
+    the mean of the steps in the window. Spikes enter the window too: a new level soon stops being one.
+
+    Args:
+        recent: [loss, norm] of the last steps, to which this one is added; checkpoints save it.
+    """
+    reasons = []
+    if len(recent) >= max(2, settings.window // 2):
+        losses, norms = zip(*recent, strict=True)
+        bounded = (("loss", loss, settings.loss, losses), ("gradient norm", norm, settings.grad_norm, norms))
+        for name, value, limit, before in bounded:
+            mean, deviation = statistics.fmean(before), statistics.stdev(before)
+            if limit is not None and value - mean > limit * deviation:
+                reasons.append(
+                    f"its {name} {value:.4g} is above {mean + limit * deviation:.4g}, {limit:g} standard deviations "
+                    f"over the mean of the {len(before)} steps before"
+                )
+    recent.append([loss, norm])
+    del recent[: -settings.window]
+    return reasons[0] if reasons else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 
@@ -58,25 +58,24 @@ def _end(callback: Callback, state: TrainState, kind: object, error: BaseExcepti
 def _run_step(state: TrainState, batches: ReadAhead[list[Any]]) -> None:
     """Run one step, and the evaluation and the checkpoint that are due after it."""
     settings = state.config.zero_tp
-    _call(state, "on_step_begin")
+    for callback in state.callbacks:
+        callback.on_step_begin(state)
     state.engine.run_step(
         [batch.to(state.engine.device) for batch in batches.take(state.step)],
         guarded=state.step if state.is_due(settings.training.guard_interval) else None,
         guard_gradients=settings.training.guard_gradients,
     )
-    _call(state, "on_step_end")
+    for callback in state.callbacks:
+        callback.on_step_end(state)
     if state.failure is not None:
         raise state.failure
     if state.is_last_step or state.is_due(settings.evaluation.interval):
-        _call(state, "on_evaluate")
+        for callback in state.callbacks:
+            callback.on_evaluate(state)
     state.stop, save = state.requests.agreed(state.engine.device)
     if state.is_last_step or save or _is_save_due(state):
-        _call(state, "on_save")
-
-
-def _call(state: TrainState, event: Literal["on_step_begin", "on_step_end", "on_evaluate", "on_save"]) -> None:
-    for callback in state.callbacks:
-        getattr(callback, event)(state)
+        for callback in state.callbacks:
+            callback.on_save(state)
 
 
 def _is_save_due(state: TrainState) -> bool:

@@ -10,7 +10,6 @@ from pathlib import Path
 from zero_tp.files import open_regular, write_atomically
 from zero_tp.strict_json import InvalidJson, parse_json
 from zero_tp.training.callback import Callback, Metrics, TrainState
-from zero_tp.training.output import WriteFailures
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -18,43 +17,36 @@ METRICS_FILE = "metrics.jsonl"
 class MetricsFile(Callback):
     """Append what a run logs to RUN/metrics.jsonl, on rank 0.
 
-    Lines of steps after the one that a run resumes from are removed first. A failed write is reported and counted; it
-    does not stop training.
+    Lines of steps after the one that a run resumes from are removed first.
     """
 
     def on_start(self, state: TrainState) -> None:
-        self._path, self._last_step = state.directory / METRICS_FILE, state.step
-        self._failures, self._is_cut = WriteFailures(state.print), False
-        if state.is_rank_zero:
-            with self._failures.tolerate(str(self._path)):
-                self._cut(state)
+        self._path, self._first_step, self._is_cut = state.directory / METRICS_FILE, state.step, False
+        self._write(state, None)
 
     def on_log(self, state: TrainState, values: Metrics) -> None:
-        if state.is_rank_zero:
-            with self._failures.tolerate(str(self._path)):
-                self._cut(state)
-                append_line(self._path, (metrics_line(values) + "\n").encode())
+        self._write(state, values)
 
-    def on_end(self, state: TrainState) -> None:
-        self._failures.report_totals()
-
-    def _cut(self, state: TrainState) -> None:
-        if self._is_cut:
+    def _write(self, state: TrainState, values: Metrics | None) -> None:
+        if not state.is_rank_zero:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        unreadable = cut_metrics(self._path, self._last_step)
-        self._is_cut = True
-        if unreadable:
-            state.print(f"{self._path}: removed {unreadable} unreadable {'lines' if unreadable > 1 else 'line'}")
+        with state.tolerate_failed_write(str(self._path)):
+            if not self._is_cut:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                unreadable = cut_metrics(self._path, self._first_step)
+                self._is_cut = True
+                if unreadable:
+                    lines = "lines" if unreadable > 1 else "line"
+                    state.print(f"{self._path}: removed {unreadable} unreadable {lines}")
+            if values is not None:
+                append_line(self._path, (metrics_line(values) + "\n").encode())
 
 
 def metrics_line(values: Metrics) -> str:
     """Return one strict JSON object. A non-finite value is null, and `nonfinite` says which: `{"loss": "nan"}`."""
     odd = {key: str(value) for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     clean: dict[str, object] = {key: None if key in odd else value for key, value in values.items()}
-    if odd:
-        clean["nonfinite"] = odd
-    return json.dumps(clean, allow_nan=False)
+    return json.dumps(clean | ({"nonfinite": odd} if odd else {}), allow_nan=False)
 
 
 def read_line(line: bytes) -> tuple[int, dict[str, float]] | None:
@@ -103,10 +95,10 @@ def append_line(path: Path, line: bytes) -> None:
         OSError: the disk is full or gone.
     """
     with path.open("ab", buffering=0) as file:
-        end, rest = file.seek(0, os.SEEK_END), memoryview(line)
+        end = file.seek(0, os.SEEK_END)
         try:
-            while rest:
-                rest = rest[file.write(rest) :]
+            while line:
+                line = line[file.write(line) :]
         except OSError:
             file.truncate(end)
             raise

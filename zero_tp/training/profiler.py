@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from zero_tp.errors import UserError, first_line
 from zero_tp.files import write_atomically
@@ -17,18 +19,13 @@ MEMORY_EVENTS = 1_000_000
 def step_range(text: str, steps: int) -> tuple[int, int]:
     """Return the first and the last step of FIRST:LAST; both are profiled.
 
-    Args:
-        steps: of the run.
-
     Raises:
-        UserError: not two positive numbers in order, or the run has fewer steps.
+        UserError: not two numbers in order from 1 to the run's `steps`.
     """
-    match = re.fullmatch(r"(\d+):(\d+)", text)
-    first, last = (int(match[1][:20]), int(match[2][:20])) if match else (0, 0)
-    if not 1 <= first <= last:
-        raise UserError(f"--profile-steps: {text!r} is not FIRST:LAST, two step numbers in order; write it as 3:5")
-    if last > steps:
-        raise UserError(f"--profile-steps {first}:{last}: zero_tp.training.steps is {steps}; choose earlier steps")
+    match = re.fullmatch(r"(\d{1,20}):(\d{1,20})", text)
+    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= first <= last <= steps:
+        raise UserError(f"--profile-steps {text}: write FIRST:LAST, from 1 to zero_tp.training.steps, {steps}")
     return first, last
 
 
@@ -42,16 +39,18 @@ class StepProfiler(Callback):
 
     def __init__(self, first: int, last: int):
         self.first, self.last = first, last
-        self._profile: Any = None
-        self._ended = False
+        self._profile: profile | None = None
+
+    def on_start(self, state: TrainState) -> None:
+        self._cuda = state.engine.device.type == "cuda"
+        if state.step >= self.last:
+            steps = f"steps {self.first} to {self.last}"
+            state.print(f"--profile-steps: {steps} came before this start; nothing is recorded")
 
     def on_step_begin(self, state: TrainState) -> None:
         if not state.is_rank_zero or self._profile is not None or not self.first <= state.step <= self.last:
             return
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
-        self.first, self._cuda = state.step, state.engine.device.type == "cuda"
+        self.first = state.step
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
         if self._cuda:
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
@@ -59,34 +58,27 @@ class StepProfiler(Callback):
         self._profile.start()
 
     def on_step_end(self, state: TrainState) -> None:
-        if not state.is_rank_zero or self._ended or state.step < self.last:
+        if self._profile is None or state.step < self.last:
             return
-        self._ended = True
-        if self._profile is None:
-            steps = f"steps {self.first} to {self.last}"
-            state.print(f"--profile-steps: {steps} came before this start; nothing is recorded")
-            return
-        self._profile.stop()
+        recorded, self._profile = self._profile, None
+        recorded.stop()
         try:
-            state.print(self._write(state.directory / "profile"))
+            state.print(self._write(recorded, state.directory / "profile"))
         except OSError as error:
             state.print(f"the profile could not be written ({first_line(error)})")
 
     def on_end(self, state: TrainState) -> None:
-        if self._profile is not None and not self._ended:
+        if self._profile is not None:
             self._profile.stop()
 
-    def _write(self, directory: Path) -> str:
+    def _write(self, recorded: profile, directory: Path) -> str:
         """Write the files and return a line that says where they are."""
         directory.mkdir(parents=True, exist_ok=True)
-        trace = directory / f"steps_{self.first}-{self.last}.json.gz"
-        self._profile.export_chrome_trace(str(trace))
+        name = f"{directory}/steps_{self.first}-{self.last}"
+        recorded.export_chrome_trace(f"{name}.json.gz")
         by = "self_device_time_total" if self._cuda else "self_cpu_time_total"
-        table = self._profile.key_averages().table(sort_by=by, row_limit=OPERATORS)
-        write_atomically(trace.with_name(f"{trace.name.removesuffix('.json.gz')}.txt"), table)
+        write_atomically(Path(f"{name}.txt"), recorded.key_averages().table(sort_by=by, row_limit=OPERATORS))
         if self._cuda:
-            import torch
-
-            torch.cuda.memory._dump_snapshot(str(trace).removesuffix(".json.gz") + ".pickle")
+            torch.cuda.memory._dump_snapshot(f"{name}.pickle")
             torch.cuda.memory._record_memory_history(enabled=None)
-        return f"profile of steps {self.first} to {self.last}: {trace}"
+        return f"profile of steps {self.first} to {self.last}: {name}.json.gz"

@@ -11,28 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_tp.checkpoint.directory import step_directory
+from zero_tp.checkpoint.save import run_saver
 from zero_tp.errors import UserError
 from zero_tp.models.moe import Router
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.process.watch import Watchdog
 from zero_tp.training.callback import Callback, TrainState
-from zero_tp.training.checkpointing import CheckpointCallback
 from zero_tp.training.guards import check_replicas
-from zero_tp.training.lines import format_figure
 from zero_tp.training.metrics import perplexity
 from zero_tp.training.metrics_file import MetricsFile
-from zero_tp.training.step_logger import StepLogger
+from zero_tp.training.step_logger import StepLogger, format_figure
 
 COLLECTION_INTERVAL = 50
 SKIPS_IN_A_ROW = 10
 
 
-def run_callbacks(state: TrainState, others: Sequence[Callback] = ()) -> list[Callback]:
+def run_callbacks(state: TrainState, watch: Watchdog, others: Sequence[Callback] = ()) -> list[Callback]:
     """Return the run's callbacks with `others` after its log and validation, before its guards and checkpoints."""
-    watchdog = [] if state.watch is None else [WatchdogCallback(state.watch)]
-    log = [StepLogger(), MetricsFile(), Validation()]
-    log += [ExpertShares()] if state.config.zero_tp.logging.experts else []
-    return [*watchdog, *log, *others, SkippedSteps(), GarbageCollection(), ReplicaGuard(), CheckpointCallback()]
+    first: list[Callback] = [WatchdogCallback(watch), StepLogger(), MetricsFile(), Validation()]
+    if state.config.zero_tp.logging.experts:
+        first.append(ExpertShares())
+    return [*first, *others, SkippedSteps(), GarbageCollection(), ReplicaGuard(), CheckpointCallback()]
 
 
 class Validation(Callback):
@@ -120,11 +120,8 @@ class GarbageCollection(Callback):
     that are left after the first step are frozen: later collections of a one-layer model take 0.2 ms instead of 0.2 s.
     """
 
-    def __init__(self) -> None:
-        self._frozen = self._was_enabled = False
-
     def on_start(self, state: TrainState) -> None:
-        self._was_enabled = gc.isenabled()
+        self._frozen, self._was_enabled = False, gc.isenabled()
         gc.disable()
 
     def on_step_end(self, state: TrainState) -> None:
@@ -135,8 +132,7 @@ class GarbageCollection(Callback):
             self._frozen = True
 
     def on_end(self, state: TrainState) -> None:
-        if self._frozen:
-            gc.unfreeze()
+        gc.unfreeze()
         if self._was_enabled:
             gc.enable()
 
@@ -176,3 +172,58 @@ class ReplicaGuard(Callback):
     def on_step_end(self, state: TrainState) -> None:
         if state.is_due(state.config.zero_tp.training.guard_interval):
             check_replicas(state.engine.model, state.topology, state.step)
+
+
+class CheckpointCallback(Callback):
+    """Save a checkpoint whenever one is due.
+
+    A failed save is logged and training continues, because earlier checkpoints stay valid.
+
+    Raises:
+        UserError: the final checkpoint could not be written, or another launch has taken the run directory over.
+    """
+
+    def on_start(self, state: TrainState) -> None:
+        inputs = state.inputs
+        self.saver = run_saver(
+            state.engine.zero,
+            state.config,
+            state.directory,
+            tokenizer=inputs.recorded_tokenizer,
+            corpora=inputs.corpora,
+            validation=inputs.validation_corpora,
+            parent=state.parent,
+            check_owner=state.check_owner,
+        )
+
+    def on_step_end(self, state: TrainState) -> None:
+        if state.failure is not None:
+            self.saver.wait()  # a save in the background still gets its name
+        self._report_finished_save(state)
+
+    def on_save(self, state: TrainState) -> None:
+        self.saver.wait()
+        self._report_finished_save(state)
+        self.saver.save(state.step)
+        if state.is_last_step:
+            self.saver.wait()
+        self._report_finished_save(state, final=state.is_last_step)
+
+    def _report_finished_save(self, state: TrainState, *, final: bool = False) -> None:
+        outcome = self.saver.outcome()
+        if outcome is None:
+            return
+        step, problem = outcome
+        notes, self.saver.notes = self.saver.notes, []
+        for note in notes:
+            state.print(note)
+        if not problem:
+            removed = ", ".join(f"step {step}" for step in self.saver.removed)
+            reason = f" (checkpoint.keep is {state.config.zero_tp.checkpoint.keep})"
+            saved = f"saved {step_directory(state.directory, step)}"
+            state.print(saved + (f"; removed {removed}{reason}" if removed else ""))
+            return
+        message = f"step {step} was not saved: {problem}; the checkpoints before it are intact"
+        if final:
+            raise UserError(f"{message}: make room, and start the same command again to go on from there")
+        state.print(f"{message}, training goes on")

@@ -15,7 +15,6 @@ from zero_tp.checkpoint.directory import complete_steps
 from zero_tp.checkpoint.manifest import Manifest, content_hash
 from zero_tp.config import RunConfig
 from zero_tp.config.resolve import leaves
-from zero_tp.config.schema import MaskedObjective
 from zero_tp.data.masked import MaskedSamples, MaskedValidation, Masking, SegmentPairs
 from zero_tp.data.read_ahead import ReadAhead
 from zero_tp.data.samples import FixedSamples, PackedSamples, TrainingSamples, ValidationSamples
@@ -57,7 +56,7 @@ class RunInputs:
         self.config, self.directory, self.allow_pickle, self.whole = config, directory, allow_pickle, whole
         self.tokenizer = find_tokenizer(block.tokenizer, next(iter(block.data.train)))
         self.model_config = self._model_config()
-        self.samples, self.validation = self._samples() if block.masked is None else self._masked_samples(block.masked)
+        self.samples, self.validation = self._samples()
         if not complete_steps(directory):
             self.pretrained()
             if self.config.pretrained is not None and self.tokenizer is not None:
@@ -142,13 +141,13 @@ class RunInputs:
                 )
 
     def _samples(self) -> tuple[TrainingSamples[Any], FixedSamples[Any] | None]:
-        data, seed = self.config.zero_tp.data, self.config.zero_tp.training.seed
-        length, separate = data.sequence_length, data.document_attention == "reset"
-        samples = PackedSamples(data.train, length, seed, separate=separate)
-        return samples, ValidationSamples(data.validation, length, separate=separate) if data.validation else None
-
-    def _masked_samples(self, objective: MaskedObjective) -> tuple[TrainingSamples[Any], FixedSamples[Any] | None]:
-        data, seed = self.config.zero_tp.data, self.config.zero_tp.training.seed
+        """Return the objective's training and validation samples."""
+        block = self.config.zero_tp
+        data, seed, objective, length = block.data, block.training.seed, block.masked, block.data.sequence_length
+        if objective is None:
+            separate = data.document_attention == "reset"
+            validation = ValidationSamples(data.validation, length, separate=separate) if data.validation else None
+            return PackedSamples(data.train, length, seed, separate=separate), validation
         if self.tokenizer is None or self._tokenizer is None:
             raise UserError(
                 "zero_tp.tokenizer: the masked objective needs the tokenizer that the corpus was prepared with; set it "
@@ -156,9 +155,9 @@ class RunInputs:
             )
         vocabulary = MaskingVocabulary.of(self._tokenizer, self.tokenizer, self.model_config.vocab_size)
         masking = Masking(vocabulary, objective.mask_probability, objective.max_ngram)
-        pairs = SegmentPairs(data.sequence_length, masking, objective.sentence_order)
-        samples = MaskedSamples(data.train, pairs, seed)
-        return samples, MaskedValidation(data.validation, pairs) if data.validation else None
+        pairs = SegmentPairs(length, masking, objective.sentence_order)
+        masked_validation = MaskedValidation(data.validation, pairs) if data.validation else None
+        return MaskedSamples(data.train, pairs, seed), masked_validation
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast | None:

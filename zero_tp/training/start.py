@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,7 +26,6 @@ from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import suppress_output
 from zero_tp.process.watch import Watchdog
-from zero_tp.topology import Topology
 from zero_tp.training.callback import TrainState
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.run_inputs import RunInputs
@@ -40,13 +38,12 @@ SAVE_SLACK_SECONDS = 15.0
 def start_training(
     inputs: RunInputs,
     environment: RankEnvironment,
+    watch: Watchdog,
     *,
     verbose: bool = False,
-    watch: Watchdog | None = None,
     init_from: Path | None = None,
     model: type[ParallelModel] | None = None,
     resume_from: Path | None = None,
-    trace_nonfinite: bool = False,
 ) -> Iterator[TrainState]:
     """Connect the ranks, build the engine and restore its checkpoint. Collective.
 
@@ -57,59 +54,59 @@ def start_training(
         init_from: another run or its checkpoint, which a new run starts from.
         model: class of the model; by default that of the objective.
         resume_from: the checkpoint to resume from, instead of the newest.
-        trace_nonfinite: report the layer and rank where a non-finite step began.
 
     Raises:
         UserError: nothing says where the ranks meet, a setting does not work here, or a checkpoint cannot be resumed.
     """
     environment.export()  # before anything is written
-    is_first = environment.rank == 0
-    if watch is not None:
-        _start_watchdog(watch, inputs.config.zero_tp.training.timeouts, environment)
+    is_first, config, block = environment.rank == 0, inputs.config, inputs.config.zero_tp
+    _start_watchdog(watch, block.training.timeouts, environment)
     with run_directory(inputs.directory) if is_first else nullcontext() as owner:
-        topology, device = connect_deepspeed(inputs.config, environment)
-        if watch is not None and environment.world > 1:
+        topology, device = connect_deepspeed(config, environment)
+        if environment.world > 1:
             watch.connect(environment.store.join())
         _check_shared(inputs.directory, owner)
         require_same_on_all_ranks({f"the ranks do not read the same {what}": it for what, it in inputs.read().items()})
         check_owner = owner.check if owner is not None else lambda: None
-        point, parent = _find_checkpoints(inputs, init_from, resume_from, check_owner)
+        point = find_intact_resume_point(inputs.directory, config, resume_from, inputs.check_resumed, check_owner)
+        parent = ResumePoint()
+        if init_from is not None and point.manifest is not None:
+            check_child(init_from, inputs.directory, point.manifest)
+        elif init_from is not None:
+            parent = broadcast_resume_point(partial(find_parent, init_from, config, inputs.model_config))
         is_new = point.checkpoint is None and parent.checkpoint is None
-        pretrained = inputs.pretrained() if is_new else None
+        source = inputs.pretrained() if is_new else Zeros()
         with suppress_output(verbose):
-            source = pretrained if is_new else Zeros()
-            options: dict[str, Any] = {"source": source, "model": model, "trace_nonfinite": trace_nonfinite}
-            engine = _build_engine(inputs, topology, device, **options)
-            _restore(engine, inputs, point, parent)
+            engine = TrainingEngine(
+                inputs.model_config,
+                topology,
+                config.deepspeed_config(),
+                seed=block.training.seed,
+                device=device,
+                source=source,
+                model=model,
+                recompute=block.recompute_policy,
+                spike=block.training.spike,
+                compiled=block.compile,
+            )
+            if point.checkpoint is not None:
+                resume(engine.zero, point.checkpoint, block.training.seed)
+            elif parent.checkpoint is not None:
+                init_from_parent(engine.zero, parent.checkpoint)
         if is_first:
-            print(*_description(inputs, engine, point, pretrained if is_new else Zeros()), sep="\n")
-            for line in _begin_in_directory(inputs, point, parent, check_owner):
-                print(line)
-        yield TrainState(inputs, engine, point.step, _lineage(point, parent), owner, watch)
-        if watch is not None:
-            watch.leave()
-
-
-def _build_engine(inputs: RunInputs, topology: Topology, device: torch.device, **options: Any) -> TrainingEngine:
-    """Build the engine of a run's config; `options` are its arguments that no config has."""
-    config, block = inputs.config, inputs.config.zero_tp
-    settings: dict[str, Any] = {
-        "recompute": block.recompute_policy,
-        "spike": block.training.spike,
-        "compiled": block.compile,
-    }
-    seed = block.training.seed
-    return TrainingEngine(
-        inputs.model_config, topology, config.deepspeed_config(), seed=seed, device=device, **settings, **options
-    )
-
-
-def _restore(engine: TrainingEngine, inputs: RunInputs, point: ResumePoint, parent: ResumePoint) -> None:
-    """Restore the run's own checkpoint, or else the states of its parent."""
-    if point.checkpoint is not None:
-        resume(engine.zero, point.checkpoint, inputs.config.zero_tp.training.seed)
-    elif parent.checkpoint is not None:
-        init_from_parent(engine.zero, parent.checkpoint)
+            print(*_describe_run(inputs, engine, point, source), sep="\n")
+            if parent.checkpoint is not None:
+                print(*describe_parent(parent, config, inputs.corpora, inputs.validation_corpora), sep="\n")
+            if point.step < block.training.steps:
+                check_owner()  # reading a checkpoint may have taken minutes
+                write_config(inputs.directory, config.resolved())
+                for line in start_branch(inputs.directory, point.step):  # before logs are cut at that step
+                    print(line)
+        lineage = None if point.manifest is None else point.manifest.parent
+        if parent.checkpoint is not None and parent.manifest is not None:
+            lineage = Parent.of(parent.checkpoint, parent.manifest)
+        yield TrainState(inputs, engine, point.step, lineage, check_owner)
+        watch.leave()
 
 
 def _start_watchdog(watch: Watchdog, timeouts: Timeouts, environment: RankEnvironment) -> None:
@@ -140,41 +137,7 @@ def _check_shared(directory: Path, owner: RunOwner | None) -> None:
     require_same_on_all_ranks({f"{directory}: the ranks do not see the same directory": seen})
 
 
-def _find_checkpoints(
-    inputs: RunInputs, init_from: Path | None, resume_from: Path | None, check_owner: Callable[[], None]
-) -> tuple[ResumePoint, ResumePoint]:
-    """Return the checkpoint to resume, and that of another run to start from; both are verified. Collective."""
-    config, run = inputs.config, inputs.directory
-    point = find_intact_resume_point(run, config, resume_from, inputs.check_resumed, check_owner)
-    if init_from is None:
-        return point, ResumePoint()
-    if point.manifest is not None:
-        check_child(init_from, run, point.manifest)
-        return point, ResumePoint()
-    return point, broadcast_resume_point(partial(find_parent, init_from, config, inputs.model_config))
-
-
-def _begin_in_directory(
-    inputs: RunInputs, point: ResumePoint, parent: ResumePoint, check_owner: Callable[[], None]
-) -> Iterator[str]:
-    """Write the config and set abandoned checkpoints aside, on rank 0; yield lines on the parent and on those."""
-    config = inputs.config
-    if parent.checkpoint is not None:
-        yield from describe_parent(parent, config, inputs.corpora, inputs.validation_corpora)
-    if point.step < config.zero_tp.training.steps:
-        check_owner()  # reading a checkpoint may have taken minutes
-        write_config(inputs.directory, config.resolved())
-        yield from start_branch(inputs.directory, point.step)  # before logs are cut at that step
-
-
-def _lineage(point: ResumePoint, parent: ResumePoint) -> Parent | None:
-    """Return the other run's checkpoint that this run was started from, now or at its first start."""
-    if parent.checkpoint is not None and parent.manifest is not None:
-        return Parent.of(parent.checkpoint, parent.manifest)
-    return None if point.manifest is None else point.manifest.parent
-
-
-def _description(
+def _describe_run(
     run: RunInputs, engine: TrainingEngine, point: ResumePoint, source: PretrainedSource | Zeros | None
 ) -> Iterator[str]:
     """Yield lines on what will be trained, how, and from where.

@@ -1,20 +1,73 @@
-"""Measure each step and log it: loss, gradient norm, learning rate, speed and memory."""
+"""Measure each step and log it: loss, gradient norm, learning rate, speed and memory.
+
+"Device" is one rank: one accelerator, or one CPU process.
+"""
 
 from __future__ import annotations
 
 import math
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+from tqdm import tqdm
 
 from zero_tp.devices import peak_flops
-from zero_tp.models.flops import hardware_flops, model_flops
+from zero_tp.errors import write_stderr
+from zero_tp.models.flops import hardware_flops, model_flops, utilisation
 from zero_tp.training.callback import Callback, Metrics, TrainState
-from zero_tp.training.lines import format_step
-from zero_tp.training.metrics import Speed, StepMeter, memory_gib
+from zero_tp.training.metrics import memory_gib
+
+WINDOW = 50  # steps behind the time left
+
+
+class StepTimer:
+    """Times steps. Work between `stop` and the next `start` (validation, saving) counts for no step.
+
+    Attributes:
+        elapsed: seconds since this start's first step began, with all work between steps.
+    """
+
+    def __init__(self, window: int = WINDOW, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self.elapsed = clock, 0.0
+        self._first = self._begin = clock()
+        self._unread, self._recent = list[float](), deque[float](maxlen=window)
+
+    def start(self) -> None:
+        self._begin = self._clock()
+
+    def stop(self) -> None:
+        end = self._clock()
+        self.elapsed = end - self._first
+        self._unread.append(end - self._begin)
+        self._recent.append(end - self._begin)
+
+    def read(self) -> float:
+        """Return the mean seconds of the steps since the last reading."""
+        seconds = statistics.fmean(self._unread)
+        self._unread.clear()
+        return seconds
+
+    def left(self, steps: int) -> float:
+        """Return the seconds that more steps take by the median of the last ones: the first step often compiles."""
+        return steps * statistics.median(self._recent)
+
+
+class RunProgress(NamedTuple):
+    """What the console shows besides a line of metrics.jsonl: tokens of all steps, devices, and times in seconds."""
+
+    tokens: int
+    devices: int
+    elapsed: float
+    left: float
 
 
 class StepLogger(Callback):
-    """Log a step every `logging.interval` steps, and each step that was skipped."""
+    """Log a step every `logging.interval` steps and each step that was skipped; show a progress bar on terminals."""
 
     def __init__(self) -> None:
         self._header = ""
@@ -23,44 +76,69 @@ class StepLogger(Callback):
         config, engine = state.config, state.engine
         spec, length, batch = engine.model.spec, config.zero_tp.data.sequence_length, config.global_batch
         recomputed = config.zero_tp.recompute_policy.recomputed_layers_and_cores(spec.layers, config.accumulation)
-        peak = None
+        self._model_flops = model_flops(spec, batch, length, config.labelled)
+        self._hardware_flops = hardware_flops(spec, batch, length, config.labelled, recomputed)
+        self._peak = None
         if engine.device.type == "cuda":
             allow_tf32 = torch.backends.cuda.matmul.allow_tf32
-            peak = peak_flops(torch.cuda.get_device_name(), engine.dtype, allow_tf32)
-        self._meter = StepMeter(
-            batch * length,
-            model_flops(spec, batch, length, config.labelled),
-            state.topology.world,
-            peak,
-            state.total_steps,
-            hardware_flops=hardware_flops(spec, batch, length, config.labelled, recomputed),
-        )
+            self._peak = peak_flops(torch.cuda.get_device_name(), engine.dtype, allow_tf32)
+        self._timer = StepTimer()
+        self.open_bar(state)
 
-        state.output.open_bar(state.total_steps, state.step)
+    def open_bar(self, state: TrainState) -> None:
+        """Show a progress bar if stdout and stderr are terminals."""
+        total, step = state.total_steps, state.step
+        hidden = not (state.is_rank_zero and sys.stdout.isatty() and sys.stderr.isatty())
+        self.bar: tqdm[NoReturn] = tqdm(
+            total=total, initial=step, unit="step", dynamic_ncols=True, leave=False, disable=hidden
+        )
 
     def on_step_begin(self, state: TrainState) -> None:
         self._learning_rate = state.engine.learning_rate
-        self._meter.start()
+        self._timer.start()
 
     def on_step_end(self, state: TrainState) -> None:
-        engine, step = state.engine, state.step
-        logged = state.is_due(state.config.zero_tp.logging.interval) or step == state.total_steps
-        logged = logged or engine.skipped or bool(engine.spike)
+        engine, step, block = state.engine, state.step, state.config.zero_tp
+        skipped = engine.skipped or bool(engine.spike)
+        logged = skipped or state.is_due(block.logging.interval) or step == state.total_steps
+        intervals = (block.training.guard_interval, block.evaluation.interval, block.checkpoint.interval)
         # Reading the loss synchronises with the device. It is read before the clock stops, on steps that log,
         # evaluate or save, so that the device's work counts as the step's.
-        loss = engine.loss if logged or self._other_work_follows(state) else math.nan
-        self._meter.tick()
-        state.output.advance(step)
+        reads_loss = logged or state.is_last_step or any(map(state.is_due, intervals))
+        loss = engine.loss if reads_loss else math.nan
+        self._timer.stop()
+        self.bar.update()
         if logged:
-            self.log(state, *self._measure(state, loss))
+            self._log(state, loss)
         if engine.spike:
             state.print(f"step {step} was skipped as a spike: {engine.spike}")
-        if engine.skipped and engine.trace is not None:
-            state.print(f"step {step}: {engine.trace.describe()}")
 
-    def log(self, state: TrainState, values: Metrics, speed: Speed) -> None:
+    def _log(self, state: TrainState, loss: float) -> None:
+        """Measure the steps since the last line, and log this one."""
+        engine, config, seconds, world = state.engine, state.config, self._timer.read(), state.topology.world
+        samples = state.step * config.global_batch
+        length = config.zero_tp.data.sequence_length
+        values = {
+            "step": state.step,
+            "consumed_samples": samples,
+            "loss": loss,
+            "learning_rate": self._learning_rate,
+            "grad_norm": engine.gradient_norm,
+            "tokens_per_second": config.global_batch * length / seconds,
+            "model_tflops": self._model_flops / seconds / world / 1e12,
+            "mfu": utilisation(self._model_flops, seconds, world, self._peak),
+            "hfu": utilisation(self._hardware_flops, seconds, world, self._peak),
+            "memory_gib": memory_gib(engine.device.type),
+            "seconds": seconds,
+            "loss_scale": engine.loss_scale,
+            "skipped_steps": engine.skipped_steps,
+        }
+        left = self._timer.left(state.total_steps - state.step)
+        self.log(state, values | engine.figures, RunProgress(samples * length, world, self._timer.elapsed, left))
+
+    def log(self, state: TrainState, values: Metrics, progress: RunProgress) -> None:
         """Print the step's line, the first below its header, and add it to metrics.jsonl."""
-        header, line = format_step(values, speed, state.total_steps)
+        header, line = format_step(values, progress, state.total_steps)
         if header != self._header:
             self._header = header
             state.print(header)
@@ -68,26 +146,55 @@ class StepLogger(Callback):
         state.log(values)
 
     def on_end(self, state: TrainState) -> None:
-        state.output.close()
+        self.bar.close()
+        for target, count in state.lost_writes.items():
+            write_stderr(f"{target}: {count} {'writes were' if count > 1 else 'write was'} lost")
 
-    def _measure(self, state: TrainState, loss: float) -> tuple[Metrics, Speed]:
-        """Return the step's line of metrics.jsonl, and its speed."""
-        engine, speed = state.engine, self._meter.read(state.step)
-        values = {
-            "step": state.step,
-            "consumed_samples": state.step * state.config.global_batch,
-            "loss": loss,
-            "learning_rate": self._learning_rate,
-            "grad_norm": engine.gradient_norm,
-            **{name: getattr(speed, name) for name in ("tokens_per_second", "model_tflops", "mfu", "hfu")},
-            "memory_gib": memory_gib(engine.device.type),
-            "seconds": speed.seconds,
-            "loss_scale": engine.loss_scale,
-            "skipped_steps": engine.skipped_steps,
-        }
-        return values | engine.figures, speed
 
-    def _other_work_follows(self, state: TrainState) -> bool:
-        block = state.config.zero_tp
-        intervals = (block.training.guard_interval, block.evaluation.interval, block.checkpoint.interval)
-        return state.is_last_step or any(map(state.is_due, intervals))
+def format_number(value: float) -> str:
+    """Format a loss or norm with four decimals, very small or large ones in scientific form."""
+    is_plain = value == 0 or 1e-2 <= abs(value) < 1e3 or not math.isfinite(value)
+    return f"{value:.4f}" if is_plain else f"{value:.2e}"
+
+
+def format_rate(value: float) -> str:
+    """Format a rate in few characters: 0.0123, 4.567, 732.1, 98.8k, 1.23M."""
+    return f"{value:.4g}" if abs(value) < 1e4 else tqdm.format_sizeof(value)
+
+
+def format_figure(name: str, value: float) -> str:
+    if name.endswith("accuracy"):
+        return f"{value:.1%}"
+    return f"{value:.2f}" if name == "perplexity" else f"{value:.4f}"
+
+
+def format_step(values: Mapping[str, Any], progress: RunProgress, total_steps: int) -> tuple[str, str]:
+    """Format a step's line of metrics.jsonl for the console; return the names of its columns, and the line below them.
+
+    "dev" is one device: an accelerator, or a CPU rank. MFU has a column where the device's peak is known, HFU where
+    backward also computes some of forward again.
+    """
+    step, speed = values["step"], values["tokens_per_second"]
+    cells = {"step": f"{step:>{len(str(total_steps))}}/{total_steps}", "loss": format_number(values["loss"])}
+    for name, value in values.items():
+        if name.endswith("_accuracy"):
+            cells[name.replace("_accuracy", " right")] = f"{value:.1%}"
+        elif name == "aux_loss":
+            cells["aux loss"] = format_number(value)
+    cells |= {
+        "lr": f"{values['learning_rate']:.2e}",
+        "grad norm": format_number(values["grad_norm"]),
+        "tokens": format_rate(progress.tokens),
+        "tok/s/dev": format_rate(speed / progress.devices),
+        "tok/s": format_rate(speed),
+        "TFLOP/s/dev": format_rate(values["model_tflops"]),
+    }
+    if values["mfu"] is not None:
+        cells["MFU"] = f"{values['mfu']:.1%}"
+        if values["hfu"] not in (None, values["mfu"]):
+            cells["HFU"] = f"{values['hfu']:.1%}"
+    cells["peak GiB"] = f"{values['memory_gib']:.2f}"
+    cells |= {"elapsed": tqdm.format_interval(progress.elapsed), "left": tqdm.format_interval(progress.left)}
+    widths = [max(8, len(title), len(text)) for title, text in cells.items()]
+    header = "  ".join(title.rjust(width) for title, width in zip(cells, widths, strict=True))
+    return header, "  ".join(text.rjust(width) for text, width in zip(cells.values(), widths, strict=True))
