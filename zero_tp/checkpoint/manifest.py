@@ -152,34 +152,22 @@ def content_hash(manifest: dict[str, Any]) -> str:
     ).hexdigest()
 
 
-class InvalidManifest(ValueError):
-    """Its message says what is wrong with an object that should be a manifest."""
-
-
-class OtherFormat(InvalidManifest):
-    """The manifest is valid but has a format that this version does not read."""
-
-
 def parse_manifest(raw: dict[str, Any]) -> Manifest:
     """Parse the JSON object of a manifest.
 
     Raises:
-        InvalidManifest: its hash is not that of its content, a key is missing, unknown or of another type, or its files
-            are not those of its ranks.
-        OtherFormat: another version wrote it.
+        ConfigError: its hash is not that of its content, another version wrote it (key "format"), a key is missing,
+            unknown or of another type, or its files are not those of its ranks.
     """
     if OWN_HASH in raw and raw[OWN_HASH] != (sha256 := content_hash(raw)):
-        raise InvalidManifest(f"the {OWN_HASH} of its content is {sha256[:12]}…, not {shown(raw[OWN_HASH])[1:13]}…")
+        raise ConfigError(OWN_HASH, f"of its content it is {sha256[:12]}…, not {shown(raw[OWN_HASH])[1:13]}…")
     if raw.get("format") != FORMAT:
-        raise OtherFormat(f"format {shown(raw.get('format'))}, this version reads {FORMAT}")
-    try:
-        manifest = validate(Manifest, raw, "")
-    except ConfigError as error:
-        raise InvalidManifest(f"{error.key}: {error.problem}") from None
+        raise ConfigError("format", f"format {shown(raw.get('format'))}, this version reads {FORMAT}")
+    manifest = validate(Manifest, raw, "")
     ranks = len(manifest.files)
     files = {states_file(*divmod(rank, manifest.data)) for rank in range(ranks)}
     if ranks != manifest.tensor * manifest.data or manifest.files.keys() != files:
-        raise InvalidManifest(f"files: not those of tensor {manifest.tensor} × data {manifest.data} ranks")
+        raise ConfigError("files", f"not those of tensor {manifest.tensor} × data {manifest.data} ranks")
     return manifest
 
 
@@ -277,17 +265,14 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
             'DeepSpeed does not restore its states; use "cpu"'
         )
     check_states(checkpoint, manifest)
-    fixed = dict(manifest.fixed)
     train = config.zero_tp.data.train
-    if len(manifest.corpora) == len(train) and "zero_tp.data.train" in fixed:
-        as_saved = [[prefix, weight] for prefix, weight in zip(manifest.corpora, train.values(), strict=True)]
-        if fixed["zero_tp.data.train"] == as_saved:
-            fixed["zero_tp.data.train"] = [[prefix, weight] for prefix, weight in train.items()]
     for key, value in fixed_of(config).items():
-        if key not in fixed:
+        if key not in manifest.fixed:
             raise UserError(f"{checkpoint}: its manifest does not say fixed.{key}; the checkpoint is damaged")
-        before = fixed[key]
-        if before != value:
+        before = manifest.fixed[key]
+        as_saved = [[prefix, weight] for prefix, weight in zip(manifest.corpora, train.values(), strict=False)]
+        has_moved = key == "zero_tp.data.train" and len(as_saved) == len(train) and before == as_saved
+        if before != value and not has_moved:
             key, now, was = next(_differing(key, value, before))
             raise UserError(
                 f"{key}: {now}, but the run of {checkpoint} was started with {was}; "

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="as JSON instead of a table")
     parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     add_source(parser)
 
@@ -21,7 +19,6 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    from zero_tp.checkpoint.inspect import inspect, table
+    from zero_tp.checkpoint.inspect import inspect
 
-    contents = inspect(options.source, verify=options.verify)
-    print(json.dumps(contents, indent=2) if options.json else table(contents))
+    print(inspect(options.source, verify=options.verify))

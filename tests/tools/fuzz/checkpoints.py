@@ -49,8 +49,8 @@ def pretrain(run_directory: str, steps: int) -> list[str]:
 
 CONSUMERS: dict[str, tuple[str, Callable[[str], list[str]]]] = {
     "resume": ("launch/pretrain.py", lambda name: pretrain(name, STEPS)),
-    "verify": ("launch/convert.py", lambda name: ["inspect", name, "--verify", "--json"]),
-    "inspect": ("launch/convert.py", lambda name: ["inspect", name, "--json"]),
+    "verify": ("launch/convert.py", lambda name: ["inspect", name, "--verify"]),
+    "inspect": ("launch/convert.py", lambda name: ["inspect", name]),
     "export": ("launch/convert.py", lambda name: ["to-hf", name, "--output", "export"]),
     "evaluate": (
         "eval/zero_shot.py",
@@ -75,8 +75,8 @@ def outcome(consumer: str, ended: Ended, directory: Path, name: str) -> Any:
         files = {file: each["sha256"] for file, each in manifest["files"].items()}
         return {"loss": last["loss"], "grad_norm": last["grad_norm"], "files": files, "progress": manifest["progress"]}
     if consumer in ("verify", "inspect"):
-        printed = json.loads(ended.out)
-        return {key: printed[key] for key in printed if key not in ("steps", "versions", "incomplete")}
+        varying = ("complete", "versions", "passed over")
+        return [line for line in ended.out.splitlines() if not line.startswith(varying)]
     if consumer == "export":
         # The card tells figures of metrics.jsonl too, which is a log and no part of the checkpoint.
         paths = sorted(path for path in (directory / "export").iterdir() if path.name != "README.md")
