@@ -61,9 +61,6 @@ def to_huggingface(
     Args:
         tokenizer: directory to copy in; by default the run's.
         card: returns the model card of a checkpoint and its manifest (zero_tp/report/card.py); by default none.
-
-    Raises:
-        UserError: there is no complete checkpoint, it is damaged, the tokenizer is missing, or `output` exists.
     """
     checkpoint = find_checkpoint(source)
     manifest = read_manifest(checkpoint)

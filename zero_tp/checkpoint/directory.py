@@ -69,9 +69,6 @@ def refresh_view(run: Path) -> None:
     """Make this machine see checkpoints that other machines have written to a network file system.
 
     For `VIEW_SECONDS`, NFS may show the old content of a directory. A change by this machine makes it ask the server.
-
-    Raises:
-        OSError: nothing can be written there.
     """
     if checkpoints_of(run).is_dir():
         tempfile.NamedTemporaryFile(dir=checkpoints_of(run), prefix=".probe.").close()
@@ -119,11 +116,7 @@ def _parsed(content: bytes) -> Manifest:
 
 
 def check_sizes(checkpoint: Path, files: Mapping[str, ManifestFile]) -> None:
-    """Check that these files exist and have the sizes of the manifest, with one stat each.
-
-    Raises:
-        Damaged: one is missing or has another size.
-    """
+    """Check that these files exist and have the sizes of the manifest, with one stat each."""
     for name, listed in files.items():
         file = checkpoint / name
         with _unreadable_is_damaged(file):
@@ -306,12 +299,7 @@ def is_run(path: Path) -> bool:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return `path` itself if it is a checkpoint, else the newest checkpoint of the run `path`.
-
-    Raises:
-        UserError: neither a run nor a checkpoint.
-        OSError: it cannot be read.
-    """
+    """Return `path` itself if it is a checkpoint, else the newest checkpoint of the run `path`."""
     if (path / MANIFEST).is_file():
         return path
     steps = complete_steps(path)

@@ -141,11 +141,7 @@ class Manifest(ConfigModel):
 
 
 def content_hash(manifest: dict[str, Any]) -> str:
-    """Return the SHA-256 of a manifest's JSON, without its own hash, with sorted keys and no blanks.
-
-    Raises:
-        ValueError: it is no strict JSON.
-    """
+    """Return the SHA-256 of a manifest's JSON, without its own hash, with sorted keys and no blanks."""
     content = {key: value for key, value in manifest.items() if key != OWN_HASH}
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
@@ -255,9 +251,6 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
     """Check that a run of this config can resume from the checkpoint.
 
     Corpora may have moved; `RunInputs.check_resumed` compares their content.
-
-    Raises:
-        UserError: another run saved it, or it lacks the optimizer's states.
     """
     if "offload_optimizer" in config.nvme_paths:
         raise UserError(
@@ -282,11 +275,7 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
 
 
 def check_states(checkpoint: Path, manifest: Manifest) -> None:
-    """Check that a checkpoint has the optimizer's states.
-
-    Raises:
-        UserError: it lacks them.
-    """
+    """Check that a checkpoint has the optimizer's states."""
     if len(manifest.kinds) == 1 and manifest.progress.optimizer_steps is not None:
         raise UserError(
             f"{checkpoint}: saved with the optimizer on NVMe, without its states, so it cannot be resumed; export it "

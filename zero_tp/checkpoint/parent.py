@@ -33,9 +33,6 @@ def find_parent(source: Path, config: RunConfig, model: PretrainedConfig) -> Res
     Args:
         source: a run, whose newest checkpoint is meant, or a checkpoint.
         model: of the new run.
-
-    Raises:
-        UserError: naming what does not fit.
     """
     parent = open_checkpoint(source)
     assert parent.checkpoint is not None and parent.manifest is not None
@@ -74,11 +71,7 @@ def _check_optimizer(checkpoint: Path, manifest: Manifest, config: RunConfig) ->
 
 
 def check_child(source: Path, run: Path, manifest: Manifest) -> None:
-    """Check that a run that resumes was started from `source`, which was passed again.
-
-    Raises:
-        UserError: it was started from another checkpoint, or from none.
-    """
+    """Check that a run that resumes was started from `source`, which was passed again."""
     if manifest.parent is None:
         raise UserError(
             f"--from {source}: {run} is at step {manifest.step} already, and was not started from it; give another "
@@ -95,9 +88,6 @@ def init_from_parent(zero: ZeroEngine, checkpoint: Path) -> None:
     """Load masters, moments and the counts of their updates. Collective.
 
     The schedule, the counters, the learning rate and the random streams stay those of a new run.
-
-    Raises:
-        Damaged, UserError: see `restore_states`.
     """
     manifest = restore_states(zero, checkpoint)
     zero.restore_updates(manifest.progress.model_dump())

@@ -141,11 +141,7 @@ class CheckpointReader:
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
     ) -> None:
-        """Write this rank's shard of a parameter's master into `local`.
-
-        Raises:
-            UserError: the checkpoint lacks the parameter, or has it in another shape.
-        """
+        """Write this rank's shard of a parameter's master into `local`."""
         wanted, saved = ParameterLayout(layout, tuple(whole)), self.parameters.get(name)
         if saved is None or saved.shape != wanted.shape:
             there = "no such parameter" if saved is None else f"{saved.shape}"
@@ -168,9 +164,6 @@ class CheckpointReader:
         Args:
             wanted: the parameter's layout there; its whole shape is the same.
             numel: by default all from `start` on.
-
-        Raises:
-            Damaged: elements are missing or not as they were written.
         """
         if numel is None:
             numel = math.prod(wanted.layout.local_shape(wanted.shape, size)) - start

@@ -31,9 +31,6 @@ def resume(zero: ZeroEngine, checkpoint: Path, seed: int) -> int:
 
     Returns:
         The checkpoint's step.
-
-    Raises:
-        Damaged, UserError: see `restore_states`.
     """
     manifest = restore_states(zero, checkpoint)
     zero.restore_progress(manifest.progress.model_dump())

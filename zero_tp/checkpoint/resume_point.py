@@ -64,11 +64,7 @@ def find_resume_point(run: Path, config: RunConfig, resume_from: Path | None = N
 
 
 def open_checkpoint(source: Path) -> ResumePoint:
-    """Return the checkpoint `source`, or the newest of the run `source`. Its files are not verified.
-
-    Raises:
-        Damaged, UserError: its manifest is damaged, or it is neither a run nor a checkpoint.
-    """
+    """Return the checkpoint `source`, or the newest of the run `source`. Its files are not verified."""
     checkpoint = directory.find_checkpoint(source)
     manifest = read_manifest(checkpoint)
     return ResumePoint(checkpoint, manifest, directory.passed_over(source, manifest.step))

@@ -152,11 +152,7 @@ class Saver:
         self._store.set(f"{self._count}/{key}", json.dumps(message))
 
     def _collect(self, key: str, deadline: float) -> dict[str, Any]:
-        """Wait for a message.
-
-        Raises:
-            UserError: it is not there by the deadline.
-        """
+        """Wait for a message."""
         path, start = f"{self._count}/{key}", time.monotonic()
         while not self._store.check([path]):
             waited = time.monotonic() - start

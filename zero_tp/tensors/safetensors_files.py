@@ -99,11 +99,7 @@ class Entry:
 def write_tensors(
     path: Path, entries: Iterable[Entry], metadata: dict[str, str] | None = None, *, hashed: bool = True
 ) -> Written:
-    """Write a safetensors file, one tensor in memory at a time, and flush it to the disk.
-
-    Raises:
-        OSError: the disk is full or gone.
-    """
+    """Write a safetensors file, one tensor in memory at a time, and flush it to the disk."""
     entries = list(entries)
     header = _header(entries, metadata)
     size = len(header) + sum(entry.size for entry in entries)
@@ -137,11 +133,7 @@ def _header(entries: list[Entry], metadata: dict[str, str] | None) -> bytes:
 
 
 def read_hashed(path: Path) -> Written:
-    """Read and hash a file. One thread reads in order, as disks and the kernel's readahead do best; others hash.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Read and hash a file. One thread reads in order, as disks and the kernel's readahead do best; others hash."""
     size = 0
     with path.open("rb") as file, ThreadPoolExecutor(HASHING_THREADS) as threads:
         hasher = _PartHasher(threads)
@@ -152,11 +144,7 @@ def read_hashed(path: Path) -> Written:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return (tensor → dtype, shape, data_offsets, and `__metadata__`; the byte from which the offsets count).
-
-    Raises:
-        OSError, ValueError: it cannot be read.
-    """
+    """Return (tensor → dtype, shape, data_offsets, and `__metadata__`; the byte from which the offsets count)."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(path.stat().st_size, MOST_BYTES):

@@ -109,11 +109,7 @@ def live_entries(
 
 
 def plan_shards(entries: Iterable[Entry], max_shard_size: str) -> dict[str, list[Entry]]:
-    """Return file name → its tensors, packed as transformers does.
-
-    Raises:
-        UserError: `max_shard_size` is not a size.
-    """
+    """Return file name → its tensors, packed as transformers does."""
     if not re.fullmatch(r"0*[1-9]\d*([KMGTP]i?B)?", max_shard_size, re.IGNORECASE):
         raise UserError(f"max_shard_size: {max_shard_size!r} is not a positive size such as 5GB or 500MB")
     by_name = {entry.name: entry for entry in entries}
@@ -160,10 +156,6 @@ def write_native(
         tokenizer: a directory whose tokenizer is copied.
         among: other programs may write into the directory meanwhile: files are put into it one by one.
         card: the text of its model card. A card that a person wrote or changed stays.
-
-    Raises:
-        UserError: the directory exists and `overwrite` is off, or is no model; `max_shard_size` is not a size; a
-            tensor is missing, unexpected or has a wrong shape.
     """
     target = Path(directory)
     if target.exists() and not (overwrite or among):
@@ -255,11 +247,7 @@ def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
 
 
 def _copy_tokenizer(tokenizer: Path, directory: Path, positions: int | None) -> None:
-    """Copy a tokenizer's files, and no others of its directory; the model's positions are its longest text [tokens].
-
-    Raises:
-        UserError: its tokenizer_config.json is no JSON object.
-    """
+    """Copy a tokenizer's files, and no others of its directory; the model's positions are its longest text [tokens]."""
     for name in TOKENIZER_FILES:
         if is_regular(tokenizer / name):
             shutil.copyfile(tokenizer / name, directory / name)
@@ -331,11 +319,7 @@ def save_tensors(
     dtype: torch.dtype | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write whole weights by our names as the native class, into a directory that may be others' too. Not collective.
-
-    Raises:
-        UserError: see `write_native`; a weight is missing.
-    """
+    """Write whole weights by our names as the native class, into a directory that may be others' too. Not collective."""
     for weight in weights_of(config):
         if weight.ours not in whole:
             raise UserError(f"{directory}: no weight {weight.ours} among those that are to be saved")

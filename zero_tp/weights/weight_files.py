@@ -79,9 +79,6 @@ def resolve(
         weights: fetch these too, and not the config and the tokenizer alone.
         allow_pickle: fetch pickled weights beside others.
         hub: of huggingface_hub's `snapshot_download`: token, cache_dir, local_files_only, force_download.
-
-    Raises:
-        ConfigError: the name can't be had: the line says what to download, and how.
     """
     if not is_name(model):
         return Resolved(Path(model))
@@ -129,11 +126,7 @@ def has_commit(model: str) -> bool:
 
 
 def tokenizer_of(requested: Path | None, recorded: str | None) -> Path | None:
-    """Return the tokenizer's directory: the requested one, else the run's.
-
-    Raises:
-        UserError: the directory does not exist, or holds no tokenizer.
-    """
+    """Return the tokenizer's directory: the requested one, else the run's."""
     if requested is not None:
         directory = resolve(requested, "--tokenizer", weights=False).directory
         if not directory.is_dir():
@@ -157,23 +150,14 @@ def pin_to_first_start(model: Any, before: Any) -> Any:
 
 
 def pinned(model: str, key: str) -> str:
-    """Return a name with the commit that it is at now; a directory, or a name with its commit, as it is.
-
-    Raises:
-        ConfigError: see `resolve`.
-    """
+    """Return a name with the commit that it is at now; a directory, or a name with its commit, as it is."""
     if not is_name(model) or has_commit(model):
         return model
     return resolve(model, key, weights=False).name or model
 
 
 def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
-    """Return the directory's weights file or index.
-
-    Raises:
-        UserError: there is none, there are two that could be meant, one is no file, or it is pickled and that is not
-            allowed.
-    """
+    """Return the directory's weights file or index."""
     if (directory / ADAPTER).exists():
         raise UserError(
             f"{directory}: {ADAPTER} makes it an adapter of another model; merge the two, and give the whole model"
@@ -215,12 +199,7 @@ def is_regular(path: Path) -> bool:
 
 
 def open_weights(directory: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
-    """Return the directory's tensors by name. They are mapped into memory: what is used of one is read then.
-
-    Raises:
-        UserError: see `find_weights`; a file is missing, is not what its name says, repeats a tensor, or holds others
-            than its index says.
-    """
+    """Return the directory's tensors by name. They are mapped into memory: what is used of one is read then."""
     path = find_weights(directory, allow_pickle)
     read = _safetensors if path.name in (SINGLE, INDEX) else _unpickled
     if path.name in (SINGLE, PICKLED):

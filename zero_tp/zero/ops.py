@@ -18,9 +18,6 @@ def check_nvme(paths: Mapping[str, Path]) -> None:
 
     Args:
         paths: the directory of each offload block of the config whose device is "nvme", by the block's name.
-
-    Raises:
-        UserError: `nvme_path` is not a directory that can be written, or libaio is missing.
     """
     for name, path in paths.items():
         key = f"zero_optimization.{name}"
@@ -50,9 +47,6 @@ def to_compile(config: dict[str, Any], accelerator: Any) -> str | None:
 
     Args:
         config: DeepSpeed's, resolved. accelerator: DeepSpeed's.
-
-    Raises:
-        UserError: what compiles it is missing.
     """
     name = builder_name(config)
     if name is None:
