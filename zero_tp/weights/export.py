@@ -319,7 +319,7 @@ def save_tensors(
     dtype: torch.dtype | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write whole weights by our names as the native class, into a directory that may be others' too. Not collective."""
+    """Write whole weights by our names as the native class, into a directory that others may use. Not collective."""
     for weight in weights_of(config):
         if weight.ours not in whole:
             raise UserError(f"{directory}: no weight {weight.ours} among those that are to be saved")
