@@ -9,9 +9,8 @@ import math
 import os
 import re
 import shutil
-import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
@@ -34,13 +33,15 @@ from zero_tp.architectures import (
     weights_of,
 )
 from zero_tp.architectures.configs import CONFIG
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, first_line
 from zero_tp.files import partial_directory, put_in_place, read_regular
+from zero_tp.parallel.agreement import on_rank_zero
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
 from zero_tp.strict_json import read_json
 from zero_tp.tensors.safetensors_files import Entry, write_tensors
 from zero_tp.topology import Topology
+from zero_tp.weights.live_weights import gathered
 from zero_tp.weights.load import native_model, stored_shapes
 from zero_tp.weights.weight_files import INDEX, TOKENIZER_FILES, is_regular
 
@@ -86,11 +87,7 @@ def whole_parameter(parameter: nn.Parameter, group: Group) -> Tensor:
 
     Collective over the TP group, and over the DP group under ZeRO-3.
     """
-    # Does nothing to parameters that are not partitioned; without DeepSpeed none is.
-    deepspeed = sys.modules.get("deepspeed")
-    with deepspeed.zero.GatheredParameters([parameter]) if deepspeed is not None else nullcontext():
-        local = parameter.detach().clone()
-    layout = layout_of(parameter)
+    layout, local = layout_of(parameter), gathered(parameter)
     if not isinstance(layout, Sharded) or group_size(group) == 1:
         return layout.unshard([local])
     return layout.unshard(list(all_gather(local.unsqueeze(0), group)))
@@ -276,16 +273,15 @@ def save_pretrained(
         among: see `write_native`.
 
     Raises:
-        UserError: see `write_native`; rank 0's own error there, and its text on the other ranks.
+        UserError: on every rank, if rank 0 could not write.
     """
     chosen = dtype or next(iter(parameters.values())).dtype
     entries = live_entries(parameters, config, topology.tensor_group, chosen)
-    shards = plan_shards(entries, max_shard_size)
     # Every rank takes part in every gather, in the order in which rank 0 writes.
-    gathered = (entry.read() for planned in shards.values() for entry in planned)
-    failure: Exception | None = None
-    if topology.rank == 0:
-        streamed = [replace(entry, read=partial(next, gathered)) for entry in entries]
+    reads = (entry.read() for planned in plan_shards(entries, max_shard_size).values() for entry in planned)
+    streamed = [replace(entry, read=partial(next, reads)) for entry in entries]
+
+    def write() -> None:
         try:
             write_native(
                 directory,
@@ -296,18 +292,19 @@ def save_pretrained(
                 overwrite=True,
                 among=among,
             )
-        except Exception as error:  # raised below, after the other ranks have been told
-            failure = error
-    for _ in gathered:
-        pass  # after a failure on rank 0, the other ranks still wait in their gathers
+        except (UserError, OSError):
+            raise
+        except Exception as error:  # transformers' own: the other ranks must not wait for one that has failed
+            raise UserError(f"{directory}: {first_line(error)}") from error
+        finally:
+            deque(reads, maxlen=0)  # after a failure the other ranks still wait in their gathers
+
+    if topology.rank != 0:
+        deque(reads, maxlen=0)
     if dist.is_initialized():
-        # No barrier: rank 0 may have failed.
-        outcome = [None if failure is None else str(failure)]
-        dist.broadcast_object_list(outcome, src=0)
-        if failure is None and outcome[0] is not None:
-            failure = UserError(outcome[0])
-    if failure is not None:
-        raise failure
+        on_rank_zero(write)
+    else:
+        write()
 
 
 def save_tensors(

@@ -39,6 +39,13 @@ from zero_tp.weights.weight_files import is_finite, is_regular, open_weights
 FLOATING = ("F64", "F32", "BF16", "F16")
 LOADS_MORE = ("configuration_files", "transformers_weights", "fusion_config", "kernel_config", "distributed_config")
 """Fields of a config.json by which transformers would load other files, or code, than those that are checked here."""
+LOADING_PROBLEMS = {
+    "missing_keys": "weights missing in the files:",
+    "unexpected_keys": "unexpected tensor",
+    "mismatched_keys": "tensors of another shape:",
+    "error_msgs": "the weights can't be read:",
+}
+"""Parts of transformers' report of what it has loaded, in words."""
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -272,15 +279,10 @@ def open_model(
     finally:
         logging.set_verbosity(verbosity)
     model, loading = opened
-    if missing := sorted(loading["missing_keys"]):
-        raise UserError(f"{directory}: weights missing in the files: {missing[0]} and {len(missing) - 1} more")
-    if unexpected := sorted(loading["unexpected_keys"]):
-        raise UserError(
-            f"{directory}: unexpected tensor {unexpected[0]} and {len(unexpected) - 1} more; {type(model).__name__} "
-            f"with this {CONFIG} has none of that name"
-        )
-    if unfit := [*loading["mismatched_keys"], *loading["error_msgs"]]:
-        raise UserError(f"{directory}: the weights can't be read: {unfit[0]}")
+    for kind, problem in LOADING_PROBLEMS.items():
+        if found := sorted(map(str, loading[kind])):
+            more = f"{found[0]} and {len(found) - 1} more"
+            raise UserError(f"{directory}: {problem} {more}; {type(model).__name__} with this {CONFIG} has others")
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not is_finite(parameter):
             raise not_finite(directory, name, parameter)

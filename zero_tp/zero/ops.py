@@ -21,10 +21,9 @@ def check_nvme(paths: Mapping[str, Path]) -> None:
     """
     for name, path in paths.items():
         key = f"zero_optimization.{name}"
-        if not path.is_dir():
-            raise UserError(f"{key}.nvme_path: {path} is not a directory on this machine; create it, or name another")
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise UserError(f"{key}.nvme_path: {path} cannot be written; change its permissions, or name another")
+        if not (path.is_dir() and os.access(path, os.W_OK | os.X_OK)):
+            problem = f"{path} is not a directory on this machine that can be written"
+            raise UserError(f"{key}.nvme_path: {problem}; create it, change its permissions, or name another")
         if not has_libaio():
             raise UserError(
                 f'{key}.device: "nvme" needs libaio with its headers, which were not found; install libaio-dev '
