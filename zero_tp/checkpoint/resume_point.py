@@ -154,22 +154,22 @@ def find_intact_resume_point(
     may_go_back = resume_from is None and config.zero_tp.checkpoint.on_corrupt == "previous"
 
     def set_aside(damage: Damaged) -> str:
-        found = f"{damage.file}: {damage.problem}"
+        problem = f"{damage.file}: {damage.problem}"
         complete = [directory.step_directory(run, step) for step in directory.complete_steps(run)]
         before = [checkpoint for checkpoint in complete if checkpoint < damage.checkpoint]
         if not before:
             raise UserError(
-                f"{found}; the checkpoint is damaged, and there is none before it: give another --output-dir to start "
-                "again"
+                f"{problem}; the checkpoint is damaged, and there is none before it: give another --output-dir to "
+                "start again"
             )
         if not may_go_back:
             raise UserError(
-                f"{found}; the checkpoint is damaged: use the one before with --resume-from {before[-1]}, or set "
+                f"{problem}; the checkpoint is damaged: use the one before with --resume-from {before[-1]}, or set "
                 'zero_tp.checkpoint.on_corrupt to "previous"'
             )
         check_owner()
         aside = directory.set_aside(damage.checkpoint)
-        return f"{found}; set aside as {aside}, going back to the checkpoint before"
+        return f"{problem}; set aside as {aside}, going back to the checkpoint before"
 
     while True:
         try:

@@ -280,8 +280,8 @@ def open_model(
         logging.set_verbosity(verbosity)
     model, loading = opened
     for kind, problem in LOADING_PROBLEMS.items():
-        if found := sorted(map(str, loading[kind])):
-            more = f"{found[0]} and {len(found) - 1} more"
+        if names := sorted(map(str, loading[kind])):
+            more = f"{names[0]} and {len(names) - 1} more"
             raise UserError(f"{directory}: {problem} {more}; {type(model).__name__} with this {CONFIG} has others")
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not is_finite(parameter):
