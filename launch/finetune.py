@@ -292,7 +292,7 @@ def as_huggingface(model: Path) -> Iterator[Path]:
     from zero_tp.checkpoint.directory import is_run
     from zero_tp.weights.weight_files import INDEX, SINGLE, resolve
 
-    source = resolve(model, "--model").directory
+    source = resolve(model, "--model")
     if not is_run(source) or any((source / name).is_file() for name in (SINGLE, INDEX)):
         yield source
         return

@@ -232,7 +232,7 @@ def find_tokenizer(name: str | None, prefix: str) -> Path | None:
         UserError: `name` is neither a directory nor a tokenizer of the hub.
     """
     if name is not None:
-        directory = resolve(name, "zero_tp.tokenizer", weights=False).directory
+        directory = resolve(name, "zero_tp.tokenizer", weights=False)
         if not directory.is_dir():
             raise UserError(
                 f"zero_tp.tokenizer: no directory {name}; put there the tokenizer that the corpus was prepared with"

@@ -78,7 +78,7 @@ class TokenizerSpec:
                     f"tokenizer {kind}:{match[2][:20]}: more than {LARGEST:,} tokens; choose a smaller SIZE"
                 )
             return cls(kind, size)
-        path = resolve(text, f"tokenizer {text!r}", weights=False).directory
+        path = resolve(text, f"tokenizer {text!r}", weights=False)
         if not os.path.isdir(path):
             kinds = ", ".join(f"{kind}:SIZE" for kind in TRAINED)
             raise UserError(f"tokenizer {text!r}: neither a directory nor {kinds} such as bpe:8192")

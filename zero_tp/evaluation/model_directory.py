@@ -78,7 +78,7 @@ def find_model(path: Path, *, allow_pickle: bool = False, tokenizer: Path | None
     Raises:
         UserError: no such directory; or it lacks config, weights or tokenizer.
     """
-    path = resolve(path, "--model", allow_pickle=allow_pickle).directory
+    path = resolve(path, "--model", allow_pickle=allow_pickle)
     if not path.is_dir():
         raise UserError(f"--model {path}: {'not a directory' if path.exists() else 'no such directory'}")
     if is_run(path):

@@ -12,8 +12,6 @@ from __future__ import annotations
 import os
 import re
 import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,18 +45,6 @@ def holds_tokenizer(directory: Path) -> bool:
     return any(os.path.isfile(directory / name) for name in TOKENIZER_FILES[:2])
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """A directory, and where it is from.
-
-    Attributes:
-        name: `owner/name@commit` on the hub; None of a directory that was given.
-    """
-
-    directory: Path
-    name: str | None = None
-
-
 def is_name(model: str | Path) -> bool:
     """Tell whether a person means a name on the hub: no such path is there, nor the directory that it would be in."""
     text = str(model)
@@ -66,9 +52,7 @@ def is_name(model: str | Path) -> bool:
     return not os.path.lexists(text) and bool(NAME.fullmatch(text)) and not parent.exists()
 
 
-def resolve(
-    model: str | Path, key: str = "", *, weights: bool = True, allow_pickle: bool = False, **hub: Any
-) -> Resolved:
+def resolve(model: str | Path, key: str = "", *, weights: bool = True, allow_pickle: bool = False, **hub: Any) -> Path:
     """Return the directory that is meant: `model`, or the files of a name on the hub, which are fetched if need be.
 
     Ranks of one machine may call it at once: the cache has locks, and each file is fetched once.
@@ -80,41 +64,32 @@ def resolve(
         hub: of huggingface_hub's `snapshot_download`: token, cache_dir, local_files_only, force_download.
     """
     if not is_name(model):
-        return Resolved(Path(model))
+        return Path(model)
     name, _, revision = str(model).partition("@")
     wanted = [*SMALL, *(WEIGHTS if weights else ()), *(PICKLES if weights and allow_pickle else ())]
+    from huggingface_hub import snapshot_download
+
     try:
-        directory = _snapshot(name, revision, wanted, **hub)
+        # Files of subdirectories are other formats of the same model.
+        return Path(
+            snapshot_download(name, revision=revision or None, allow_patterns=wanted, ignore_patterns=["*/*"], **hub)
+        )
     except Exception as error:  # its own types, those of its HTTP client, and the system's
         option = f" --revision {revision}" if revision else ""
         problem = f"no directory {model}, and the Hugging Face hub does not give it ({first_line(error)})"
         fetch = f"hf download {name}{option} --exclude '*/*' --local-dir DIR"
         remedy = f"give a Hugging Face model directory; where there is a network, `{fetch}` makes one"
         raise ConfigError(key or str(model), problem, remedy) from error
-    return Resolved(directory, f"{name}@{directory.name}")
 
 
 def is_cached(name: str, *, weights: bool) -> bool:
     """Tell whether what a run takes of a name on the hub is on this machine: its tokenizer, or all with `weights`. Asks
     nobody."""
-    from huggingface_hub.errors import HFValidationError
-
     try:
-        _snapshot(*name.partition("@")[::2], (*SMALL, *(WEIGHTS if weights else ())), local_files_only=True)
-    except (OSError, HFValidationError):  # not there; can't be there
+        resolve(name, weights=weights, local_files_only=True)
+    except ConfigError:
         return False
     return True
-
-
-def _snapshot(name: str, revision: str, wanted: Sequence[str], **options: Any) -> Path:
-    from huggingface_hub import snapshot_download
-
-    # Files of subdirectories are other formats of the same model.
-    return Path(
-        snapshot_download(
-            name, revision=revision or None, allow_patterns=list(wanted), ignore_patterns=["*/*"], **options
-        )
-    )
 
 
 def has_commit(model: str) -> bool:
@@ -125,7 +100,7 @@ def has_commit(model: str) -> bool:
 def tokenizer_of(requested: Path | None, recorded: str | None) -> Path | None:
     """Return the tokenizer's directory: the requested one, else the run's."""
     if requested is not None:
-        directory = resolve(requested, "--tokenizer", weights=False).directory
+        directory = resolve(requested, "--tokenizer", weights=False)
         if not directory.is_dir():
             raise UserError(f"--tokenizer: no directory {directory}")
         if not holds_tokenizer(directory):
@@ -134,7 +109,7 @@ def tokenizer_of(requested: Path | None, recorded: str | None) -> Path | None:
     if recorded is None:
         return None
     if has_commit(recorded):
-        return resolve(recorded, f"the run's tokenizer {recorded}", weights=False).directory
+        return resolve(recorded, f"the run's tokenizer {recorded}", weights=False)
     if not Path(recorded).is_dir():
         raise UserError(f"the run's tokenizer {recorded} is not there any more; say where it is with --tokenizer DIR")
     return Path(recorded)
@@ -150,7 +125,8 @@ def pinned(model: str, key: str) -> str:
     """Return a name with the commit that it is at now; a directory, or a name with its commit, as it is."""
     if not is_name(model) or has_commit(model):
         return model
-    return resolve(model, key, weights=False).name or model
+    commit = resolve(model, key, weights=False).name  # a snapshot's directory is named by it
+    return f"{model.partition('@')[0]}@{commit}"
 
 
 def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
