@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from zero_tp.config.optimizer import IMPLEMENTATION
 from zero_tp.errors import ConfigError, UserError, shown
@@ -51,12 +51,6 @@ class ShardedParameter(ConfigModel):
     parts: list[Count]
     padded: bool
     shape: list[Count]
-
-    @model_validator(mode="after")
-    def _parts_are_the_shape(self) -> ShardedParameter:
-        if self.dim >= len(self.shape) or sum(self.parts) != self.shape[self.dim]:
-            raise ValueError("its parts are not its shape")
-        return self
 
 
 class ReplicatedParameter(ConfigModel):

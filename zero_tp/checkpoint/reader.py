@@ -95,6 +95,8 @@ class StatesFile:
 class CheckpointReader:
     """Reads the tensors of one checkpoint. As a `WeightSource` it gives a new model the fp32 masters.
 
+    Every method raises Damaged if a file is missing, cannot be read or lacks elements.
+
     Attributes:
         parameters: every parameter by name.
         tensor, data: the sizes that saved it.
@@ -105,19 +107,10 @@ class CheckpointReader:
 
         Args:
             data_rank: whose file of a TP rank is read first. If it has all that is wanted, no other is opened.
-
-        Raises:
-            Damaged: the manifest describes impossible parameters; from every other method: a file is missing, cannot be
-                read or lacks elements.
         """
         self.directory = directory
         self.tensor, self.data = manifest.tensor, manifest.data
         self.parameters = {name: ParameterLayout.from_manifest(entry) for name, entry in manifest.parameters.items()}
-        for name, saved in self.parameters.items():
-            try:
-                saved.layout.local_shape(saved.shape, self.tensor)
-            except ValueError as error:
-                raise Damaged(directory / MANIFEST, f"parameters.{name}: {error}") from error
         self._first = min(data_rank, self.data - 1)
         self._files: dict[tuple[int, int], StatesFile] = {}
         self._holders: dict[int, dict[str, list[tuple[int, StatesFile]]]] = {}

@@ -51,7 +51,7 @@ CARD = "README.md"
 
 def native_entries(
     config: PretrainedConfig,
-    shape: Callable[[str], tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], Tensor],
     dtype: torch.dtype,
 ) -> list[Entry]:
@@ -61,11 +61,13 @@ def native_entries(
     tensors are cached until they are read, so a parameter is read once.
 
     Args:
-        shape: our parameter's name → its whole shape.
+        shapes: our parameter's name → its whole shape.
         read: our parameter's name → the whole of it.
     """
     makers: dict[str, list[Weight]] = {}
     for weight in weights_of(config):
+        if weight.ours not in shapes:
+            raise UserError(f"export: there is no parameter {weight.ours}, which a {config.model_type} has")
         for name in weight.names:
             makers.setdefault(name, []).append(weight)
     cached: dict[str, Tensor] = {}
@@ -77,7 +79,7 @@ def native_entries(
         return cached.pop(name).to(dtype)
 
     return [
-        Entry(name, weight.shapes(shape(weight.ours))[name], dtype, partial(read_native, name))
+        Entry(name, weight.shapes(shapes[weight.ours])[name], dtype, partial(read_native, name))
         for name, (weight, *_) in makers.items()
     ]
 
@@ -97,12 +99,8 @@ def live_entries(
     parameters: Mapping[str, nn.Parameter], config: PretrainedConfig, group: Group, dtype: torch.dtype
 ) -> list[Entry]:
     """Return every parameter of a live model under its Hugging Face name. Reading one is collective over all ranks."""
-    return native_entries(
-        config,
-        lambda name: whole_shape(parameters[name]),
-        lambda name: whole_parameter(parameters[name], group),
-        dtype,
-    )
+    shapes = {name: whole_shape(parameter) for name, parameter in parameters.items()}
+    return native_entries(config, shapes, lambda name: whole_parameter(parameters[name], group), dtype)
 
 
 def plan_shards(entries: Iterable[Entry], max_shard_size: str) -> dict[str, list[Entry]]:
@@ -317,13 +315,9 @@ def save_tensors(
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
     """Write whole weights by our names as the native class, into a directory that others may use. Not collective."""
-    for weight in weights_of(config):
-        if weight.ours not in whole:
-            raise UserError(f"{directory}: no weight {weight.ours} among those that are to be saved")
+    shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
     chosen = dtype or next(iter(whole.values())).dtype
-    entries = native_entries(
-        config, lambda name: tuple(whole[name].shape), lambda name: whole[name].detach().cpu(), chosen
-    )
+    entries = native_entries(config, shapes, lambda name: whole[name].detach(), chosen)
     write_native(
         directory, config, entries, generation=generation, max_shard_size=max_shard_size, overwrite=True, among=True
     )
