@@ -110,7 +110,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no name": (lambda d: renamed_shard(d, 5), r"5 is not the name of a file beside it"),
     "long name": (lambda d: renamed_shard(d, "x" * 5000), r"can't be read \(File name too long\)"),
     "another shard": (lambda d: renamed_shard(d, "model-1.safetensors"), rf"tensor {FIRST} is"),
-    "unlisted": (unlisted, rf": (no tensor|weights missing in the files:) {FIRST}"),
+    "unlisted": (unlisted, rf": (no tensor|weights missing in the files: .*) {FIRST}"),
     "no weight_map": (lambda d: (in_shards(d), (d / INDEX).write_text("{}")), r"not an index with a weight_map"),
     "NaN": (lambda d: with_weights(d, lambda t: t[FIRST][3].fill_(torch.nan)), rf"{FIRST} holds NaN or Inf"),
     "Inf": (lambda d: with_weights(d, lambda t: t[FIRST][3].fill_(-torch.inf)), rf"{FIRST} holds NaN or Inf"),

@@ -281,8 +281,8 @@ def open_model(
     model, loading = opened
     for kind, problem in LOADING_PROBLEMS.items():
         if names := sorted(map(str, loading[kind])):
-            more = f"{names[0]} and {len(names) - 1} more"
-            raise UserError(f"{directory}: {problem} {more}; {type(model).__name__} with this {CONFIG} has others")
+            listed = f"{', '.join(names[:3])} ({len(names)} in all)"
+            raise UserError(f"{directory}: {problem} {listed}; {type(model).__name__} with this {CONFIG} has others")
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not is_finite(parameter):
             raise not_finite(directory, name, parameter)
