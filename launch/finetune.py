@@ -267,7 +267,7 @@ def main(words: Sequence[str]) -> None:
     from zero_tp.weights.load import open_any_config
     from zero_tp.weights.weight_files import open_weights, resolve
 
-    model, name = resolve(options.model, "--model").directory, options.task
+    model, name = resolve(options.model, "--model"), options.task
     if is_run(model) and not any(model.glob("model*.safetensors")):
         raise UserError(f"--model {model}: a run; first export it: zero-tp convert to-hf {model} --output DIR")
     config, tokenizer = open_any_config(model), open_padding_tokenizer(model)

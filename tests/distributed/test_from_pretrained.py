@@ -138,9 +138,8 @@ def test_a_run_from_a_directory(tmp_path: Path) -> None:
     assert (settings["do_sample"], settings["temperature"]) == (True, 0.5)
 
     found = inspect(tmp_path / "runs" / "run", verify=True)
-    assert (found["step"], found["saved_at"]["zero_stage"], found["tokenizer"]) == (1, 3, "data/tokenizer")
-    assert found["bytes"].keys() == {"master", "exp_avg", "exp_avg_sq", "random"}
-    assert found["parameters"] == sum(tensor.numel() for tensor in before.values())
+    for words in ("ZeRO-3", "data/tokenizer", f"{sum(tensor.numel() for tensor in before.values()):,}"):
+        assert words in found
 
     other = pretrained_fields(tmp_path / "model", n_layer=1)
     changed = pretrain(2, tmp_path, "--deepspeed_config", "run.json", "--set", "zero_tp.training.steps=2")

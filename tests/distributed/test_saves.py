@@ -26,12 +26,17 @@ from zero_tp.checkpoint.manifest import states_file
 from zero_tp.checkpoint.reader import CheckpointReader
 
 
-def full_disk(path: str, run: str, broken: int) -> list[tuple[int, str] | None]:
-    """Outcomes of three saves, in the second of which a rank may write only 10 kB a file."""
+def saver_of(path: str, run: str, **options: Any) -> tuple[Any, Any]:
+    """The engine of a config, and the saver of its run."""
     from zero_tp.checkpoint.save import run_saver
 
     engine, config = build(path)
-    saver = run_saver(engine.zero, config, Path(run))
+    return engine, run_saver(engine.zero, config, Path(run), **options)
+
+
+def full_disk(path: str, run: str, broken: int) -> list[tuple[int, str] | None]:
+    """Outcomes of three saves, in the second of which a rank may write only 10 kB a file."""
+    engine, saver = saver_of(path, run)
     outcomes = []
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in (1, 2, 3):
@@ -49,14 +54,14 @@ def full_disk(path: str, run: str, broken: int) -> list[tuple[int, str] | None]:
 
 def taken_over(path: str, run: str, when: str) -> tuple[int, str]:
     """(steps that are saved, the error of the second save), after another launch has taken the run over."""
+    import torch.distributed as dist
+
     from zero_tp.checkpoint import directory
     from zero_tp.checkpoint.run_directory import OwnerChanged, RunOwner
-    from zero_tp.checkpoint.save import run_saver
 
-    engine, config = build(path)
     checkpoints_of(Path(run)).mkdir(parents=True, exist_ok=True)
-    first = RunOwner(Path(run)) if engine.topology.rank == 0 else None
-    saver = run_saver(engine.zero, config, Path(run), check_owner=first.check if first else lambda: None)
+    first = RunOwner(Path(run)) if dist.get_rank() == 0 else None
+    _, saver = saver_of(path, run, check_owner=first.check if first else lambda: None)
     saver.save(1)
     saver.wait()
     assert saver.outcome() == (1, "")
@@ -112,10 +117,8 @@ def beside_one_that_stays(path: str, run: str) -> tuple[tuple[int, str] | None, 
     from unittest.mock import patch
 
     from zero_tp.checkpoint import directory
-    from zero_tp.checkpoint.save import run_saver
 
-    engine, config = build(path)
-    saver = run_saver(engine.zero, config, Path(run))
+    _, saver = saver_of(path, run)
     saver.save(1)
     busy = OSError(16, "Device or resource busy", "step_00000001")
     with patch.object(directory, "_remove", side_effect=busy):
@@ -139,7 +142,6 @@ def beside_a_pointer_that_fails(path: str, run: str) -> list[tuple[tuple[int, st
     import torch.distributed as dist
 
     from zero_tp.checkpoint import directory
-    from zero_tp.checkpoint.save import run_saver
 
     sync, latest = directory.sync, checkpoints_of(Path(run)) / directory.LATEST
 
@@ -148,8 +150,7 @@ def beside_a_pointer_that_fails(path: str, run: str) -> list[tuple[tuple[int, st
             raise OSError(5, "Input/output error")
         sync(synced, below=below)
 
-    engine, config = build(path)
-    saver = run_saver(engine.zero, config, Path(run))
+    engine, saver = saver_of(path, run)
     told = []
     for step in (1, 2, 3):
         if step == 2 and engine.topology.rank == 0:
@@ -210,10 +211,7 @@ def nowhere_to_write(path: str, run: str) -> list[tuple[int, str] | None]:
     that it would be in is a file."""
     import torch.distributed as dist
 
-    from zero_tp.checkpoint.save import run_saver
-
-    engine, config = build(path)
-    saver = run_saver(engine.zero, config, Path(run))
+    engine, saver = saver_of(path, run)
     outcomes, checkpoints = [], checkpoints_of(Path(run))
     aside = checkpoints.with_name("aside")
     for step in (1, 2, 3):
@@ -246,8 +244,7 @@ def hanging(path: str, run: str) -> str:
     from zero_tp.checkpoint import save
     from zero_tp.errors import UserError
 
-    engine, config = build(path)
-    saver = save.run_saver(engine.zero, config, Path(run))
+    engine, saver = saver_of(path, run)
     steps_of(engine, 1, 1)
     go_on, write = threading.Event(), save.write_tensors
 
@@ -273,7 +270,8 @@ def test_a_disk_that_hangs_ends_the_save_on_every_rank(ranks: Pools, tmp_path: P
     config = json.loads(path.read_text())
     config["zero_tp"]["training"]["timeout_minutes"] = 0.05
     path.write_text(json.dumps(config))
-    remedy = rf"in time; look at the disk of {run}, or raise zero_tp\.training\.timeout_minutes \(0\.05\)"
+    setting = r"zero_tp\.training\.timeout_minutes \(0\.05\), of Trainer ddp_timeout"
+    remedy = rf"in time; look at the disk of {run}, or raise {setting}"
     first, second = ranks(2).run(hanging, str(path), str(run), timeout=60)
     assert re.fullmatch(rf"outcome: \(1, '.*saving step 1: rank 1 has not written {remedy}.*'\)", first), first
     hung = checkpoints_of(run) / TEMPORARY / "[0-9a-f]{16}" / states_file(0, 1)
@@ -288,8 +286,7 @@ def in_the_background(path: str, run: str) -> dict[str, Any]:
     from zero_tp.checkpoint import save
     from zero_tp.zero.states import MASTER
 
-    engine, config = build(path)
-    saver = save.run_saver(engine.zero, config, Path(run))
+    engine, saver = saver_of(path, run)
     go_on, write = threading.Event(), save.write_tensors
 
     def slowly(*arguments: Any) -> Any:

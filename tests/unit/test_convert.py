@@ -20,8 +20,8 @@ from tests.memory import PeakMemory
 from tests.native import to_ours, to_theirs
 from zero_tp import commands
 from zero_tp.checkpoint.convert import to_huggingface
-from zero_tp.checkpoint.directory import MANIFEST, Damaged, find_checkpoint, passed_over
-from zero_tp.checkpoint.inspect import inspect, table
+from zero_tp.checkpoint.directory import MANIFEST, find_checkpoint, passed_over
+from zero_tp.checkpoint.inspect import inspect
 from zero_tp.errors import UserError
 from zero_tp.evaluation import model_directory
 from zero_tp.huggingface import ZeroTPForCausalLM
@@ -142,36 +142,34 @@ def test_a_parameter_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_inspect_says_what_is_there(tmp_path: Path) -> None:
     for step in (10, 20):
         checkpoint = write_checkpoint(tmp_path / "run", config(), tensor=2, data=2, step=step)
-    found = inspect(tmp_path / "run", verify=True)
+    rows = [tuple(line.split(maxsplit=1)) for line in inspect(tmp_path / "run", verify=True).splitlines()]
     parameters = sum(tensor.numel() for tensor in expected(config()).values())
-    padded = parameters + 32  # TP 2 pads 61 rows to 62
-    assert (found["step"], found["steps"], found["parameters"]) == (20, [10, 20], parameters)
-    assert found["bytes"] == dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), _replicated_twice(padded))
-    assert found["saved_at"] == {"tensor": 2, "data": 2, "sequence": True, "zero_stage": 2, "dtype": "fp32"}
-    assert found["files"].keys() == {path.name for path in checkpoint.glob("*.safetensors")}
-    assert json.loads(json.dumps(found)) == found
-    text = table(found)
-    for words in ("TP 2 × DP 2, SP, ZeRO-2, fp32", "steps 10, 20", "n_layer 2", "every checksum OK", "exp_avg_sq"):
+    size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    for row in (
+        ("checkpoint", str(checkpoint)),
+        ("complete", "steps 10, 20"),
+        ("step", "20"),
+        ("parameters", f"{parameters:,}"),
+        ("files", f"4, {size / 1e6:,.3f} MB"),
+        ("verified", "every checksum OK"),
+    ):
+        assert row in rows
+    text = inspect(checkpoint)
+    for words in ("TP 2 × DP 2, SP, ZeRO-2, fp32", "n_layer 2", "master, exp_avg, exp_avg_sq"):
         assert words in text
-    assert inspect(checkpoint)["steps"] == []
-    assert "OK" not in table(inspect(checkpoint))
-
-
-def _replicated_twice(padded: int) -> int:
-    """Bytes in fp32 of all TP shards: norms, row-parallel biases and positions are on both ranks."""
-    replicated = 2 * (4 + 2) * 32 + 2 * 32 + 16 * 32
-    return 4 * (padded + replicated)
+    assert all(path.name in text for path in checkpoint.glob("*.safetensors"))
+    assert "complete" not in text and "OK" not in text
 
 
 def test_the_command_names_a_damaged_file(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "run", config(), data=2)
     command = [sys.executable, str(ROOT / "launch" / "convert.py"), "inspect", str(tmp_path / "run"), "--verify"]
-    assert inspect(tmp_path / "run", verify=True)["verified"] is True
+    assert "every checksum OK" in inspect(tmp_path / "run", verify=True)
     damaged = checkpoint / "states_tp00_dp0001.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    assert inspect(tmp_path / "run")["step"] == 1, "nothing is read without --verify"
+    assert "every checksum OK" not in inspect(tmp_path / "run"), "nothing is read without --verify"
     found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert found.returncode == 2
     assert found.stderr.startswith("error: ") and found.stderr.count("\n") == 1
@@ -194,10 +192,10 @@ def test_a_newest_checkpoint_without_its_manifest_is_named_wherever_an_older_one
 
     assert line in command("convert", "to-hf", str(run), "--output", str(tmp_path / "export"))
     assert f"passed over {line}" in command("inspect", str(run))
-    assert inspect(run)["incomplete"] == [line] and inspect(older)["incomplete"] == []
-    with pytest.raises(Damaged, match=rf"^{lost / MANIFEST}: is missing; "):
+    assert "passed over" not in inspect(older)
+    with pytest.raises(UserError, match=rf"^{line}$"):
         inspect(run, verify=True)
-    assert inspect(older, verify=True)["verified"]
+    assert "every checksum OK" in inspect(older, verify=True)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert model_directory.open_directory(run, tokenizer=tmp_path).note == line
     assert not model_directory.open_directory(older, tokenizer=tmp_path).note

@@ -14,11 +14,10 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
-from zero_tp.architectures import architecture_of, weights_of
+from zero_tp.architectures import architecture_of
 from zero_tp.checkpoint.directory import check_content, find_checkpoint, passed_over, read_manifest
 from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.checkpoint.reader import CheckpointReader
-from zero_tp.errors import UserError
 from zero_tp.weights.export import MAX_SHARD_SIZE, native_entries, write_native
 from zero_tp.weights.weight_files import tokenizer_of
 
@@ -61,9 +60,6 @@ def to_huggingface(
     Args:
         tokenizer: directory to copy in; by default the run's.
         card: returns the model card of a checkpoint and its manifest (zero_tp/report/card.py); by default none.
-
-    Raises:
-        UserError: there is no complete checkpoint, it is damaged, the tokenizer is missing, or `output` exists.
     """
     checkpoint = find_checkpoint(source)
     manifest = read_manifest(checkpoint)
@@ -71,10 +67,8 @@ def to_huggingface(
     config = config_of(manifest)
     check_content(checkpoint, manifest.files)
     reader = CheckpointReader(checkpoint, manifest)
-    for weight in weights_of(config):
-        if weight.ours not in reader.parameters:
-            raise UserError(f"{checkpoint}: its manifest has no parameter {weight.ours}")
-    entries = native_entries(config, lambda name: reader.parameters[name].shape, reader.whole, dtype)
+    shapes = {name: parameter.shape for name, parameter in reader.parameters.items()}
+    entries = native_entries(config, shapes, reader.whole, dtype)
     write_native(
         output,
         config,

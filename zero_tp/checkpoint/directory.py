@@ -12,24 +12,16 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from zero_tp.checkpoint.manifest import (
-    FORMAT,
-    OWN_HASH,
-    InvalidManifest,
-    Manifest,
-    ManifestFile,
-    OtherFormat,
-    content_hash,
-    parse_manifest,
-)
-from zero_tp.errors import UserError
+from zero_tp.checkpoint.manifest import FORMAT, OWN_HASH, Manifest, ManifestFile, content_hash, parse_manifest
+from zero_tp.errors import ConfigError, UserError
 from zero_tp.files import read_regular, remove, sync, wait_until_visible, write_atomically
 from zero_tp.strict_json import InvalidJson, parse_json, parse_object
 
@@ -77,25 +69,16 @@ def refresh_view(run: Path) -> None:
     """Make this machine see checkpoints that other machines have written to a network file system.
 
     For `VIEW_SECONDS`, NFS may show the old content of a directory. A change by this machine makes it ask the server.
-
-    Raises:
-        OSError: nothing can be written there.
     """
     if checkpoints_of(run).is_dir():
-        probe = checkpoints_of(run) / f".probe.{secrets.token_hex(8)}"
-        probe.touch()
-        probe.unlink()
-
-
-def incomplete_since(run: Path, step: int) -> list[Path]:
-    """Return the directories of newer steps that have no manifest, ascending; no save leaves one."""
-    newer = [step_directory(run, number) for number in _steps(run) if number > step]
-    return [path for path in newer if not (path / MANIFEST).is_file()]
+        tempfile.NamedTemporaryFile(dir=checkpoints_of(run), prefix=".probe.").close()
 
 
 def passed_over(source: Path, step: int) -> tuple[str, ...]:
-    """Return a line on each newer directory of a run that is no checkpoint; none where `source` is a checkpoint."""
-    return tuple(f"{path}: has no {MANIFEST}, so that it is no checkpoint" for path in incomplete_since(source, step))
+    """Return a line on each newer step of a run without a manifest, which no save leaves; none of a checkpoint."""
+    newer = [step_directory(source, number) for number in _steps(source) if number > step]
+    lost = [path for path in newer if not (path / MANIFEST).is_file()]
+    return tuple(f"{path}: has no {MANIFEST}, so that it is no checkpoint" for path in lost)
 
 
 def _steps(run: Path) -> list[int]:
@@ -115,9 +98,11 @@ def read_manifest(checkpoint: Path) -> Manifest:
         manifest = _parsed(read_regular(path))
     except FileNotFoundError:
         raise UserError(f"{checkpoint}: not a checkpoint (no {MANIFEST})") from None
-    except OtherFormat as error:
-        raise UserError(f"{path}: {error}; use the version that wrote it") from None
-    except (InvalidJson, InvalidManifest, OSError) as error:
+    except ConfigError as error:
+        if error.key == "format":
+            raise UserError(f"{path}: {error.problem}; use the version that wrote it") from None
+        raise Damaged(path, f"{error.key}: {error.problem}") from error
+    except (InvalidJson, OSError) as error:
         raise Damaged(path, str(error)) from error
     if _STEP.fullmatch(checkpoint.name) and checkpoint.name != _name(manifest.step):
         raise Damaged(path, f"is of step {manifest.step}, but its directory is {checkpoint.name}")
@@ -131,17 +116,11 @@ def _parsed(content: bytes) -> Manifest:
 
 
 def check_sizes(checkpoint: Path, files: Mapping[str, ManifestFile]) -> None:
-    """Check that these files exist and have the sizes of the manifest, with one stat each.
-
-    Raises:
-        Damaged: one is missing or has another size.
-    """
+    """Check that these files exist and have the sizes of the manifest, with one stat each."""
     for name, listed in files.items():
         file = checkpoint / name
-        try:
+        with _unreadable_is_damaged(file):
             status = file.stat()
-        except OSError as error:
-            raise Damaged(file, _read_problem(error)) from error
         if not stat.S_ISREG(status.st_mode):
             raise Damaged(file, "is missing")
         if status.st_size != listed.bytes:
@@ -165,18 +144,21 @@ def check_content(checkpoint: Path, files: Mapping[str, ManifestFile], *, progre
     with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=disable, leave=False) as bar:
         for name, listed in sorted(files.items()):
             file = checkpoint / name
-            try:
+            with _unreadable_is_damaged(file):
                 sha256 = read_hashed(file).sha256
-            except OSError as error:
-                raise Damaged(file, _read_problem(error)) from error
             if sha256 != listed.sha256:
                 raise Damaged(file, f"SHA-256 is {sha256[:12]}…, not {listed.sha256[:12]}…")
             bar.update(listed.bytes)
 
 
-def _read_problem(error: OSError) -> str:
-    missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-    return "is missing" if missing else f"cannot be read ({error.strerror})"
+@contextlib.contextmanager
+def _unreadable_is_damaged(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise Damaged(file, "is missing") from error
+    except OSError as error:
+        raise Damaged(file, f"cannot be read ({error.strerror})") from error
 
 
 def begin(run: Path) -> Path:
@@ -209,7 +191,7 @@ def commit(
 
     Raises:
         RuntimeError: a rank's file is not visible here.
-        InvalidManifest, InvalidJson: the manifest would not be readable.
+        ConfigError, InvalidJson: the manifest would not be readable.
         OSError: the disk is full or gone.
     """
     for name, written in files.items():
@@ -317,12 +299,7 @@ def is_run(path: Path) -> bool:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return `path` itself if it is a checkpoint, else the newest checkpoint of the run `path`.
-
-    Raises:
-        UserError: neither a run nor a checkpoint.
-        OSError: it cannot be read.
-    """
+    """Return `path` itself if it is a checkpoint, else the newest checkpoint of the run `path`."""
     if (path / MANIFEST).is_file():
         return path
     steps = complete_steps(path)

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from zero_tp.config.optimizer import IMPLEMENTATION
 from zero_tp.errors import ConfigError, UserError, shown
@@ -51,12 +51,6 @@ class ShardedParameter(ConfigModel):
     parts: list[Count]
     padded: bool
     shape: list[Count]
-
-    @model_validator(mode="after")
-    def _parts_are_the_shape(self) -> ShardedParameter:
-        if self.dim >= len(self.shape) or sum(self.parts) != self.shape[self.dim]:
-            raise ValueError("its parts are not its shape")
-        return self
 
 
 class ReplicatedParameter(ConfigModel):
@@ -141,45 +135,29 @@ class Manifest(ConfigModel):
 
 
 def content_hash(manifest: dict[str, Any]) -> str:
-    """Return the SHA-256 of a manifest's JSON, without its own hash, with sorted keys and no blanks.
-
-    Raises:
-        ValueError: it is no strict JSON.
-    """
+    """Return the SHA-256 of a manifest's JSON, without its own hash, with sorted keys and no blanks."""
     content = {key: value for key, value in manifest.items() if key != OWN_HASH}
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     ).hexdigest()
 
 
-class InvalidManifest(ValueError):
-    """Its message says what is wrong with an object that should be a manifest."""
-
-
-class OtherFormat(InvalidManifest):
-    """The manifest is valid but has a format that this version does not read."""
-
-
 def parse_manifest(raw: dict[str, Any]) -> Manifest:
     """Parse the JSON object of a manifest.
 
     Raises:
-        InvalidManifest: its hash is not that of its content, a key is missing, unknown or of another type, or its files
-            are not those of its ranks.
-        OtherFormat: another version wrote it.
+        ConfigError: its hash is not that of its content, another version wrote it (key "format"), a key is missing,
+            unknown or of another type, or its files are not those of its ranks.
     """
     if OWN_HASH in raw and raw[OWN_HASH] != (sha256 := content_hash(raw)):
-        raise InvalidManifest(f"the {OWN_HASH} of its content is {sha256[:12]}…, not {shown(raw[OWN_HASH])[1:13]}…")
+        raise ConfigError(OWN_HASH, f"of its content it is {sha256[:12]}…, not {shown(raw[OWN_HASH])[1:13]}…")
     if raw.get("format") != FORMAT:
-        raise OtherFormat(f"format {shown(raw.get('format'))}, this version reads {FORMAT}")
-    try:
-        manifest = validate(Manifest, raw, "")
-    except ConfigError as error:
-        raise InvalidManifest(f"{error.key}: {error.problem}") from None
+        raise ConfigError("format", f"format {shown(raw.get('format'))}, this version reads {FORMAT}")
+    manifest = validate(Manifest, raw, "")
     ranks = len(manifest.files)
     files = {states_file(*divmod(rank, manifest.data)) for rank in range(ranks)}
     if ranks != manifest.tensor * manifest.data or manifest.files.keys() != files:
-        raise InvalidManifest(f"files: not those of tensor {manifest.tensor} × data {manifest.data} ranks")
+        raise ConfigError("files", f"not those of tensor {manifest.tensor} × data {manifest.data} ranks")
     return manifest
 
 
@@ -267,9 +245,6 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
     """Check that a run of this config can resume from the checkpoint.
 
     Corpora may have moved; `RunInputs.check_resumed` compares their content.
-
-    Raises:
-        UserError: another run saved it, or it lacks the optimizer's states.
     """
     if "offload_optimizer" in config.nvme_paths:
         raise UserError(
@@ -277,17 +252,14 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
             'DeepSpeed does not restore its states; use "cpu"'
         )
     check_states(checkpoint, manifest)
-    fixed = dict(manifest.fixed)
     train = config.zero_tp.data.train
-    if len(manifest.corpora) == len(train) and "zero_tp.data.train" in fixed:
-        as_saved = [[prefix, weight] for prefix, weight in zip(manifest.corpora, train.values(), strict=True)]
-        if fixed["zero_tp.data.train"] == as_saved:
-            fixed["zero_tp.data.train"] = [[prefix, weight] for prefix, weight in train.items()]
     for key, value in fixed_of(config).items():
-        if key not in fixed:
+        if key not in manifest.fixed:
             raise UserError(f"{checkpoint}: its manifest does not say fixed.{key}; the checkpoint is damaged")
-        before = fixed[key]
-        if before != value:
+        before = manifest.fixed[key]
+        as_saved = [[prefix, weight] for prefix, weight in zip(manifest.corpora, train.values(), strict=False)]
+        has_moved = key == "zero_tp.data.train" and len(as_saved) == len(train) and before == as_saved
+        if before != value and not has_moved:
             key, now, was = next(_differing(key, value, before))
             raise UserError(
                 f"{key}: {now}, but the run of {checkpoint} was started with {was}; "
@@ -297,11 +269,7 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
 
 
 def check_states(checkpoint: Path, manifest: Manifest) -> None:
-    """Check that a checkpoint has the optimizer's states.
-
-    Raises:
-        UserError: it lacks them.
-    """
+    """Check that a checkpoint has the optimizer's states."""
     if len(manifest.kinds) == 1 and manifest.progress.optimizer_steps is not None:
         raise UserError(
             f"{checkpoint}: saved with the optimizer on NVMe, without its states, so it cannot be resumed; export it "

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 ORDER = ("training.seed", "data.sequence_length")
 """With the corpora, these keys decide the order of the samples."""
-CHANGES = 5
-"""Lines on what differs from the parent, at most."""
 INHERITED = "kept: weights, moments, the optimizer's count of updates, and in fp16 the loss scale"
 RESTARTED = "restarted: the schedule, the samples and dropout, from step 1"
 
@@ -35,9 +33,6 @@ def find_parent(source: Path, config: RunConfig, model: PretrainedConfig) -> Res
     Args:
         source: a run, whose newest checkpoint is meant, or a checkpoint.
         model: of the new run.
-
-    Raises:
-        UserError: naming what does not fit.
     """
     parent = open_checkpoint(source)
     assert parent.checkpoint is not None and parent.manifest is not None
@@ -76,11 +71,7 @@ def _check_optimizer(checkpoint: Path, manifest: Manifest, config: RunConfig) ->
 
 
 def check_child(source: Path, run: Path, manifest: Manifest) -> None:
-    """Check that a run that resumes was started from `source`, which was passed again.
-
-    Raises:
-        UserError: it was started from another checkpoint, or from none.
-    """
+    """Check that a run that resumes was started from `source`, which was passed again."""
     if manifest.parent is None:
         raise UserError(
             f"--from {source}: {run} is at step {manifest.step} already, and was not started from it; give another "
@@ -97,9 +88,6 @@ def init_from_parent(zero: ZeroEngine, checkpoint: Path) -> None:
     """Load masters, moments and the counts of their updates. Collective.
 
     The schedule, the counters, the learning rate and the random streams stay those of a new run.
-
-    Raises:
-        Damaged, UserError: see `restore_states`.
     """
     manifest = restore_states(zero, checkpoint)
     zero.restore_updates(manifest.progress.model_dump())
@@ -119,17 +107,9 @@ def describe_parent(
     tokens = Parent.of(checkpoint, manifest).tokens
     moved = "" if before == now else f", saved at {before} → {now}"
     lines = [f"started from {checkpoint}, {tokens:,} tokens{moved}", *parent.notes, INHERITED, RESTARTED]
-    lines += _shorten(differences(manifest, config, validation))
+    lines += differences(manifest, config, validation)
     block, fixed = config.zero_tp, manifest.fixed
     order_before = (list(manifest.corpora.values()), *(fixed.get(f"zero_tp.{key}") for key in ORDER))
     if order_before == (list(corpora.values()), block.training.seed, block.data.sequence_length):
         lines.append("its samples come again in the same order; another zero_tp.training.seed gives another one")
     return lines
-
-
-def _shorten(changes: list[str]) -> list[str]:
-    """Return at most `CHANGES` lines; the last one names the keys of all that have none."""
-    if len(changes) <= CHANGES:
-        return changes
-    others = ", ".join(change.partition(": ")[0] for change in changes[CHANGES - 1 :])
-    return [*changes[: CHANGES - 1], f"also changed (config.json of both runs has the values): {others}"]

@@ -25,7 +25,7 @@ from zero_tp.parallel.layout import Layout, Replicated, Sharded, layout_of, whol
 from zero_tp.parallel.parameter import Init
 from zero_tp.strict_json import parse_json
 from zero_tp.topology import Topology
-from zero_tp.zero.states import MASTER, Fragment
+from zero_tp.zero.states import MASTER
 
 STARTS = "starts"
 RANDOM = "random"  # streams are named RANDOM/…
@@ -80,57 +80,52 @@ class StatesFile:
         except Exception as error:  # damage can raise anything
             raise Damaged(path, f"cannot be read ({first_line(error)})") from error
 
-    def length(self, name: str) -> int:
-        """Return the elements of a tensor of one dimension."""
+    def elements(self, parameter: str, kind: str, start: int, stop: int) -> Tensor:
+        """Return those of elements [start, stop) of the TP shard that are here from `start` on; nothing is copied."""
+        first = self.starts.get(parameter)
+        if first is None or start < first:
+            return torch.empty(0)
         try:
-            length: int = self._file.get_slice(name).get_shape()[0]
+            tensor: Tensor = self._file.get_tensor(tensor_name(parameter, kind))
         except SafetensorError as error:
-            raise Damaged(self.path, f"holds no {name}") from error
-        return length
-
-    def tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor
-
-    def fragment(self, fragment: Fragment, kind: str) -> Tensor | None:
-        """Return the tensor of `fragment`, if this file holds exactly its elements."""
-        name = tensor_name(fragment.name, kind)
-        if self.starts.get(fragment.name) != fragment.start or self.length(name) != fragment.numel:
-            return None
-        return self.tensor(name)
+            raise Damaged(self.path, f"holds no {tensor_name(parameter, kind)}") from error
+        return tensor[start - first : stop - first]
 
 
 class CheckpointReader:
     """Reads the tensors of one checkpoint. As a `WeightSource` it gives a new model the fp32 masters.
+
+    Every method raises Damaged if a file is missing, cannot be read or lacks elements.
 
     Attributes:
         parameters: every parameter by name.
         tensor, data: the sizes that saved it.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest):
+    def __init__(self, directory: Path, manifest: Manifest, data_rank: int = 0):
         """Prepare to read; files are opened on first use.
 
-        Raises:
-            Damaged: the manifest describes impossible parameters; from every other method: a file is missing, cannot be
-                read or lacks elements.
+        Args:
+            data_rank: whose file of a TP rank is read first. If it has all that is wanted, no other is opened.
         """
         self.directory = directory
         self.tensor, self.data = manifest.tensor, manifest.data
         self.parameters = {name: ParameterLayout.from_manifest(entry) for name, entry in manifest.parameters.items()}
-        for name, saved in self.parameters.items():
-            try:
-                saved.layout.local_shape(saved.shape, self.tensor)
-            except ValueError as error:
-                raise Damaged(directory / MANIFEST, f"parameters.{name}: {error}") from error
+        self._first = min(data_rank, self.data - 1)
+        self._files: dict[tuple[int, int], StatesFile] = {}
         self._holders: dict[int, dict[str, list[tuple[int, StatesFile]]]] = {}
+
+    def _file(self, tensor_rank: int, data_rank: int) -> StatesFile:
+        ranks = tensor_rank, data_rank
+        if ranks not in self._files:
+            self._files[ranks] = StatesFile(self.directory / states_file(*ranks))
+        return self._files[ranks]
 
     def _holders_of(self, name: str, tensor_rank: int) -> list[tuple[int, StatesFile]]:
         """Return (first element, file) of each fragment of a TP rank's shard, in order. It opens all its files."""
         if tensor_rank not in self._holders:
             holders: dict[str, list[tuple[int, StatesFile]]] = {}
-            for file_name in (states_file(tensor_rank, data_rank) for data_rank in range(self.data)):
-                file = StatesFile(self.directory / file_name)
+            for file in (self._file(tensor_rank, data_rank) for data_rank in range(self.data)):
                 for parameter, first in file.starts.items():
                     holders.setdefault(parameter, []).append((first, file))
             for fragments in holders.values():
@@ -141,11 +136,7 @@ class CheckpointReader:
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
     ) -> None:
-        """Write this rank's shard of a parameter's master into `local`.
-
-        Raises:
-            UserError: the checkpoint lacks the parameter, or has it in another shape.
-        """
+        """Write this rank's shard of a parameter's master into `local`."""
         wanted, saved = ParameterLayout(layout, tuple(whole)), self.parameters.get(name)
         if saved is None or saved.shape != wanted.shape:
             there = "no such parameter" if saved is None else f"{saved.shape}"
@@ -168,9 +159,6 @@ class CheckpointReader:
         Args:
             wanted: the parameter's layout there; its whole shape is the same.
             numel: by default all from `start` on.
-
-        Raises:
-            Damaged: elements are missing or not as they were written.
         """
         if numel is None:
             numel = math.prod(wanted.layout.local_shape(wanted.shape, size)) - start
@@ -221,18 +209,18 @@ class CheckpointReader:
 
     def _elements(self, name: str, kind: str, tensor_rank: int, start: int, numel: int) -> Tensor:
         """Return elements of a saved shard, from the files of all data-parallel ranks that hold some."""
-        tensor, holders = tensor_name(name, kind), self._holders_of(name, tensor_rank) if numel else []
-        pieces, position, stop = [torch.empty(0)], start, start + numel
+        stop = start + numel
+        pieces = [self._file(tensor_rank, self._first).elements(name, kind, start, stop)]
+        position = start + len(pieces[0])
+        holders = self._holders_of(name, tensor_rank) if position < stop else []
         while position < stop:
-            candidates = reversed(holders[: bisect_right(holders, position, key=itemgetter(0))])
-            holder = next((holder for holder in candidates if position < holder[0] + holder[1].length(tensor)), None)
-            if holder is None:
+            index = bisect_right(holders, position, key=itemgetter(0)) - 1
+            pieces.append(holders[max(index, 0)][1].elements(name, kind, position, stop) if holders else torch.empty(0))
+            if not len(pieces[-1]):
                 problem = f"{name} ({kind}) ends in the files at element {position}, not {stop}"
                 raise Damaged(self.directory / MANIFEST, problem)
-            first, file = holder
-            pieces.append(file.tensor(tensor)[position - first : stop - first])
             position += len(pieces[-1])
-        return pieces[1] if len(pieces) == 2 else torch.cat(pieces)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _row_ranges(parameter: ParameterLayout, dim: int, rank: int, size: int) -> Iterator[tuple[int, int, int]]:

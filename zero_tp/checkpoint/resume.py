@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from zero_tp.checkpoint.directory import read_manifest
 from zero_tp.checkpoint.manifest import Manifest, states_file
-from zero_tp.checkpoint.reader import RANDOM, CheckpointReader, ParameterLayout, StatesFile
+from zero_tp.checkpoint.reader import RANDOM, CheckpointReader, ParameterLayout
 from zero_tp.errors import UserError
 from zero_tp.zero.zero_engine import ZeroEngine
 
@@ -31,9 +31,6 @@ def resume(zero: ZeroEngine, checkpoint: Path, seed: int) -> int:
 
     Returns:
         The checkpoint's step.
-
-    Raises:
-        Damaged, UserError: see `restore_states`.
     """
     manifest = restore_states(zero, checkpoint)
     zero.restore_progress(manifest.progress.model_dump())
@@ -49,7 +46,7 @@ def restore_states(zero: ZeroEngine, checkpoint: Path) -> Manifest:
         UserError: the model has other parameters than the checkpoint.
     """
     manifest = read_manifest(checkpoint)
-    reader = CheckpointReader(checkpoint, manifest)
+    reader = CheckpointReader(checkpoint, manifest, zero.topology.data_rank)
     wanted = {name: ParameterLayout.of(parameter) for name, parameter in zero.model.named_parameters()}
     _check_parameters(checkpoint, reader.parameters, wanted)
     _read_states(zero, manifest, reader, wanted)
@@ -72,21 +69,13 @@ def _check_parameters(checkpoint: Path, saved: dict[str, ParameterLayout], wante
 def _read_states(
     zero: ZeroEngine, manifest: Manifest, reader: CheckpointReader, wanted: dict[str, ParameterLayout]
 ) -> None:
-    """Read the masters and moments that this rank holds. No communication.
-
-    On the grid that saved the checkpoint, most of them are in this rank's own file, and no other header is read.
-    """
+    """Read the masters and moments that this rank holds, on the grid that saved them from its own file alone."""
     states, topology = zero.states(), zero.topology
-    same_grid = (manifest.tensor, manifest.data) == (topology.tensor, topology.data)
-    name = states_file(topology.tensor_rank, topology.data_rank)
-    own = StatesFile(reader.directory / name) if same_grid else None
     pieces = [(fragment, kind) for fragment in states.fragments for kind in manifest.kinds]
     disable = None if topology.rank == 0 else True
     for fragment, kind in tqdm(pieces, "resuming", unit="tensor", disable=disable, leave=False):
-        piece = own.fragment(fragment, kind) if own is not None else None
-        if piece is None:
-            shard = (wanted[fragment.name], topology.tensor_rank, topology.tensor)
-            piece = reader.piece(fragment.name, kind, *shard, fragment.start, fragment.numel)
+        shard = (wanted[fragment.name], topology.tensor_rank, topology.tensor)
+        piece = reader.piece(fragment.name, kind, *shard, fragment.start, fragment.numel)
         states.get(fragment, kind).copy_(piece)
 
 

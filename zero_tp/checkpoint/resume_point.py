@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,11 +64,7 @@ def find_resume_point(run: Path, config: RunConfig, resume_from: Path | None = N
 
 
 def open_checkpoint(source: Path) -> ResumePoint:
-    """Return the checkpoint `source`, or the newest of the run `source`. Its files are not verified.
-
-    Raises:
-        Damaged, UserError: its manifest is damaged, or it is neither a run nor a checkpoint.
-    """
+    """Return the checkpoint `source`, or the newest of the run `source`. Its files are not verified."""
     checkpoint = directory.find_checkpoint(source)
     manifest = read_manifest(checkpoint)
     return ResumePoint(checkpoint, manifest, directory.passed_over(source, manifest.step))
@@ -78,41 +75,45 @@ def broadcast_resume_point(
 ) -> ResumePoint:
     """Return on every rank the resume point that `find` returns on rank 0, verified. Collective.
 
-    Every rank reads the manifest itself and compares its hash; on a network file system it waits up to `VIEW_SECONDS`
-    for it. Then it checks its machine's other files with `check`, and its share of the checkpoint's.
+    Every other rank reads the manifest itself and compares its hash; on a network file system it waits up to
+    `VIEW_SECONDS` for it. Then all check their machine's other files with `check`, and their share of the checkpoint's.
 
     Raises:
         Damaged: on every rank, for the manifest or the first damaged file (see `verify_checkpoint`).
         UserError: on every rank; `find` or `check` raised it, or a rank does not read the same manifest.
     """
+    manifest: Manifest | None = None  # until it is found on rank 0, and read on the others
 
-    def describe() -> tuple[tuple[Path, str] | None, tuple[str, ...]]:
+    def describe() -> tuple[Path | None, str, tuple[str, ...]]:
+        nonlocal manifest
         point = find()
-        if point.checkpoint is None or point.manifest is None:
-            return None, point.notes
-        return (point.checkpoint, point.manifest.sha256), point.notes
+        manifest = point.manifest
+        return point.checkpoint, manifest.sha256 if manifest is not None else "", point.notes
 
-    description, notes = on_rank_zero(describe)
-    if description is None:
+    checkpoint, sha256, notes = on_rank_zero(describe)
+    if checkpoint is None:
         return ResumePoint(notes=notes)
-    checkpoint, sha256 = description
-    manifests: list[Manifest] = []
+    manifest = manifest or _read_when_visible(checkpoint, sha256)
+    seen = f"SHA-256 {manifest.sha256[:12]}…" if manifest is not None else "nothing"
+    require_same_on_all_ranks({f"{checkpoint}: the ranks do not read the same manifest": seen})
+    assert manifest is not None
+    check_on_all_ranks(partial(check, checkpoint, manifest))
+    verify_checkpoint(checkpoint, manifest)
+    return ResumePoint(checkpoint, manifest, notes)
+
+
+def _read_when_visible(checkpoint: Path, sha256: str) -> Manifest | None:
+    """Return the manifest, read when this machine sees the one with this hash, or after the wait; None: unreadable."""
+    manifest: Manifest | None = None
 
     def is_visible() -> bool:
-        try:
-            manifests[:] = [read_manifest(checkpoint)]
-        except UserError:  # the ranks that cannot read it are named below
-            return False
-        return manifests[0].sha256 == sha256
+        nonlocal manifest
+        with contextlib.suppress(UserError):
+            manifest = read_manifest(checkpoint)
+        return manifest is not None and manifest.sha256 == sha256
 
     wait_until_visible(is_visible, checkpoint.parent)
-    seen = f"SHA-256 {manifests[0].sha256[:12]}…" if manifests else "nothing"
-    require_same_on_all_ranks({f"{checkpoint}: the ranks do not read the same manifest": seen})
-    if not manifests or manifests[0].sha256 != sha256:
-        raise UserError(f"{checkpoint}: it was removed or changed while this run started; start again")
-    check_on_all_ranks(partial(check, checkpoint, manifests[0]))
-    verify_checkpoint(checkpoint, manifests[0])
-    return ResumePoint(checkpoint, manifests[0], notes)
+    return manifest
 
 
 def verify_checkpoint(checkpoint: Path, manifest: Manifest) -> None:
@@ -153,11 +154,22 @@ def find_intact_resume_point(
     may_go_back = resume_from is None and config.zero_tp.checkpoint.on_corrupt == "previous"
 
     def set_aside(damage: Damaged) -> str:
-        if not may_go_back or not _steps_before(damage, run):
-            raise UserError(describe_damage(damage, run))
+        problem = f"{damage.file}: {damage.problem}"
+        complete = [directory.step_directory(run, step) for step in directory.complete_steps(run)]
+        before = [checkpoint for checkpoint in complete if checkpoint < damage.checkpoint]
+        if not before:
+            raise UserError(
+                f"{problem}; the checkpoint is damaged, and there is none before it: give another --output-dir to "
+                "start again"
+            )
+        if not may_go_back:
+            raise UserError(
+                f"{problem}; the checkpoint is damaged: use the one before with --resume-from {before[-1]}, or set "
+                'zero_tp.checkpoint.on_corrupt to "previous"'
+            )
         check_owner()
         aside = directory.set_aside(damage.checkpoint)
-        return f"{damage.file}: {damage.problem}; set aside as {aside}, going back to the checkpoint before"
+        return f"{problem}; set aside as {aside}, going back to the checkpoint before"
 
     while True:
         try:
@@ -166,18 +178,3 @@ def find_intact_resume_point(
             notes += (on_rank_zero(partial(set_aside, damage)),)
         else:
             return replace(point, notes=(*notes, *point.notes))
-
-
-def describe_damage(damage: Damaged, run: Path) -> str:
-    """Return the damage and its remedy: the checkpoint before it, if there is one."""
-    message = f"{damage.file}: {damage.problem}; the checkpoint is damaged"
-    steps = _steps_before(damage, run)
-    if not steps:
-        return f"{message}, and there is none before it: give another --output-dir to start again"
-    before = directory.step_directory(run, steps[-1])
-    remedy = f'use the one before with --resume-from {before}, or set zero_tp.checkpoint.on_corrupt to "previous"'
-    return f"{message}: {remedy}"
-
-
-def _steps_before(damage: Damaged, run: Path) -> list[int]:
-    return [step for step in directory.complete_steps(run) if directory.step_directory(run, step) < damage.checkpoint]

@@ -47,9 +47,6 @@ class RunOwner:
 
     A lock keeps a second launch on the same machine out, but some network file systems grant it to each machine by
     itself. A launch on another machine therefore takes the run over, and this one ends before it writes again.
-
-    Raises:
-        OSError: the token cannot be written.
     """
 
     def __init__(self, run: Path) -> None:
@@ -73,11 +70,7 @@ class RunOwner:
 
 
 def read_owner(run: Path) -> dict[str, object] | None:
-    """Return RUN/owner.json, None if there is none or it is not an object.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return RUN/owner.json, None if there is none or it is not an object."""
     try:
         with (run / OWNER).open("rb") as file:  # opening asks a network file system's server for the newest version
             owner = parse_json(file.read(2**16))
@@ -91,9 +84,6 @@ def run_directory(run: Path) -> Iterator[RunOwner]:
     """Make a run's directory and own it while the block runs; `rank0.pid` there names this process, for signals.
 
     Rank 0 enters it, before any rank is connected.
-
-    Raises:
-        UserError: it is a file, nothing can be written there, or another run of this machine holds it.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -113,10 +103,6 @@ def run_directory(run: Path) -> Iterator[RunOwner]:
 
 
 def write_config(run: Path, resolved: dict[str, Any]) -> None:
-    """Replace the run's config at once; it is on the disk then.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Replace the run's config at once; it is on the disk then."""
     write_atomically(run / CONFIG, json.dumps(resolved, indent=2) + "\n")
     sync(run, below=False)

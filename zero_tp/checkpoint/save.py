@@ -51,7 +51,6 @@ class Saver:
         describe: Callable[[], dict[str, Any]],
         *,
         timeout_minutes: float,
-        timeout_name: str = "zero_tp.training.timeout_minutes",
         settings: Checkpoint | None = None,
         check_owner: Callable[[], None] = lambda: None,
     ):
@@ -59,14 +58,14 @@ class Saver:
 
         Args:
             describe: returns the manifest, but for its format, step, files and hash.
-            timeout_minutes: the longest that a rank may take to write; `timeout_name` is the setting that raises it.
+            timeout_minutes: the longest that a rank may take to write.
             settings: which checkpoints stay, and whether a save runs in the background; by default all stay, and
                 training waits.
             check_owner: raises OwnerChanged on rank 0 if another launch owns the run directory.
         """
         self.zero, self.run, self.topology = zero, run, zero.topology
         self._describe, self._settings, self._check_owner = describe, settings, check_owner
-        self._minutes, self._timeout_name = timeout_minutes, timeout_name
+        self._minutes = timeout_minutes
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name)
         self._store = dist.PrefixStore(f"zero_tp/save/{name[0]}", dist.distributed_c10d._get_default_store())
@@ -145,18 +144,14 @@ class Saver:
     def _late(self, what: str) -> UserError:
         return UserError(
             f"saving step {self._step}: {what} in time; look at the disk of {self.run}, or raise "
-            f"{self._timeout_name} ({self._minutes:g})"
+            f"zero_tp.training.timeout_minutes ({self._minutes:g}), of Trainer ddp_timeout"
         )
 
     def _post(self, key: str, message: dict[str, Any]) -> None:
         self._store.set(f"{self._count}/{key}", json.dumps(message))
 
     def _collect(self, key: str, deadline: float) -> dict[str, Any]:
-        """Wait for a message.
-
-        Raises:
-            UserError: it is not there by the deadline.
-        """
+        """Wait for a message."""
         path, start = f"{self._count}/{key}", time.monotonic()
         while not self._store.check([path]):
             waited = time.monotonic() - start

@@ -89,7 +89,7 @@ def main(options: argparse.Namespace) -> int:
     check_accelerator(config.dtype, get_accelerator())
     absent, inputs = config.absent(), None
     if config.pretrained is not None and config.pretrained not in absent:
-        find_weights(resolve(config.pretrained, allow_pickle=options.allow_pickle).directory, options.allow_pickle)
+        find_weights(resolve(config.pretrained, allow_pickle=options.allow_pickle), options.allow_pickle)
     directory = options.output_dir or Path("runs") / config.name
     if not absent:
         from zero_tp.training.run_inputs import RunInputs

@@ -19,6 +19,6 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    from zero_tp.checkpoint.inspect import inspect, table
+    from zero_tp.checkpoint.inspect import inspect
 
-    print(table(inspect(options.source, verify=options.verify)))
+    print(inspect(options.source, verify=options.verify))

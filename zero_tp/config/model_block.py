@@ -96,7 +96,7 @@ def _config_from(model: dict[str, Any], saved: dict[str, Any] | None) -> PreTrai
             raise ConfigError(f"{MODEL_KEY}.{name}", problem, f"leave it out; only {', '.join(free)} can be given")
     if saved is not None and not Path(directory).exists():
         return config_from(saved, Path(directory), **changes)
-    return pretrained_config(resolve(directory, key, weights=False).directory, key, **changes)
+    return pretrained_config(resolve(directory, key, weights=False), key, **changes)
 
 
 def _check_length(zero_tp: ZeroTP, positions: int, config: PreTrainedConfig) -> None:

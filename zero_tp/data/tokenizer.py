@@ -191,7 +191,7 @@ def find_tokenizer(name: str | None, prefix: str) -> Path | None:
     `name` is a directory or a tokenizer of the hub; anything else raises a UserError.
     """
     if name is not None:
-        directory = resolve(name, "zero_tp.tokenizer", weights=False).directory
+        directory = resolve(name, "zero_tp.tokenizer", weights=False)
         if not directory.is_dir():
             raise UserError(
                 f"zero_tp.tokenizer: no directory {name}; put there the tokenizer that the corpus was prepared with"

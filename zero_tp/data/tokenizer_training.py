@@ -57,7 +57,7 @@ class TokenizerSpec:
             if not SMALLEST[kind] <= size <= LARGEST:
                 raise UserError(f"tokenizer {text}: at least {SMALLEST[kind]} and at most {LARGEST:,} tokens")
             return cls(kind, size)
-        path = resolve(text, f"tokenizer {text!r}", weights=False).directory
+        path = resolve(text, f"tokenizer {text!r}", weights=False)
         if not os.path.isdir(path):
             kinds = ", ".join(f"{kind}:SIZE" for kind in SMALLEST)
             raise UserError(f"tokenizer {text!r}: neither a directory nor {kinds} such as bpe:8192")

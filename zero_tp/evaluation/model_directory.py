@@ -33,7 +33,7 @@ def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | 
     Raises:
         UserError: no such directory; or it lacks config, weights or tokenizer.
     """
-    path = resolve(path, "--model", allow_pickle=allow_pickle).directory
+    path = resolve(path, "--model", allow_pickle=allow_pickle)
     if not path.is_dir():
         raise UserError(f"--model {path}: {'not a directory' if path.exists() else 'no such directory'}")
     if is_run(path):

@@ -65,7 +65,7 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         hub = {name: options.pop(name) for name in HUB if name in options}
         known = (*inspect.signature(cls.from_pretrained).parameters, "torch_dtype", *HUB)
         refuse(f"{cls.__name__}.from_pretrained", options, known, OF_FROM_PRETRAINED)
-        files = resolve(with_revision(directory, revision), allow_pickle=allow_pickle, **hub).directory
+        files = resolve(with_revision(directory, revision), allow_pickle=allow_pickle, **hub)
         config = pretrained_config(files)
         if attn_implementation is not None:
             config._attn_implementation = attention(attn_implementation)

@@ -7,11 +7,11 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from io import FileIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from safetensors.torch import _TYPES
 from torch import Tensor
 
 from zero_tp.files import MOST_BYTES
+from zero_tp.parallel.agreement import tensor_bytes
 from zero_tp.strict_json import parse_json
 
 PART = 8 * 2**20
-BLOCK = 2**20  # of a transposed tensor: it stays in the processor's cache
 HASHING_THREADS = 2
 DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 """As safetensors' headers write them."""
@@ -48,24 +48,37 @@ class Written:
         return cls(size, whole, tuple(digest.hex() for digest in digests))
 
 
-class _Digests:
-    """Digests of a file's parts, in order; `work` runs on threads while the next parts are written or read.
-
-    A part's buffer lives until its digest is done, so a few parts exist at a time.
-    """
+class _PartHasher:
+    """Hashes a file's content in parts, on threads, while the next parts are written or read."""
 
     def __init__(self, threads: ThreadPoolExecutor):
-        self._threads = threads
+        self._threads, self._part = threads, bytearray()
         self._waiting: deque[Future[bytes]] = deque()
         self._done: list[bytes] = []
 
-    def add(self, work: Callable[[], bytes]) -> None:
-        self._waiting.append(self._threads.submit(work))
-        if len(self._waiting) > HASHING_THREADS + 1:
+    def update(self, content: memoryview) -> None:
+        while content:
+            count = PART - len(self._part)
+            self._part += content[:count]
+            content = content[count:]
+            if len(self._part) == PART:
+                self._submit()
+
+    def _submit(self) -> None:
+        self._waiting.append(self._threads.submit(_sha256, self._part))
+        self._part = bytearray()
+        if len(self._waiting) > HASHING_THREADS + 1:  # a few parts are in memory at a time
             self._done.append(self._waiting.popleft().result())
 
-    def all(self) -> list[bytes]:
+    def digests(self) -> list[bytes]:
+        """Return the SHA-256s of all parts, in order. The last part may be shorter."""
+        if self._part:
+            self._submit()
         return self._done + [digest.result() for digest in self._waiting]
+
+
+def _sha256(part: bytearray) -> bytes:
+    return hashlib.sha256(part).digest()
 
 
 @dataclass(frozen=True)
@@ -86,34 +99,20 @@ class Entry:
 def write_tensors(
     path: Path, entries: Iterable[Entry], metadata: dict[str, str] | None = None, *, hashed: bool = True
 ) -> Written:
-    """Write a safetensors file, one tensor in memory at a time, and flush it to the disk.
-
-    Raises:
-        OSError: the disk is full or gone.
-    """
+    """Write a safetensors file, one tensor in memory at a time, and flush it to the disk."""
     entries = list(entries)
     header = _header(entries, metadata)
-    total = 0
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(HASHING_THREADS) as threads:
-        digests = _Digests(threads)
-        for part in _parts(_contents(header, entries)):
+    size = len(header) + sum(entry.size for entry in entries)
+    with path.open("wb") as file, ThreadPoolExecutor(HASHING_THREADS) as threads:
+        hasher = _PartHasher(threads)
+        for content in chain([memoryview(header)], (tensor_bytes(entry.read()) for entry in entries)):
+            file.write(content)
             if hashed:
-                digests.add(partial(_sha256, part))
-            _write_all(part.numpy().data, file)
-            total += len(part)
+                hasher.update(content)
+        file.flush()
         os.fsync(file.fileno())
-        expected = len(header) + sum(entry.size for entry in entries)
-        assert total == expected, f"{path}: a tensor is not as long as it said"
-        return Written.of(total, digests.all()) if hashed else Written(total, "")
-
-
-def _write_all(data: memoryview, file: FileIO) -> None:
-    while data:
-        data = data[file.write(data) :]
-
-
-def _sha256(part: Tensor) -> bytes:
-    return hashlib.sha256(part.numpy().data).digest()
+        assert file.tell() == size, f"{path}: a tensor is not as long as it said"
+        return Written.of(size, hasher.digests()) if hashed else Written(size, "")
 
 
 def _header(entries: list[Entry], metadata: dict[str, str] | None) -> bytes:
@@ -133,82 +132,19 @@ def _header(entries: list[Entry], metadata: dict[str, str] | None) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-def _contents(header: bytes, entries: Iterable[Entry]) -> Iterator[Tensor]:
-    """Yield the file's content as uint8 tensors on any device."""
-    yield torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    for entry in entries:
-        for block in _contiguous_blocks(entry.read().detach()):
-            yield block.view(-1).view(torch.uint8)
-
-
-def _contiguous_blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensor in contiguous blocks of rows.
-
-    Blocks of a transposed tensor stay in the processor's cache: 0.03 s at [8192, 2048], 0.06 s in one piece.
-    """
-    if tensor.is_contiguous() or tensor.dim() != 2:
-        yield tensor.contiguous()
-        return
-    for block in tensor.split(max(1, BLOCK // (tensor.shape[1] * tensor.itemsize))):
-        yield block.t().contiguous().t().contiguous()
-
-
-def _buffer() -> Tensor:
-    # With a device: a background thread may read while `deepspeed.zero.Init` changes torch's default.
-    return torch.empty(PART, dtype=torch.uint8, device="cpu")
-
-
-def _parts(contents: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the content in parts of `PART` bytes, each in memory of its own; the last is shorter."""
-    buffer, filled = _buffer(), 0
-    for data in contents:
-        start = 0
-        while start < len(data):
-            count = min(len(data) - start, PART - filled)
-            buffer[filled : filled + count].copy_(data[start : start + count])
-            start, filled = start + count, filled + count
-            if filled == PART:
-                yield buffer
-                buffer, filled = _buffer(), 0
-    if filled:
-        yield buffer[:filled]
-
-
 def read_hashed(path: Path) -> Written:
-    """Read and hash a file. One thread reads in order, as disks and the kernel's readahead do best; others hash.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Read and hash a file. One thread reads in order, as disks and the kernel's readahead do best; others hash."""
     size = 0
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(HASHING_THREADS) as threads:
-        digests = _Digests(threads)
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        while True:
-            part = _buffer()
-            count = _read_into(part.numpy().data, file)
-            if count:
-                digests.add(partial(_sha256, part[:count]))
-            size += count
-            if count < PART:
-                break
-        return Written.of(size, digests.all())
-
-
-def _read_into(buffer: memoryview, file: FileIO) -> int:
-    """Fill `buffer`, up to the file's end; return the number of bytes."""
-    count = 0
-    while count < len(buffer) and (read := file.readinto(buffer[count:])):
-        count += read
-    return count
+    with path.open("rb") as file, ThreadPoolExecutor(HASHING_THREADS) as threads:
+        hasher = _PartHasher(threads)
+        for part in iter(partial(file.read, PART), b""):
+            hasher.update(memoryview(part))
+            size += len(part)
+        return Written.of(size, hasher.digests())
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return (tensor → dtype, shape, data_offsets, and `__metadata__`; the byte from which the offsets count).
-
-    Raises:
-        OSError, ValueError: it cannot be read.
-    """
+    """Return (tensor → dtype, shape, data_offsets, and `__metadata__`; the byte from which the offsets count)."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(path.stat().st_size, MOST_BYTES):

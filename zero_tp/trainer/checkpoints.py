@@ -47,8 +47,7 @@ def save_states(
             "config": zero.settings,
         }
 
-    timeout_name = "TrainingArguments.ddp_timeout, which is in seconds"
-    saver = Saver(zero, folder, describe, timeout_minutes=timeout_minutes, timeout_name=timeout_name)
+    saver = Saver(zero, folder, describe, timeout_minutes=timeout_minutes)
     saver.save(step)
     outcome = saver.outcome()
     dist.barrier()  # rank 0 may host the store, which other ranks still read

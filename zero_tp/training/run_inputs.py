@@ -60,7 +60,7 @@ class RunInputs:
         if not complete_steps(directory):
             self.pretrained()
             if self.config.pretrained is not None and self.tokenizer is not None:
-                check_same_tokens(self.tokenizer, resolve(self.config.pretrained).directory)
+                check_same_tokens(self.tokenizer, resolve(self.config.pretrained))
         for corpus in (*self.samples.corpora, *(self.validation.corpora if self.validation else ())) if whole else ():
             corpus.check_vocabulary(self.model_config.vocab_size)
 
@@ -117,7 +117,7 @@ class RunInputs:
         if self.config.pretrained is None:
             return None
         return PretrainedSource(
-            resolve(self.config.pretrained, allow_pickle=self.allow_pickle).directory,
+            resolve(self.config.pretrained, allow_pickle=self.allow_pickle),
             self.model_config,
             allow_pickle=self.allow_pickle,
             seed=self.config.zero_tp.training.seed,

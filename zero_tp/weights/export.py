@@ -9,9 +9,8 @@ import math
 import os
 import re
 import shutil
-import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
@@ -34,13 +33,15 @@ from zero_tp.architectures import (
     weights_of,
 )
 from zero_tp.architectures.configs import CONFIG
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, first_line
 from zero_tp.files import partial_directory, put_in_place, read_regular
+from zero_tp.parallel.agreement import on_rank_zero
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
 from zero_tp.strict_json import read_json
 from zero_tp.tensors.safetensors_files import Entry, write_tensors
 from zero_tp.topology import Topology
+from zero_tp.weights.live_weights import gathered
 from zero_tp.weights.load import native_model, stored_shapes
 from zero_tp.weights.weight_files import INDEX, TOKENIZER_FILES, is_regular
 
@@ -50,7 +51,7 @@ CARD = "README.md"
 
 def native_entries(
     config: PretrainedConfig,
-    shape: Callable[[str], tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], Tensor],
     dtype: torch.dtype,
 ) -> list[Entry]:
@@ -60,11 +61,13 @@ def native_entries(
     tensors are cached until they are read, so a parameter is read once.
 
     Args:
-        shape: our parameter's name → its whole shape.
+        shapes: our parameter's name → its whole shape.
         read: our parameter's name → the whole of it.
     """
     makers: dict[str, list[Weight]] = {}
     for weight in weights_of(config):
+        if weight.ours not in shapes:
+            raise UserError(f"export: there is no parameter {weight.ours}, which a {config.model_type} has")
         for name in weight.names:
             makers.setdefault(name, []).append(weight)
     cached: dict[str, Tensor] = {}
@@ -76,7 +79,7 @@ def native_entries(
         return cached.pop(name).to(dtype)
 
     return [
-        Entry(name, weight.shapes(shape(weight.ours))[name], dtype, partial(read_native, name))
+        Entry(name, weight.shapes(shapes[weight.ours])[name], dtype, partial(read_native, name))
         for name, (weight, *_) in makers.items()
     ]
 
@@ -86,11 +89,7 @@ def whole_parameter(parameter: nn.Parameter, group: Group) -> Tensor:
 
     Collective over the TP group, and over the DP group under ZeRO-3.
     """
-    # Does nothing to parameters that are not partitioned; without DeepSpeed none is.
-    deepspeed = sys.modules.get("deepspeed")
-    with deepspeed.zero.GatheredParameters([parameter]) if deepspeed is not None else nullcontext():
-        local = parameter.detach().clone()
-    layout = layout_of(parameter)
+    layout, local = layout_of(parameter), gathered(parameter)
     if not isinstance(layout, Sharded) or group_size(group) == 1:
         return layout.unshard([local])
     return layout.unshard(list(all_gather(local.unsqueeze(0), group)))
@@ -100,20 +99,12 @@ def live_entries(
     parameters: Mapping[str, nn.Parameter], config: PretrainedConfig, group: Group, dtype: torch.dtype
 ) -> list[Entry]:
     """Return every parameter of a live model under its Hugging Face name. Reading one is collective over all ranks."""
-    return native_entries(
-        config,
-        lambda name: whole_shape(parameters[name]),
-        lambda name: whole_parameter(parameters[name], group),
-        dtype,
-    )
+    shapes = {name: whole_shape(parameter) for name, parameter in parameters.items()}
+    return native_entries(config, shapes, lambda name: whole_parameter(parameters[name], group), dtype)
 
 
 def plan_shards(entries: Iterable[Entry], max_shard_size: str) -> dict[str, list[Entry]]:
-    """Return file name → its tensors, packed as transformers does.
-
-    Raises:
-        UserError: `max_shard_size` is not a size.
-    """
+    """Return file name → its tensors, packed as transformers does."""
     if not re.fullmatch(r"0*[1-9]\d*([KMGTP]i?B)?", max_shard_size, re.IGNORECASE):
         raise UserError(f"max_shard_size: {max_shard_size!r} is not a positive size such as 5GB or 500MB")
     by_name = {entry.name: entry for entry in entries}
@@ -160,10 +151,6 @@ def write_native(
         tokenizer: a directory whose tokenizer is copied.
         among: other programs may write into the directory meanwhile: files are put into it one by one.
         card: the text of its model card. A card that a person wrote or changed stays.
-
-    Raises:
-        UserError: the directory exists and `overwrite` is off, or is no model; `max_shard_size` is not a size; a
-            tensor is missing, unexpected or has a wrong shape.
     """
     target = Path(directory)
     if target.exists() and not (overwrite or among):
@@ -255,11 +242,7 @@ def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
 
 
 def _copy_tokenizer(tokenizer: Path, directory: Path, positions: int | None) -> None:
-    """Copy a tokenizer's files, and no others of its directory; the model's positions are its longest text [tokens].
-
-    Raises:
-        UserError: its tokenizer_config.json is no JSON object.
-    """
+    """Copy a tokenizer's files, and no others of its directory; the model's positions are its longest text [tokens]."""
     for name in TOKENIZER_FILES:
         if is_regular(tokenizer / name):
             shutil.copyfile(tokenizer / name, directory / name)
@@ -288,16 +271,15 @@ def save_pretrained(
         among: see `write_native`.
 
     Raises:
-        UserError: see `write_native`; rank 0's own error there, and its text on the other ranks.
+        UserError: on every rank, if rank 0 could not write.
     """
     chosen = dtype or next(iter(parameters.values())).dtype
     entries = live_entries(parameters, config, topology.tensor_group, chosen)
-    shards = plan_shards(entries, max_shard_size)
     # Every rank takes part in every gather, in the order in which rank 0 writes.
-    gathered = (entry.read() for planned in shards.values() for entry in planned)
-    failure: Exception | None = None
-    if topology.rank == 0:
-        streamed = [replace(entry, read=partial(next, gathered)) for entry in entries]
+    reads = (entry.read() for planned in plan_shards(entries, max_shard_size).values() for entry in planned)
+    streamed = [replace(entry, read=partial(next, reads)) for entry in entries]
+
+    def write() -> None:
         try:
             write_native(
                 directory,
@@ -308,18 +290,19 @@ def save_pretrained(
                 overwrite=True,
                 among=among,
             )
-        except Exception as error:  # raised below, after the other ranks have been told
-            failure = error
-    for _ in gathered:
-        pass  # after a failure on rank 0, the other ranks still wait in their gathers
+        except (UserError, OSError):
+            raise
+        except Exception as error:  # transformers' own: the other ranks must not wait for one that has failed
+            raise UserError(f"{directory}: {first_line(error)}") from error
+        finally:
+            deque(reads, maxlen=0)  # after a failure the other ranks still wait in their gathers
+
+    if topology.rank != 0:
+        deque(reads, maxlen=0)
     if dist.is_initialized():
-        # No barrier: rank 0 may have failed.
-        outcome = [None if failure is None else str(failure)]
-        dist.broadcast_object_list(outcome, src=0)
-        if failure is None and outcome[0] is not None:
-            failure = UserError(outcome[0])
-    if failure is not None:
-        raise failure
+        on_rank_zero(write)
+    else:
+        write()
 
 
 def save_tensors(
@@ -331,18 +314,10 @@ def save_tensors(
     dtype: torch.dtype | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write whole weights by our names as the native class, into a directory that may be others' too. Not collective.
-
-    Raises:
-        UserError: see `write_native`; a weight is missing.
-    """
-    for weight in weights_of(config):
-        if weight.ours not in whole:
-            raise UserError(f"{directory}: no weight {weight.ours} among those that are to be saved")
+    """Write whole weights by our names as the native class, into a directory that others may use. Not collective."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
     chosen = dtype or next(iter(whole.values())).dtype
-    entries = native_entries(
-        config, lambda name: tuple(whole[name].shape), lambda name: whole[name].detach().cpu(), chosen
-    )
+    entries = native_entries(config, shapes, lambda name: whole[name].detach(), chosen)
     write_native(
         directory, config, entries, generation=generation, max_shard_size=max_shard_size, overwrite=True, among=True
     )

@@ -24,8 +24,9 @@ class LiveSource:
 
     def __init__(self, model: Any):
         self.weights = {weight.ours: weight for weight in weights_of(model.config)}
-        parameters = model.named_parameters(remove_duplicate=False)
-        self.tensors = as_stored(self.weights.values(), {name: gathered(parameter) for name, parameter in parameters})
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        whole = {name: gathered(parameter).cpu() for name, parameter in parameters.items()}
+        self.tensors = as_stored(self.weights.values(), whole)
         self.generation = getattr(model, "generation_config", None)
 
     def fill(
@@ -43,7 +44,7 @@ def gathered(parameter: nn.Parameter) -> Tensor:
         return parameter.detach()
     deepspeed = sys.modules["deepspeed"]
     with deepspeed.zero.GatheredParameters([parameter]):
-        return parameter.detach().cpu().clone()
+        return parameter.detach().clone()
 
 
 @torch.no_grad()

@@ -39,6 +39,13 @@ from zero_tp.weights.weight_files import is_finite, is_regular, open_weights
 FLOATING = ("F64", "F32", "BF16", "F16")
 LOADS_MORE = ("configuration_files", "transformers_weights", "fusion_config", "kernel_config", "distributed_config")
 """Fields of a config.json by which transformers would load other files, or code, than those that are checked here."""
+LOADING_PROBLEMS = {
+    "missing_keys": "weights missing in the files:",
+    "unexpected_keys": "unexpected tensor",
+    "mismatched_keys": "tensors of another shape:",
+    "error_msgs": "the weights can't be read:",
+}
+"""Parts of transformers' report of what it has loaded, in words."""
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -70,9 +77,6 @@ class PretrainedSource:
 
     Attributes:
         new_heads: the heads that the files do not have, in words; they are initialised from the seed.
-
-    Raises:
-        UserError: no weights, or a tensor that is missing, unexpected, of another shape or not floating.
     """
 
     def __init__(self, directory: Path, config: PretrainedConfig, *, allow_pickle: bool = False, seed: int = 0):
@@ -188,11 +192,7 @@ def not_finite(directory: Path, name: str, tensor: Tensor) -> UserError:
 
 
 def generation_config(directory: Path) -> GenerationConfig | None:
-    """Return the directory's settings of generation; None where it has none.
-
-    Raises:
-        UserError: they can't be read.
-    """
+    """Return the directory's settings of generation; None where it has none."""
     path = directory / GENERATION_CONFIG_NAME
     if not is_regular(path):
         return None
@@ -207,10 +207,6 @@ def open_any_config(directory: Path) -> PretrainedConfig:
     """Open the config of a Hugging Face directory of any model that transformers has a class for.
 
     Code that comes with the directory is never run: a config with an `auto_map` is read by transformers' own class.
-
-    Raises:
-        UserError: see `read_config_json`; transformers has no such class or refuses a field, a number is out of its
-            range, or a field names files or code to load.
     """
     raw, path = read_config_json(directory), directory / CONFIG
     model_type = raw.get("model_type")
@@ -229,11 +225,7 @@ def open_any_config(directory: Path) -> PretrainedConfig:
 
 
 def open_config(directory: Path) -> PretrainedConfig:
-    """Open the config of a Hugging Face directory of any causal language model that transformers has a class for.
-
-    Raises:
-        UserError: see `open_any_config`; it is none.
-    """
+    """Open the config of a Hugging Face directory of any causal language model that transformers has a class for."""
     config = open_any_config(directory)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{directory}: {config.model_type} is not a causal language model")
@@ -262,10 +254,6 @@ def open_model(
         config: of `open_config`.
         dtype: of the weights; "auto": the config's, or that of the files.
         allow_pickle: read pickled weights where there are no safetensors.
-
-    Raises:
-        UserError: see `open_weights`; a tensor is missing, unexpected, there under two names, of another shape, not
-            floating, or holds NaN or Inf; or the class refuses the config, or is an encoder with it.
     """
     tensors = open_weights(directory, allow_pickle)
     _check_layers(directory, config, tensors)
@@ -291,15 +279,10 @@ def open_model(
     finally:
         logging.set_verbosity(verbosity)
     model, loading = opened
-    if missing := sorted(loading["missing_keys"]):
-        raise UserError(f"{directory}: weights missing in the files: {missing[0]} and {len(missing) - 1} more")
-    if unexpected := sorted(loading["unexpected_keys"]):
-        raise UserError(
-            f"{directory}: unexpected tensor {unexpected[0]} and {len(unexpected) - 1} more; {type(model).__name__} "
-            f"with this {CONFIG} has none of that name"
-        )
-    if unfit := [*loading["mismatched_keys"], *loading["error_msgs"]]:
-        raise UserError(f"{directory}: the weights can't be read: {unfit[0]}")
+    for kind, problem in LOADING_PROBLEMS.items():
+        if names := sorted(map(str, loading[kind])):
+            listed = f"{', '.join(names[:3])} ({len(names)} in all)"
+            raise UserError(f"{directory}: {problem} {listed}; {type(model).__name__} with this {CONFIG} has others")
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not is_finite(parameter):
             raise not_finite(directory, name, parameter)

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.errors import ConfigError, UserError, class_in_words, first_line, shown
+from zero_tp.errors import ConfigError, UserError, first_line, shown
 from zero_tp.strict_json import InvalidJson, read_object
 
 if TYPE_CHECKING:
@@ -48,18 +45,6 @@ def holds_tokenizer(directory: Path) -> bool:
     return any(os.path.isfile(directory / name) for name in TOKENIZER_FILES[:2])
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """A directory, and where it is from.
-
-    Attributes:
-        name: `owner/name@commit` on the hub; None of a directory that was given.
-    """
-
-    directory: Path
-    name: str | None = None
-
-
 def is_name(model: str | Path) -> bool:
     """Tell whether a person means a name on the hub: no such path is there, nor the directory that it would be in."""
     text = str(model)
@@ -67,9 +52,7 @@ def is_name(model: str | Path) -> bool:
     return not os.path.lexists(text) and bool(NAME.fullmatch(text)) and not parent.exists()
 
 
-def resolve(
-    model: str | Path, key: str = "", *, weights: bool = True, allow_pickle: bool = False, **hub: Any
-) -> Resolved:
+def resolve(model: str | Path, key: str = "", *, weights: bool = True, allow_pickle: bool = False, **hub: Any) -> Path:
     """Return the directory that is meant: `model`, or the files of a name on the hub, which are fetched if need be.
 
     Ranks of one machine may call it at once: the cache has locks, and each file is fetched once.
@@ -79,48 +62,34 @@ def resolve(
         weights: fetch these too, and not the config and the tokenizer alone.
         allow_pickle: fetch pickled weights beside others.
         hub: of huggingface_hub's `snapshot_download`: token, cache_dir, local_files_only, force_download.
-
-    Raises:
-        ConfigError: the name can't be had: the line says what to download, and how.
     """
     if not is_name(model):
-        return Resolved(Path(model))
+        return Path(model)
     name, _, revision = str(model).partition("@")
     wanted = [*SMALL, *(WEIGHTS if weights else ()), *(PICKLES if weights and allow_pickle else ())]
+    from huggingface_hub import snapshot_download
+
     try:
-        directory = _snapshot(name, revision, wanted, **hub)
+        # Files of subdirectories are other formats of the same model.
+        return Path(
+            snapshot_download(name, revision=revision or None, allow_patterns=wanted, ignore_patterns=["*/*"], **hub)
+        )
     except Exception as error:  # its own types, those of its HTTP client, and the system's
         option = f" --revision {revision}" if revision else ""
-        own = type(error).__module__.startswith("huggingface_hub")  # whose names say it, and whose texts are long
-        why = class_in_words(error) if own else first_line(error)
-        problem = f"no directory {model}, and the Hugging Face hub does not give it ({why})"
+        problem = f"no directory {model}, and the Hugging Face hub does not give it ({first_line(error)})"
         fetch = f"hf download {name}{option} --exclude '*/*' --local-dir DIR"
         remedy = f"give a Hugging Face model directory; where there is a network, `{fetch}` makes one"
         raise ConfigError(key or str(model), problem, remedy) from error
-    return Resolved(directory, f"{name}@{directory.name}")
 
 
 def is_cached(name: str, *, weights: bool) -> bool:
     """Tell whether what a run takes of a name on the hub is on this machine: its tokenizer, or all with `weights`. Asks
     nobody."""
-    from huggingface_hub.errors import HFValidationError
-
     try:
-        _snapshot(*name.partition("@")[::2], (*SMALL, *(WEIGHTS if weights else ())), local_files_only=True)
-    except (OSError, HFValidationError):  # not there; can't be there
+        resolve(name, weights=weights, local_files_only=True)
+    except ConfigError:
         return False
     return True
-
-
-def _snapshot(name: str, revision: str, wanted: Sequence[str], **options: Any) -> Path:
-    from huggingface_hub import snapshot_download
-
-    # Files of subdirectories are other formats of the same model.
-    return Path(
-        snapshot_download(
-            name, revision=revision or None, allow_patterns=list(wanted), ignore_patterns=["*/*"], **options
-        )
-    )
 
 
 def has_commit(model: str) -> bool:
@@ -129,13 +98,9 @@ def has_commit(model: str) -> bool:
 
 
 def tokenizer_of(requested: Path | None, recorded: str | None) -> Path | None:
-    """Return the tokenizer's directory: the requested one, else the run's.
-
-    Raises:
-        UserError: the directory does not exist, or holds no tokenizer.
-    """
+    """Return the tokenizer's directory: the requested one, else the run's."""
     if requested is not None:
-        directory = resolve(requested, "--tokenizer", weights=False).directory
+        directory = resolve(requested, "--tokenizer", weights=False)
         if not directory.is_dir():
             raise UserError(f"--tokenizer: no directory {directory}")
         if not holds_tokenizer(directory):
@@ -144,7 +109,7 @@ def tokenizer_of(requested: Path | None, recorded: str | None) -> Path | None:
     if recorded is None:
         return None
     if has_commit(recorded):
-        return resolve(recorded, f"the run's tokenizer {recorded}", weights=False).directory
+        return resolve(recorded, f"the run's tokenizer {recorded}", weights=False)
     if not Path(recorded).is_dir():
         raise UserError(f"the run's tokenizer {recorded} is not there any more; say where it is with --tokenizer DIR")
     return Path(recorded)
@@ -157,23 +122,15 @@ def pin_to_first_start(model: Any, before: Any) -> Any:
 
 
 def pinned(model: str, key: str) -> str:
-    """Return a name with the commit that it is at now; a directory, or a name with its commit, as it is.
-
-    Raises:
-        ConfigError: see `resolve`.
-    """
+    """Return a name with the commit that it is at now; a directory, or a name with its commit, as it is."""
     if not is_name(model) or has_commit(model):
         return model
-    return resolve(model, key, weights=False).name or model
+    commit = resolve(model, key, weights=False).name  # a snapshot's directory is named by it
+    return f"{model.partition('@')[0]}@{commit}"
 
 
 def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
-    """Return the directory's weights file or index.
-
-    Raises:
-        UserError: there is none, there are two that could be meant, one is no file, or it is pickled and that is not
-            allowed.
-    """
+    """Return the directory's weights file or index."""
     if (directory / ADAPTER).exists():
         raise UserError(
             f"{directory}: {ADAPTER} makes it an adapter of another model; merge the two, and give the whole model"
@@ -202,42 +159,29 @@ def is_regular(path: Path) -> bool:
     """Return whether there is a file of this name. UserError: there is something else, such as a pipe, which nobody may
     wait for."""
     try:
-        regular = stat.S_ISREG(path.stat().st_mode)
-    except FileNotFoundError:
-        regular = False
-        if not path.is_symlink():
-            return False
+        if path.is_file() or not os.path.lexists(path):
+            return path.is_file()
     except OSError as error:
         raise UserError(f"{path.parent}: {shown(path.name)} can't be read ({error.strerror})") from error
-    if not regular:
-        raise UserError(f"{path}: not a regular file; put a copy of the file there")
-    return True
+    raise UserError(f"{path}: not a regular file; put a copy of the file there")
 
 
 def open_weights(directory: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
-    """Return the directory's tensors by name. They are mapped into memory: what is used of one is read then.
-
-    Raises:
-        UserError: see `find_weights`; a file is missing, is not what its name says, repeats a tensor, or holds others
-            than its index says.
-    """
+    """Return the directory's tensors by name. They are mapped into memory: what is used of one is read then."""
     path = find_weights(directory, allow_pickle)
     read = _safetensors if path.name in (SINGLE, INDEX) else _unpickled
     if path.name in (SINGLE, PICKLED):
         return read(path)
-    tensors: dict[str, Tensor] = {}
     weight_map = _weight_map(path)
-    for file in _files_of(path, set(weight_map.values())):
-        loaded = read(file)
-        if twice := tensors.keys() & loaded.keys():
-            raise UserError(f"{file}: tensor {min(twice)} is in another file too")
-        listed = {name for name, place in weight_map.items() if place == file.name}
-        if different := listed ^ loaded.keys():
-            name = min(different)
-            where = f"is not in {file.name}, as {path.name} says" if name in listed else f"is in {file.name} alone"
-            raise UserError(f"{path}: tensor {name} {where}; give the index that was written with the files")
-        tensors |= loaded
-    return tensors
+    loaded: dict[str, dict[str, Tensor]] = {}
+    for file in sorted(set(weight_map.values())):
+        if not is_regular(path.parent / file):
+            raise UserError(f"{path.parent / file}: missing, but {path.name} names it")
+        loaded[file] = read(path.parent / file)
+    for name, file in weight_map.items():
+        if name not in loaded[file]:
+            raise UserError(f"{path}: tensor {name} is not in {file}; give the index that was written with the files")
+    return {name: loaded[file][name] for name, file in weight_map.items()}
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -254,20 +198,10 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _files_of(index: Path, names: set[str]) -> list[Path]:
-    for name in names:
-        if not is_regular(index.parent / name):
-            raise UserError(f"{index.parent / name}: missing, but {index.name} names it")
-    return [index.parent / name for name in sorted(names)]
-
-
 def _safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    from zero_tp.tensors.safetensors_files import read_header
-
     try:
-        read_header(path)  # strict: safetensors takes a tensor that is there twice
         return load_file(path)
     except Exception as error:  # safetensors' own type derives from nothing narrower
         raise UserError(

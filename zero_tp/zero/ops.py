@@ -18,16 +18,12 @@ def check_nvme(paths: Mapping[str, Path]) -> None:
 
     Args:
         paths: the directory of each offload block of the config whose device is "nvme", by the block's name.
-
-    Raises:
-        UserError: `nvme_path` is not a directory that can be written, or libaio is missing.
     """
     for name, path in paths.items():
         key = f"zero_optimization.{name}"
-        if not path.is_dir():
-            raise UserError(f"{key}.nvme_path: {path} is not a directory on this machine; create it, or name another")
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise UserError(f"{key}.nvme_path: {path} cannot be written; change its permissions, or name another")
+        if not (path.is_dir() and os.access(path, os.W_OK | os.X_OK)):
+            problem = f"{path} is not a directory on this machine that can be written"
+            raise UserError(f"{key}.nvme_path: {problem}; create it, change its permissions, or name another")
         if not has_libaio():
             raise UserError(
                 f'{key}.device: "nvme" needs libaio with its headers, which were not found; install libaio-dev '
@@ -50,9 +46,6 @@ def to_compile(config: dict[str, Any], accelerator: Any) -> str | None:
 
     Args:
         config: DeepSpeed's, resolved. accelerator: DeepSpeed's.
-
-    Raises:
-        UserError: what compiles it is missing.
     """
     name = builder_name(config)
     if name is None:

@@ -196,21 +196,14 @@ class PartitionedStates(ZeroEngine):
         optimizer.step = judged
 
     def fragments(self) -> Iterator[Fragment]:
-        groups = self._flat_groups()
+        optimizer = self.optimizer  # the first name is BF16_Optimizer's
+        groups = getattr(optimizer, "fp32_groups_flat_partition", None) or optimizer.single_partition_of_fp32_groups
         for name, parameter in self.model.named_parameters():
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]
             if mapping is not None:
                 address = mapping.get_hp_fragment_address()
                 flat = groups[mapping.param_group_index]
                 yield Fragment(name, mapping.lp_fragment_address.start, flat, address.start, address.numel)
-
-    def _flat_groups(self) -> list[Tensor]:
-        """Return this rank's flat fp32 partition of each parameter group."""
-        for name in ("single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
-            if hasattr(self.optimizer, name):
-                groups: list[Tensor] = getattr(self.optimizer, name)
-                return groups
-        raise RuntimeError(f"{type(self.optimizer).__name__}: this version of DeepSpeed has no known fp32 partitions")
 
     @torch.no_grad()
     def fill_module(self) -> None:

@@ -2,11 +2,7 @@
 
 Of each parameter's TP shard a rank holds one fragment: all of it under ZeRO-0, its DP partition under ZeRO-1 to 3. The
 fragment's master is a piece of a flat fp32 tensor; the optimizer's states (moments) are tensors of the same length.
-Writing into the views restores a run.
-
-DeepSpeed's own tools do not serve here. Its checkpoints are pickled, fail at another DP size, and guess from names at
-another TP size. `ds_to_universal` needs patterns of names, and its result cannot be loaded under ZeRO-3 with a foreign
-TP group. `safe_set_full_*` change the masters but not the module.
+Writing into the views restores a run. docs/checkpoints.md says why DeepSpeed's own checkpoints do not serve here.
 """
 
 from __future__ import annotations
