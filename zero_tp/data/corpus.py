@@ -603,7 +603,8 @@ class Documents:
         for number in np.flatnonzero(firsts != np.arange(len(firsts))).tolist():
             removed.append(self._remove(number, "duplicate", {"copy_of": self._where(int(firsts[number]))}))
         if kind == "near":
-            numbered = ((n, sketch) for n, sketch in enumerate(self._all_sketches()) if self.in_output[n])
+            all_sketches = chain.from_iterable(map(self._sketches, range(len(self.blocks))))
+            numbered = ((n, sketch) for n, sketch in enumerate(all_sketches) if self.in_output[n])
             for near in near_duplicates(numbered, self._sketch):
                 similar = {"similarity": near.similarity} if near.similarity else {}
                 about = {"copy_of": self._where(near.earlier), **similar}
@@ -626,9 +627,6 @@ class Documents:
 
     def _sketches(self, block: int) -> list[bytes]:
         return pieces(self.blocks[block].read("sketches"), self.facts["sketch"][self.slice_of(block)])
-
-    def _all_sketches(self) -> Iterator[bytes]:
-        return chain.from_iterable(map(self._sketches, range(len(self.blocks))))
 
     def _sketch(self, document: int) -> bytes:
         block = self._block_of(document)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from zero_tp.data.batch import PADDING, Batch, MaskedBatch, continued, separated
+from zero_tp.data.batch import PADDING, Batch, MaskedBatch, separated
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.permutation import Permutation
 from zero_tp.errors import UserError
@@ -130,7 +130,9 @@ class PackedSamples(TrainingSamples[Batch]):
 
     def _batch(self, numbers: range) -> Batch:
         windows = self._rows(numbers, IndexedCorpus.read)
-        return separated(windows, self.documents(numbers)) if self.separate else continued(windows)
+        if self.separate:
+            return separated(windows, self.documents(numbers))
+        return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
 
     def documents(self, numbers: Iterable[int]) -> Tensor:
         """Return the numbers of the documents of samples' tokens, int64 [samples, s + 1]."""
