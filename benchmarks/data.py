@@ -185,11 +185,14 @@ def preparing(options: argparse.Namespace) -> dict[str, Any]:
 def working(options: argparse.Namespace) -> dict[str, Any]:
     """Where the CPU time of a preparation goes, in one thread; and what a command and a process more take to start."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    import zstandard
+
     from zero_tp.data import PrepareSettings, prepare
+    from zero_tp.data.corpus import Reading
     from zero_tp.data.documents import find_sources
+    from zero_tp.data.encoder import DocumentEncoder
     from zero_tp.data.sources import read_blocks
     from zero_tp.data.tokenizer import load_tokenizer
-    from zero_tp.data.work import DocumentEncoder, Reading, packed
 
     parts, clock = defaultdict[str, float](float), time.process_time
 
@@ -213,9 +216,9 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
             made = timed("tokenizers' batch encoder", lambda: batch(texts, add_special_tokens=False))  # noqa: B023
             timed("ids", lambda: [encoder._ids(each) for each in made])  # noqa: B023
             timed("tokenizers' batch encoder", made.clear)  # it frees some strings a token
-            timed("compressing", lambda: packed([text.encode() for text in texts]))  # noqa: B023
+            timed("compressing", lambda: zstandard.compress("".join(texts).encode(), 1))  # noqa: B023
         whole = clock()
-        done = [work((0, block)) for block in blocks]
+        done = [work(0, block) for block in blocks]
         whole = clock() - whole
         timed("between processes", lambda: Pickler.loads(Pickler.dumps(done)))
         begun = clock()

@@ -24,9 +24,9 @@ from typing import Any
 
 from zero_tp import cli
 from zero_tp.data.documents import HUB
-from zero_tp.data.settings import check_validation
+from zero_tp.data.encoder import DocumentEncoder
+from zero_tp.data.settings import check_validation, stamp_of
 from zero_tp.data.similarity import SHINGLE
-from zero_tp.data.work import DocumentEncoder
 from zero_tp.errors import UserError
 
 try:
@@ -43,7 +43,7 @@ from datatrove.pipeline.filters import LambdaFilter
 from datatrove.pipeline.formatters import FTFYFormatter
 from datatrove.utils.hashing import HashConfig
 from datatrove.utils.text import TextNormConfig
-from datatrove.utils.word_tokenizers import WordTokenizer
+from datatrove.utils.word_tokenizers import WhitespaceTokenizer
 
 Step = Any  # a PipelineStep, or a function of (data, rank, number of tasks); datatrove has no types
 EXECUTORS = {"local": LocalPipelineExecutor, "slurm": SlurmPipelineExecutor, "ray": RayPipelineExecutor}
@@ -77,22 +77,13 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-class Words(WordTokenizer):
-    """Words as `zero-tp prepare --deduplicate near` has them: datatrove's own for English needs spaCy.
-
-    MinHash asks for words alone; datatrove's abstract class wants the other two methods.
-    """
+class Words(WhitespaceTokenizer):
+    """Words as `zero-tp prepare --deduplicate near` has them: datatrove's own for English needs spaCy."""
 
     def word_tokenize(self, text: str) -> list[str]:
         from zero_tp.data.similarity import words
 
         return words(text)
-
-    def sent_tokenize(self, text: str) -> list[str]:
-        raise NotImplementedError
-
-    def span_tokenize(self, text: str) -> list[tuple[int, int]]:
-        raise NotImplementedError
 
 
 def minhash_config() -> MinhashConfig:
@@ -149,7 +140,7 @@ def executor(
 
 def merge_parts(parts: Path, output: Path, validation: float, *_: Any) -> None:
     """Write the output. datatrove adds (data, rank, number of tasks) to the arguments."""
-    from zero_tp.data.corpus import merge
+    from zero_tp.data.parts import merge
 
     merged = merge(parts, output, validation, overwrite=True)
     print(f"{'up to date:' if merged.reused else 'wrote'} {output}: {merged.report['documents']['kept']:,} documents")
@@ -169,8 +160,7 @@ def main() -> None:
     output = Path(os.path.abspath(options.output))
     reader = CorpusReader(inputs, options.text_key, options.documents)
     settings = {name: getattr(options, name) for name in ("text_key", "documents", "repair", "deduplicate")}
-    named = [[source.name, *stamp] for source, stamp in zip(reader.sources, reader.stamps, strict=True)]
-    settings["inputs"] = digest(named)
+    settings["inputs"] = digest([[source.name, *stamp_of(source)] for source in reader.sources])
     corpus = TokenizedCorpus(
         options.tokenizer,
         output,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ class Apart:
         """Tokens and documents of each row, [1, s + 1] each."""
         s, found = self.samples.sequence_length, []
         for k in range(step * self.size, (step + 1) * self.size):
-            start = self.samples.source(k).window * s
+            start = int(self.samples.sources(np.array([k]))[2][0]) * s
             found.append((torch.from_numpy(self.samples[k])[None], self.numbers[None, start : start + s + 1]))
         return found
 

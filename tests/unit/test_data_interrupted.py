@@ -12,17 +12,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.corpora import TEXTS, output_of, run, texts_of, write_jsonl
 from zero_tp import files
-from zero_tp.data import PrepareSettings, prepare
+from zero_tp.data import PrepareSettings, corpus, prepare
 from zero_tp.data import sources as reading
-from zero_tp.data import spool as spooling
-from zero_tp.data.corpus import Preparation
-from zero_tp.data.spool import Spool
+from zero_tp.data.corpus import Preparation, ProcessedBlock, Spool
 from zero_tp.errors import UserError
 from zero_tp.files import hidden_sibling, partial_directory
 
@@ -38,18 +35,18 @@ def tokenizer(tmp_path: Path) -> str:
 STARTED = """
 import os, signal, sys
 from pathlib import Path
-from zero_tp.data import PrepareSettings, prepare, sources, spool
-spool.COMMIT_SECONDS = 0.0
+from zero_tp.data import PrepareSettings, corpus, prepare, sources
+corpus.COMMIT_SECONDS = 0.0
 sources._BLOCK_RECORDS = 50
-append = spool.Spool.append
-def killed(self, *entry):
-    if len(self) == int(last):
+append = corpus.Spool.append
+def killed(self, block):
+    if len(self.blocks) == int(last):
         os.kill(os.getpid(), signal.SIGKILL)
-    append(self, *entry)
+    append(self, block)
 if __name__ == "__main__":
     source, output, tokenizer, processes, last = sys.argv[1:]
     if last != "none":
-        spool.Spool.append = killed
+        corpus.Spool.append = killed
     settings = PrepareSettings(tokenizer, 0.1, deduplicate="near")
     print(prepare([source], Path(output), settings, processes=int(processes)).resumed)
 """
@@ -118,18 +115,18 @@ def test_killed_anywhere_it_goes_on(tmp_path: Path, tokenizer: str, seed: int, k
 
 def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str) -> None:
     """Also after a full disk; but never where an input has changed."""
-    monkeypatch.setattr(spooling, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(corpus, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr(reading, "_BLOCK_RECORDS", 10)
     texts = texts_of(random.Random(1), 100)
     inputs = [write_jsonl(tmp_path / f"{i}.jsonl", texts[i::2]) for i in range(2)]
     settings, out = PrepareSettings(tokenizer, 0.1), tmp_path / "out"
     append = Spool.append
 
-    def full(self: Spool, source: int, number: int, *rest: Any) -> None:
-        if (source, number) == (1, 3):
-            self._files["texts.bin"].write(b"half of it")
+    def full(self: Spool, block: ProcessedBlock) -> None:
+        if (block.source, block.number) == (1, 3):
+            self._file.write(b"half of it")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        append(self, source, number, *rest)
+        append(self, block)
 
     def interrupted() -> None:
         with monkeypatch.context() as patch, pytest.raises(UserError, match=r"No space left .*; what was read is kept"):
@@ -160,7 +157,7 @@ def test_what_was_read_with_other_settings_is_not_lost_without_a_word(tmp_path: 
         return Spool(hidden_sibling(out, "progress")).counts.read
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Preparation, "write", interrupted)
+        patch.setattr(Preparation, "select", interrupted)
         prepare([source], out, settings)
     with pytest.raises(UserError, match=r"keeps 40 documents .* other settings \(seed\): give those .* --overwrite"):
         prepare([source], out, other)

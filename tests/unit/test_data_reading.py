@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from tests.tiers import THOROUGH
 from zero_tp.data import indexed
-from zero_tp.data.index_format import DTYPES, pack_header
-from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
+from zero_tp.data.indexed import DTYPES, IndexedCorpus, IndexedWriter, pack_header
 from zero_tp.data.permutation import Permutation
 from zero_tp.data.read_ahead import ReadAhead
 from zero_tp.data.samples import PackedSamples
@@ -51,9 +50,8 @@ def test_many_samples_are_each_sample(tmp_path: Path, seed: int) -> None:
     }
     samples = PackedSamples(dict(prefixes), 7, 5, separate=True)
     numbers = chance.integers(0, 10**6, 300)
-    corpora, _, windows = samples.sources(numbers)
-    wanted = [samples.source(k) for k in numbers.tolist()]
-    assert corpora.tolist() == [each.corpus for each in wanted] and windows.tolist() == [each.window for each in wanted]
+    wanted = np.concatenate([samples.sources(numbers[i : i + 1]) for i in range(len(numbers))], axis=1)
+    assert np.array_equal(samples.sources(numbers), wanted)
     for batch, first in zip(samples.rank_batches(10, 12, 3, 2, 1, 2), (123, 129), strict=True):
         assert batch.input_ids.tolist() == [samples[k][:-1].tolist() for k in range(first, first + 3)]
 

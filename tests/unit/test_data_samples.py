@@ -74,7 +74,7 @@ def test_ranks_together_hold_the_global_batch(
     prefixes = _two(corpus)
     samples = PackedSamples(prefixes, 4, seed)
     size = micro * accumulation * data
-    whole = samples.global_batch(step, size)
+    whole = torch.from_numpy(np.stack([samples[k] for k in range(step * size, (step + 1) * size)]))
     assert whole.shape == (size, 5)
     assert whole.dtype == torch.int64
     ranks = [samples.rank_batches(step, size, micro, accumulation, rank, data) for rank in range(data)]
@@ -84,8 +84,6 @@ def test_ranks_together_hold_the_global_batch(
     in_order = [ranks[rank][i] for i in range(accumulation) for rank in range(data)]
     assert torch.equal(torch.cat([batch.input_ids for batch in in_order]), whole[:, :-1])
     assert torch.equal(torch.cat([batch.labels for batch in in_order]), whole[:, 1:])
-    expected = np.stack([samples[k] for k in range(step * size, (step + 1) * size)])
-    assert np.array_equal(whole.numpy(), expected)
 
 
 _MADE: dict[str, float] = {}
@@ -119,8 +117,9 @@ def test_resuming_equals_going_straight_through(corpus: Corpus) -> None:
         assert np.array_equal(resumed[k], seen[k])
     # A trillion samples in: at once, with the shares kept.
     far = 10**12
-    assert Counter(resumed.source(k).corpus for k in range(far, far + 100)) == {0: 70, 1: 30}
-    assert resumed.source(far).epoch == far * 7 // 10 // 25
+    corpora, epochs, _ = resumed.sources(np.arange(far, far + 100))
+    assert Counter(corpora.tolist()) == {0: 70, 1: 30}
+    assert epochs[0] == far * 7 // 10 // 25
 
 
 def test_blend_matches_largest_deficit_and_its_proportions(corpus: Corpus) -> None:
@@ -128,12 +127,12 @@ def test_blend_matches_largest_deficit_and_its_proportions(corpus: Corpus) -> No
     samples = PackedSamples({corpus(50, first=100 * i): 10 * w for i, w in enumerate(weights)}, 4, 1)
     taken = [0, 0, 0]
     for k in range(1000):
-        source = samples.source(k)
+        corpus_number, epoch, _ = (int(part[0]) for part in samples.sources(np.array([k])))
         # Megatron's greedy choice, restated with its own rule.
         deficits = [w * (k + 1) - n for w, n in zip(weights, taken, strict=True)]
-        assert deficits[source.corpus] >= max(deficits) - 1e-9
-        assert source.epoch == taken[source.corpus] // 12
-        taken[source.corpus] += 1
+        assert deficits[corpus_number] >= max(deficits) - 1e-9
+        assert epoch == taken[corpus_number] // 12
+        taken[corpus_number] += 1
         assert all(abs(n - w * (k + 1)) <= 1 for n, w in zip(taken, weights, strict=True))
     assert taken == [500, 300, 200]
 
@@ -141,13 +140,12 @@ def test_blend_matches_largest_deficit_and_its_proportions(corpus: Corpus) -> No
 def test_blend_covers_epochs_across_periods(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples_module, "BLEND_PERIOD", 10)
     samples = PackedSamples({corpus(50): 1, corpus(30, first=100): 2}, 4, 1)
-    sources = [samples.source(k) for k in range(200)]
+    corpora, epochs, places = samples.sources(np.arange(200))
     for number, windows in enumerate(samples.windows):
-        own = [source for source in sources if source.corpus == number]
-        for epoch in range(len(own) // windows):
-            part = own[epoch * windows : (epoch + 1) * windows]
-            assert {source.epoch for source in part} == {epoch}
-            assert {source.window for source in part} == set(range(windows))
+        for epoch in range(np.count_nonzero(corpora == number) // windows):
+            part = np.flatnonzero(corpora == number)[epoch * windows : (epoch + 1) * windows]
+            assert set(epochs[part].tolist()) == {epoch}
+            assert set(places[part].tolist()) == set(range(windows))
 
 
 @settings(deadline=None, max_examples=10)

@@ -18,8 +18,8 @@ import pytest
 from tests.corpora import content_of, texts_of, write_jsonl
 from tests.launched import ROOT
 from zero_tp.data import PrepareSettings, formats, prepare
-from zero_tp.data.corpus import merge
 from zero_tp.data.datatrove import CorpusReader, TokenizedCorpus
+from zero_tp.data.parts import merge
 from zero_tp.errors import UserError
 
 SCRIPT = ROOT / "launch/prepare_cluster.py"
@@ -119,9 +119,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "renamed": (lambda parts: (parts / "00002").rename(parts / "00003"), r"/00003: it is part 2 of 3"),
     "no manifest": (lambda parts: (parts / "00001/part.json").unlink(), r"/00001/part.json: No such file"),
     "cut manifest": (lambda parts: cut(parts / "00001/part.json"), r"/00001/part.json: not valid JSON"),
-    "truncated": (lambda parts: cut(parts / "00001/tokens.bin"), r"/00001/tokens.bin has [\d,]+ bytes instead of"),
-    "one bit": (lambda parts: flip_byte(parts / "00002/texts.bin"), r"/00002/texts.bin has SHA-256 \w+… instead of"),
-    "journal": (lambda parts: flip_byte(parts / "00002/journal.jsonl"), r"/00002/journal.jsonl has SHA-256"),
+    "truncated": (lambda parts: cut(parts / "00001/blocks"), r"/00001/blocks has [\d,]+ bytes instead of"),
+    "one bit": (lambda parts: flip_byte(parts / "00002/blocks"), r"/00002/blocks has SHA-256 \w+… instead of"),
+    "length": (lambda parts: (parts / "00002/committed").write_text("1"), r"/00002/committed has"),
     "no tokenizer": (lambda parts: shutil.rmtree(parts / "00000/tokenizer"), r"/00000/tokenizer/\S+ is missing"),
     "nothing": (lambda parts: list(map(shutil.rmtree, parts.iterdir())), "there are no parts of a corpus"),
 }
@@ -184,7 +184,7 @@ def test_a_task_that_is_killed_or_fails_leaves_no_part(
     assert not list((tmp_path / "parts").iterdir())
     left = tmp_path / "parts/.00000.partial"  # of a SIGKILL
     left.mkdir()
-    (left / "tokens.bin").write_bytes(b"half")
+    (left / "blocks").write_bytes(b"half")
     for _ in range(2):  # a task that has ended may run again
         corpus.run(reader.run(None, 0, 1))
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["00000"]
@@ -271,9 +271,9 @@ def test_a_start_that_was_killed_goes_on(
     times = {path.name: path.stat().st_mtime_ns for path in (work / "parts").glob("0*")}
     one = prepare(inputs, tmp_path / "one", PrepareSettings(tokenizer))
     assert content_of(out) == content_of(one.output)
-    flip_byte(work / "parts/00000/texts.bin")
+    flip_byte(work / "parts/00000/blocks")
     refused = start(*arguments)
-    assert refused.returncode == 2 and "00000/texts.bin has SHA-256" in refused.stderr
+    assert refused.returncode == 2 and "00000/blocks has SHA-256" in refused.stderr
     shutil.rmtree(work / "parts/00000")
     assert start(*arguments).returncode == 0
     after = {path.name: path.stat().st_mtime_ns for path in (work / "parts").glob("0*")}

@@ -46,6 +46,10 @@ def samples_of(corpus: Path, seed: int, **options: bool | int) -> MaskedSamples:
     return MaskedSamples({str(corpus / "train"): 1.0}, pairs_of(corpus, **options), seed)  # type: ignore[arg-type]
 
 
+def window_of(samples: MaskedSamples, k: int) -> int:
+    return int(samples.sources(np.array([k]))[2][0])
+
+
 def documents(samples: MaskedSamples) -> list[list[int]]:
     corpus = samples.corpora[0]
     return [corpus.document(i).tolist() for i in range(len(corpus))]
@@ -74,7 +78,7 @@ def test_every_sample_is_two_segments_of_one_document(corpora: dict[str, Path], 
     texts, count = documents(samples), samples.windows[0]
     seen = np.zeros(corpus.tokens, np.int64)
     for k in range(count):  # one pass
-        document, j = samples._windows[0].locate(samples.source(k).window)
+        document, j = samples._windows[0].locate(window_of(samples, k))
         a, b = segments(samples[k], vocabulary)
         first, size = corpus.extent(document)
         at = j * (S - 3)
@@ -92,7 +96,7 @@ def test_segments_are_sentences_of_which_the_longer_is_trimmed(corpora: dict[str
     vocabulary, corpus = samples.pairs.masking.vocabulary, samples.corpora[0]
     texts, count, of_sentences = documents(samples), samples.windows[0], 0
     for k in range(count):
-        document, j = samples._windows[0].locate(samples.source(k).window)
+        document, j = samples._windows[0].locate(window_of(samples, k))
         a, b = segments(samples[k], vocabulary)
         text, nominal = texts[document], j * (S - 3)
         begun = corpus.sequences(*corpus.extent(document)).tolist()
@@ -174,7 +178,7 @@ def test_one_segment_without_sentence_order(corpora: dict[str, Path], seed: int)
         assert "next_sentence_label" not in row and not row["token_type_ids"].any()
         ids, used = unmasked(row), int(row["attention_mask"].sum())
         assert ids[0] == vocabulary.classifier and np.flatnonzero(ids == vocabulary.separator).tolist() == [used - 1]
-        document, _ = samples._windows[0].locate(samples.source(k).window)
+        document, _ = samples._windows[0].locate(window_of(samples, k))
         assert f" {ids[1 : used - 1].tolist()} "[2:-2] in str(texts[document])
 
 
@@ -200,12 +204,12 @@ def test_every_factoring_of_a_batch_has_the_same_rows(
 def test_samples_differ_by_number_and_seed_and_passes_by_masks(corpora: dict[str, Path]) -> None:
     samples, other = samples_of(corpora["plain"], 1), samples_of(corpora["plain"], 2)
     count = samples.windows[0]
-    places = {samples.source(k).window: k for k in range(count)}
+    places = {window_of(samples, k): k for k in range(count)}
     for k in range(count, count + 50):
-        again, once = samples[k], samples[places[samples.source(k).window]]
+        again, once = samples[k], samples[places[window_of(samples, k)]]
         assert sorted(unmasked(again)) == sorted(unmasked(once)), "the same window, one pass later"
         assert not np.array_equal(again["labels"], once["labels"])
-    assert any(samples.source(k) != other.source(k) for k in range(count))
+    assert any(window_of(samples, k) != window_of(other, k) for k in range(count))
 
 
 def test_the_samples_never_change(tmp_path: Path) -> None:

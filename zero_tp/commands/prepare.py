@@ -162,7 +162,7 @@ def _prepare(options: argparse.Namespace) -> Prepared:
 
 def _merge(options: argparse.Namespace) -> Prepared:
     from zero_tp.data import PrepareSettings
-    from zero_tp.data.corpus import merge
+    from zero_tp.data.parts import merge
 
     defaults = {field.name: field.default for field in fields(PrepareSettings) if field.name != "validation"}
     defaults |= {"input": None, "tokenizer": None, "strict": False, "processes": None, "decontaminate": []}

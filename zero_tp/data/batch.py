@@ -94,11 +94,6 @@ def _moved(part: Tensor, device: torch.device) -> Tensor:
     return part if part.device.type == device.type else part.pin_memory().to(device, non_blocking=True)
 
 
-def continued(windows: Tensor) -> Batch:
-    """Make a batch of windows [m, s + 1] in which every token predicts the next."""
-    return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
-
-
 def separated(windows: Tensor, documents: Tensor) -> Batch:
     """Make a batch of windows [m, s + 1] whose documents do not see each other.
 

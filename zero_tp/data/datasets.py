@@ -21,28 +21,6 @@ from zero_tp.errors import UserError
 Prefixes = str | Path | Mapping[str, float]
 
 
-class _Samples:
-    def __init__(
-        self, prefixes: Prefixes, sequence_length: int, seed: int, samples: int | None, separate: bool
-    ) -> None:
-        weights = dict(prefixes) if isinstance(prefixes, Mapping) else {str(prefixes): 1.0}
-        if sequence_length < 2 or (samples is not None and samples < 1):
-            raise UserError(f"sequence length {sequence_length}, samples {samples}: at least 2 and 1")
-        self.packed = PackedSamples(weights, sequence_length, seed, separate=separate)
-        self.count = sum(self.packed.windows) if samples is None else samples
-
-    def item(self, k: int) -> dict[str, Tensor]:
-        """Return sample k as a Hugging Face model takes it: it shifts the labels itself."""
-        packed = self.packed
-        ids = torch.from_numpy(packed[k][:-1])
-        item = {"input_ids": ids, "labels": ids.clone()}
-        if packed.separate:
-            documents = packed.documents(range(k, k + 1))[:, :-1]
-            item["position_ids"] = positions_of(documents)[0]
-            item["labels"][item["position_ids"] == 0] = IGNORE_INDEX
-        return item
-
-
 class CorpusDataset(Dataset[dict[str, Tensor]]):
     """A corpus as a map-style data set: item k has `input_ids` and `labels`, int64 [s] each, the same ids.
 
@@ -55,9 +33,6 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
         samples: the length; None: as many as one pass over all corpora has. It may be more than that.
         separate: give `position_ids` too, which begin at 0 with each document, for attention that takes packed rows; a
             document's first token is no label.
-
-    Raises:
-        UserError: see `PackedSamples`.
     """
 
     def __init__(
@@ -69,16 +44,29 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
         *,
         separate: bool = False,
     ) -> None:
-        self._samples = _Samples(prefixes, sequence_length, seed, samples, separate)
+        weights = dict(prefixes) if isinstance(prefixes, Mapping) else {str(prefixes): 1.0}
+        if sequence_length < 2 or (samples is not None and samples < 1):
+            raise UserError(f"sequence length {sequence_length}, samples {samples}: at least 2 and 1")
+        self._packed = PackedSamples(weights, sequence_length, seed, separate=separate)
+        self._count = sum(self._packed.windows) if samples is None else samples
 
     def __len__(self) -> int:
         """Return the number of samples."""
-        return self._samples.count
+        return self._count
 
     def __getitem__(self, k: int) -> dict[str, Tensor]:
         if not 0 <= k < len(self):
             raise IndexError(f"sample {k} of {len(self)}")
-        return self._samples.item(k)
+        return self.sample(k)
+
+    def sample(self, k: int) -> dict[str, Tensor]:
+        """Return sample k, of any pass, as a Hugging Face model takes it: it shifts the labels itself."""
+        ids = torch.from_numpy(self._packed[k][:-1])
+        item = {"input_ids": ids, "labels": ids.clone()}
+        if self._packed.separate:
+            item["position_ids"] = positions_of(self._packed.documents([k])[:, :-1])[0]
+            item["labels"][item["position_ids"] == 0] = IGNORE_INDEX
+        return item
 
 
 class CorpusStream(IterableDataset[dict[str, Tensor]]):
@@ -108,7 +96,7 @@ class CorpusStream(IterableDataset[dict[str, Tensor]]):
             raise UserError(
                 f"rank {rank} of {world}, first sample {first}: a rank below the world, and a sample from 0"
             )
-        self._samples = _Samples(prefixes, sequence_length, seed, samples, separate)
+        self._dataset = CorpusDataset(prefixes, sequence_length, seed, samples, separate=separate)
         self._first, self._count, self._rank, self._world = first, samples, rank, world
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -116,5 +104,5 @@ class CorpusStream(IterableDataset[dict[str, Tensor]]):
         number, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         k = self._first + self._rank * workers + number
         while self._count is None or k < self._first + self._count:
-            yield self._samples.item(k)
+            yield self._dataset.sample(k)
             k += self._world * workers

@@ -6,23 +6,27 @@ into a part (parts.py) that `zero-tp prepare --merge` joins. launch/prepare_clus
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zero_tp.data.corpus import TOKENIZER, Reading, Spool
 from zero_tp.data.documents import find_sources
+from zero_tp.data.encoder import DocumentEncoder
 from zero_tp.data.formats import needed
-from zero_tp.data.parts import TOKENIZER, new_part, write_manifest
+from zero_tp.data.parts import MANIFEST
 from zero_tp.data.records import Problem, Record, RecordBatch, RecordCounts, where
-from zero_tp.data.settings import PrepareSettings, check_settings, library_versions, stamp_of
+from zero_tp.data.settings import PrepareSettings, check_settings, describe_files, library_versions, stamp_of
 from zero_tp.data.sources import batch_records, read_blocks
 from zero_tp.data.tokenizer import load_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
-from zero_tp.data.work import DocumentEncoder, Reading
 from zero_tp.errors import UserError
+from zero_tp.files import partial_directory, put_in_place
 
 needed("datatrove", "zero_tp.data.datatrove", "datatrove")
 
@@ -43,9 +47,6 @@ class CorpusReader(PipelineStep):
 
     Attributes:
         counts: of the records of this task.
-
-    Raises:
-        UserError: an input is missing or can't be read, or has changed since the pipeline was made.
     """
 
     type, name = "📖 - READER", "zero_tp"
@@ -97,9 +98,6 @@ class TokenizedCorpus(PipelineStep):
         eos, sentences, seed, min_tokens: see `PrepareSettings`.
         settings: what else decides the documents, such as inputs and filters; parts with other ones are not merged.
         reader: this pipeline's reader: the report then counts what it and later steps dropped, as `filtered`.
-
-    Raises:
-        UserError: the tokenizer can't be used, or a setting is wrong.
     """
 
     type, name = "🔢 - TOKENIZER", "zero_tp"
@@ -134,14 +132,14 @@ class TokenizedCorpus(PipelineStep):
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
         """Write the part of task `rank`. A part that a killed task left, or an earlier run made, is replaced."""
-        with new_part(self.parts / f"{rank:05d}") as (directory, spool):
+        part = self.parts / f"{rank:05d}"
+        with partial_directory(part, (TOKENIZER,)) as directory, contextlib.closing(Spool(directory).open({})) as spool:
             own = self.reader.own(rank, world_size) if self.reader is not None else []
             sources = {source: number for number, source in enumerate(own)}
             for source, block in self._blocks(data, sources):
                 with self.track_time():
-                    columns = self.reading.columns(source, block)
-                    spool.append(*columns)
-                    self.stat_update("documents", value=columns.counts.kept)
+                    spool.append(self.reading(source, block))
+            self.stat_update("documents", value=spool.counts.kept)
             spool.commit()
             if rank == 0:
                 load_tokenizer(self.tokenizer, self.eos).save_pretrained(str(directory / TOKENIZER))
@@ -154,8 +152,10 @@ class TokenizedCorpus(PipelineStep):
                 **{"part": rank, "tasks": world_size, "settings": self.settings},
                 "sources": [{"number": number, "name": name} for number, name in sources],
                 "documents": counts.as_dict(),
+                "files": describe_files(directory),
             }
-            write_manifest(directory, manifest)
+            (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+            put_in_place(directory, part, stale=lambda name: True)
 
     def _blocks(self, data: Iterable[Document], sources: dict[Source, int]) -> Iterator[tuple[int, RecordBatch]]:
         """Yield documents in blocks, each of one source with its number in `sources`, to which new ones are added."""

@@ -1,13 +1,27 @@
-"""Read and write corpora: PREFIX.bin holds token ids, document by document. PREFIX.idx is in index_format.py."""
+"""Read and write corpora in the format of Megatron-LM and Megatron-DeepSpeed.
+
+PREFIX.bin holds token ids, document by document. PREFIX.idx is `MMIDIDX`, version 1, little-endian:
+
+    9 bytes   b"MMIDIDX\\0\\0"
+    uint64    1, the version
+    uint8     code of the token type (`DTYPES`)
+    uint64    S, the number of sequences
+    uint64    D + 1, the number of document boundaries
+    int32[S]      tokens in each sequence
+    int64[S]      byte at which each sequence starts in PREFIX.bin
+    int64[D+1]    sequence at which each document starts; the last entry is S
+
+A document is one sequence unless a preprocessor split it into sentences.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,22 +29,51 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.data.content import (
-    Content,
-    bin_path,
-    check_recorded,
-    file_stamp,
-    recall,
-    remember,
-    stamp_after_tick,
-)
-from zero_tp.data.index_format import HEADER, idx_path, pack_header, read_header, token_dtype
+from zero_tp.data.content import Content, bin_path, check_recorded, file_stamp, recall, remember, stamp_after_tick
 from zero_tp.errors import UserError
 
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
+"""Megatron's codes 6 and 7 are floating-point types and never token ids."""
+_UINT16_VOCABULARY = 65_500  # Megatron's own threshold
 _HASHED_BLOCKS, _HASHED_BYTES = 64, 2**20
-_PART = 2**24  # bytes that are hashed while the ids in them are compared
+_PART = 2**24  # bytes that are hashed and compared at once
 _INDEX_BLOCK = 2**18  # entries
 _SPREAD = 64  # blocks of an index that are checked when it is opened; all are before a run trains on it
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype:
+    """Return the stored type: uint16 below a vocabulary of 65,500 tokens, else int32, as Megatron chooses."""
+    return DTYPES[8] if vocabulary_size < _UINT16_VOCABULARY else DTYPES[4]
+
+
+def idx_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+def read_header(index: Path) -> tuple[np.dtype, int, int]:
+    """Return the token type and the numbers of sequences and of document boundaries. UserError: not such an index."""
+    with open(index, "rb") as file:
+        header = file.read(HEADER.size)
+    if not header.startswith(MAGIC):
+        raise UserError(f"{index}: not a Megatron index: it begins with {header[:9]!r}, not {MAGIC!r}")
+    if len(header) < HEADER.size:
+        raise UserError(f"{index}: {HEADER.size} bytes of header expected, found {len(header)}")
+    _, version, code, sequences, boundaries = HEADER.unpack(header)
+    if version != VERSION:
+        raise UserError(f"{index}: format version {version}, only version {VERSION} is known")
+    if code not in DTYPES:
+        known = ", ".join(f"{key} {value.name}" for key, value in DTYPES.items())
+        raise UserError(f"{index}: token type {code} is not an integer type; known: {known}")
+    return DTYPES[code], sequences, boundaries
+
+
+def pack_header(dtype: np.dtype, sequences: int, boundaries: int) -> bytes:
+    """Return the header of an index of so many sequences and document boundaries."""
+    code = next(code for code, known in DTYPES.items() if known == dtype)
+    return HEADER.pack(MAGIC, VERSION, code, sequences, boundaries)
 
 
 class IndexedCorpus:
@@ -64,47 +107,36 @@ class IndexedCorpus:
         self._sizes = entries[: 4 * sequences].view("<i4")
         self._pointers = entries[4 * sequences : 12 * sequences].view("<i8")
         self._documents = entries[12 * sequences : 12 * sequences + 8 * boundaries].view("<i8")
-        # From the last entry, because adding up a billion takes seconds. `_check` compares.
+        # From the last entry, because adding up a billion takes seconds. `_check_index` compares.
         self.tokens = self._end(sequences)
-        self._check(index, data, _SPREAD)
-        self._data: npt.NDArray = (
-            np.memmap(data, mode="r", dtype=self.dtype) if self.tokens else np.empty(0, self.dtype)
-        )
-
-    def _end(self, sequences: int) -> int:
-        """Return the number of tokens in the first sequences."""
-        return (
-            int(self._pointers[sequences - 1]) // self.dtype.itemsize + int(self._sizes[sequences - 1])
-            if sequences
-            else 0
-        )
-
-    def _check(self, index: Path, data: Path, most: int | None = None) -> None:
-        """Check that index and data fit each other.
-
-        Args:
-            most: blocks of the index to check, evenly spread, the first and the last among them; None: all.
-
-        Raises:
-            UserError: they don't.
-        """
         expected, size = self.tokens * self.dtype.itemsize, data.stat().st_size
         if expected != size:
             raise UserError(
                 f"{data}: {expected:,} bytes expected for {self.tokens:,} tokens of {self.dtype.name}, found {size:,}"
             )
+        self._check_index(_SPREAD)
+        self._data = np.memmap(data, mode="r", dtype=self.dtype) if self.tokens else np.empty(0, self.dtype)
+
+    def _end(self, sequences: int) -> int:
+        """Return the number of tokens in the first sequences."""
+        if not sequences:
+            return 0
+        return int(self._pointers[sequences - 1]) // self.dtype.itemsize + int(self._sizes[sequences - 1])
+
+    def _check_index(self, most: int | None = None) -> None:
+        """Check sequences and document boundaries, in at most so many blocks of the index; None: in all."""
         for block in _blocks(len(self._sizes), most):
             sizes = self._sizes[block].astype(np.int64)
             ends = self._end(block.start) + np.cumsum(sizes)
             if (sizes < 0).any() or (self._pointers[block] != (ends - sizes) * self.dtype.itemsize).any():
-                raise UserError(
-                    f"{index}: sequences don't follow each other without gaps in {data.name}: write it again"
-                )
+                raise UserError(f"{self.prefix}.idx: sequences don't follow each other without gaps: write it again")
         bounds = self._documents
         is_whole = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == len(self._sizes)
         blocks = _blocks(len(self), most)
         if not is_whole or any((np.diff(bounds[block.start : block.stop + 1]) < 0).any() for block in blocks):
-            raise UserError(f"{index}: document boundaries don't run from 0 to {len(self._sizes):,} sequences")
+            raise UserError(
+                f"{self.prefix}.idx: document boundaries don't run from 0 to {len(self._sizes):,} sequences"
+            )
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -115,42 +147,32 @@ class IndexedCorpus:
         """The remembered content of PREFIX.bin, or that of reading all of it (a core hashes 1.8 GB/s).
 
         Damage by a disk, which changes no time, is not noticed until the file is read again.
-
-        Raises:
-            UserError: the file cannot be read, or has another checksum than its report says.
         """
         if (remembered := recall(self.prefix)) is not None:
             return remembered
         path, digest = bin_path(self.prefix), hashlib.sha256()
-        extremes = list[int]()
+        smallest, largest, count = 0, -1, _PART // self.dtype.itemsize
         try:
-            self._check(idx_path(self.prefix), path)
+            self._check_index()
             stamp = stamp_after_tick(path)
-            count = _PART // self.dtype.itemsize
-            with ThreadPoolExecutor(1) as hashing:
-                for start in range(0, self.tokens, count):
-                    part = self._data[start : start + count]
-                    hashed = hashing.submit(digest.update, part.data)
-                    extremes += int(part.min()), int(part.max())
-                    hashed.result()
-            content = Content(digest.hexdigest(), min(extremes, default=0), max(extremes, default=-1))
+            for start in range(0, self.tokens, count):
+                part = self._data[start : start + count]
+                digest.update(part.data)
+                low, high = int(part.min()), int(part.max())
+                smallest, largest = (min(smallest, low), max(largest, high)) if start else (low, high)
             if file_stamp(path) != stamp:
                 raise UserError(f"{path} was written to while it was read: start again once that has ended")
         except OSError as error:
             raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
+        content = Content(digest.hexdigest(), smallest, largest)
         check_recorded(path, content.sha256)
         remember(self.prefix, stamp, content)
         return content
 
     def check_vocabulary(self, size: int) -> None:
-        """Check that each token is a row of an embedding of `size` rows. Reads `content`.
-
-        Raises:
-            UserError: an id is outside.
-        """
-        content = self.content
-        if content.smallest < 0 or content.largest >= size:
-            wrong = content.smallest if content.smallest < 0 else content.largest
+        """Check by `content` that each token is a row of an embedding of `size` rows. UserError: an id is outside."""
+        wrong = self.content.smallest if self.content.smallest < 0 else self.content.largest
+        if self.content.smallest < 0 or wrong >= size:
             raise UserError(
                 f"{bin_path(self.prefix)} holds token id {wrong}, outside the model's vocabulary of {size:,}: raise "
                 "zero_tp.model.vocab_size, or prepare the corpus with the model's tokenizer"
@@ -164,9 +186,6 @@ class IndexedCorpus:
 
         Args:
             whole: with `content`, for which all may have to be read.
-
-        Raises:
-            UserError: a file has another checksum than its report says.
         """
         digest = hashlib.sha256()
         with idx_path(self.prefix).open("rb") as index:
@@ -177,9 +196,8 @@ class IndexedCorpus:
         for i in range(_HASHED_BLOCKS):
             start = max(0, self.tokens - count) * i // (_HASHED_BLOCKS - 1)
             digest.update(self._data[start : start + count].tobytes())
-        facts = {"documents": len(self), "tokens": self.tokens, "type": self.dtype.name}
-        content = {"content": self.content.sha256} if whole else {}
-        return {**facts, "sha256": digest.hexdigest(), **content}
+        facts = {"documents": len(self), "tokens": self.tokens, "type": self.dtype.name, "sha256": digest.hexdigest()}
+        return facts | ({"content": self.content.sha256} if whole else {})
 
     def document(self, i: int) -> npt.NDArray[np.int64]:
         """Return the token ids of document `i`, int64 [tokens of the document]. IndexError outside 0 … len-1."""
@@ -227,11 +245,7 @@ class IndexedCorpus:
         return bisect_right(self._documents, sequence) - 1
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return tokens `start` … `start + count - 1` of the flat stream, a new int64 array [count].
-
-        Raises:
-            IndexError: they are outside it.
-        """
+        """Return tokens `start` … `start + count - 1` of the flat stream, int64 [count], copied. Or an IndexError."""
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens {start} to {start + count} of {self.tokens} in {self.prefix}")
         return self._data[start : start + count].astype(np.int64)
@@ -271,14 +285,11 @@ class IndexedWriter:
         self.add_documents(values, [values.size])
 
     def add_documents(self, ids: npt.ArrayLike, sizes: npt.ArrayLike, begins: npt.ArrayLike | None = None) -> None:
-        """Append documents of `sizes` tokens, whose ids follow each other.
+        """Append documents of `sizes` tokens, whose ids follow each other. UserError: one is outside the vocabulary.
 
         Args:
             begins: whether a sentence begins with each token, bool; each sentence is a sequence then. None: each
                 document is.
-
-        Raises:
-            UserError: an id is outside the vocabulary, or a document is too long for the format.
         """
         values, lengths = np.asarray(ids), np.asarray(sizes, dtype=np.int64)
         assert lengths.sum() == values.size, (lengths.sum(), values.size)
@@ -288,9 +299,7 @@ class IndexedWriter:
                 bad = low if low < 0 else high
                 raise UserError(f"token id {bad} lies outside the vocabulary of {self.vocabulary_size:,} tokens")
             self._smallest, self._largest = min(self._smallest, low), max(self._largest, high)
-        longest = int(lengths.max()) if lengths.size else 0
-        if longest > np.iinfo(np.int32).max:
-            raise UserError(f"a document of {longest:,} tokens: at most {np.iinfo(np.int32).max:,} fit the format")
+        assert lengths.max(initial=0) <= np.iinfo(np.int32).max, "the format has 31 bits for a document's length"
         stored = values.astype(self.dtype).tobytes()
         self._file.write(stored)
         self._digest.update(stored)

@@ -187,62 +187,60 @@ class SegmentPairs:
 
     def __post_init__(self) -> None:
         """Check the length. UserError: no segment fits in beside the special tokens."""
-        if self.sequence_length < self.special + self.shortest:
+        if self.sequence_length < 2 * self.special:
             raise UserError(
                 f"zero_tp.data.sequence_length: {self.sequence_length} tokens, of which the masked objective's special "
-                f"ones are {self.special}; use at least {self.special + self.shortest}"
+                f"ones are {self.special}; use at least {2 * self.special}"
             )
 
     @property
     def special(self) -> int:
-        """Return the special tokens of a row."""
+        """Return the special tokens of a row, which are also the tokens of the shortest document: one for each
+        segment, and the one that may end it."""
         return 3 if self.sentence_order else 2
-
-    @property
-    def shortest(self) -> int:
-        """Return the tokens of the shortest document: one for each segment, and the one that may end it."""
-        return self.special
 
     def windows(self, corpus: IndexedCorpus) -> DocumentWindows:
         """Return the windows of a corpus. UserError: no document is long enough for one."""
-        windows = DocumentWindows(corpus, self.sequence_length - self.special, self.shortest)
+        windows = DocumentWindows(corpus, self.sequence_length - self.special, self.special)
         if not len(windows):
             raise UserError(
-                f"{corpus.prefix}: no document has the {self.shortest} tokens that the masked objective needs for "
+                f"{corpus.prefix}: no document has the {self.special} tokens that the masked objective needs for "
                 f"{'two segments' if self.sentence_order else 'a segment'}; prepare a corpus of longer documents"
             )
         return windows
 
     def row(self, windows: DocumentWindows, w: int, draw: Iterator[float]) -> dict[str, npt.NDArray[np.int64]]:
         """Return window w as the row of a batch, by the batch's names. Its random choices are those of `draw`."""
-        vocabulary, s = self.masking.vocabulary, self.sequence_length
         tokens, begins = self._window(windows, w)
-        parts = [tokens]
-        if self.sentence_order:
-            if not len(begins):
-                begins = np.flatnonzero(vocabulary.word_begins(tokens)[1:]) + 1
-            cut = int(begins[int(next(draw) * len(begins))]) if len(begins) else 1 + int(next(draw) * (len(tokens) - 1))
-            parts = trimmed([tokens[:cut], tokens[cut:]], s - self.special, draw)
-        swapped = self.sentence_order and next(draw) < 0.5
+        if not self.sentence_order:
+            return self._assemble([tokens], False, draw)
+        if not len(begins):
+            begins = np.flatnonzero(self.masking.vocabulary.word_begins(tokens)[1:]) + 1
+        cut = int(begins[int(next(draw) * len(begins))]) if len(begins) else 1 + int(next(draw) * (len(tokens) - 1))
+        parts = trimmed([tokens[:cut], tokens[cut:]], self.sequence_length - self.special, draw)
+        return self._assemble(parts, next(draw) < 0.5, draw)
+
+    def empty(self) -> dict[str, npt.NDArray[np.int64]]:
+        """Return a row that is not scored: padding after a [CLS], because softmax needs one visible token."""
+        return self._assemble([], IGNORE_INDEX, iter(()))
+
+    def _assemble(
+        self, parts: list[npt.NDArray[np.int64]], swapped: int, draw: Iterator[float]
+    ) -> dict[str, npt.NDArray[np.int64]]:
+        """Return segments, in the order of the text, as a row with masks; `swapped` is its `next_sentence_label`."""
+        vocabulary, s = self.masking.vocabulary, self.sequence_length
         row, types, used = np.full(s, vocabulary.padding, np.int64), np.zeros(s, np.int64), 1
         row[0] = vocabulary.classifier
         for kind, part in enumerate(reversed(parts) if swapped else parts):
             end = used + len(part)
             row[used:end], row[end], types[used : end + 1] = part, vocabulary.separator, kind
             used = end + 1
-        labels, mask = np.full(s, IGNORE_INDEX, np.int64), (np.arange(s) < used).astype(np.int64)
-        row[:used], labels[:used] = self.masking(row[:used], draw)
+        labels = np.full(s, IGNORE_INDEX, np.int64)
+        if parts:
+            row[:used], labels[:used] = self.masking(row[:used], draw)
+        mask = (np.arange(s) < used).astype(np.int64)
         batch = {"input_ids": row, "token_type_ids": types, "attention_mask": mask, "labels": labels}
         return batch | ({"next_sentence_label": np.array(swapped, np.int64)} if self.sentence_order else {})
-
-    def empty(self) -> dict[str, npt.NDArray[np.int64]]:
-        """Return a row that is not scored: padding after a [CLS], because softmax needs one visible token."""
-        vocabulary, s = self.masking.vocabulary, self.sequence_length
-        row, mask = np.full(s, vocabulary.padding, np.int64), (np.arange(s) < 1).astype(np.int64)
-        row[0] = vocabulary.classifier
-        labels = np.full(s, IGNORE_INDEX, np.int64)
-        batch = {"input_ids": row, "token_type_ids": np.zeros(s, np.int64), "attention_mask": mask, "labels": labels}
-        return batch | ({"next_sentence_label": np.array(IGNORE_INDEX, np.int64)} if self.sentence_order else {})
 
     def _window(self, windows: DocumentWindows, w: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the tokens of window w, without the one that ends documents, and the starts of later sentences."""
@@ -281,10 +279,6 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
         prefixes: corpus prefix → weight, in any unit (only their proportions count).
         pairs: makes the rows.
         seed: of the order and of the rows.
-
-    Raises:
-        UserError: no corpus, a weight that isn't a positive number or too small a share, or a corpus whose documents
-            are all too short.
     """
 
     def __init__(self, prefixes: Mapping[str, float], pairs: SegmentPairs, seed: int) -> None:
@@ -299,17 +293,11 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
 
     def __getitem__(self, k: int) -> dict[str, npt.NDArray[np.int64]]:
         """Return sample k as a row of a batch, int64 [s] each and `next_sentence_label` []."""
-        return self._rows([k])[0]
-
-    def _rows(self, numbers: Sequence[int]) -> list[dict[str, npt.NDArray[np.int64]]]:
-        corpora, _, windows = (part.tolist() for part in self.sources(np.array(numbers, np.int64)))
-        return [
-            self.pairs.row(self._windows[corpus], window, uniforms(self.seed, _TRAINING, k))
-            for k, corpus, window in zip(numbers, corpora, windows, strict=True)
-        ]
+        corpus, _, window = (int(part[0]) for part in self.sources(np.array([k])))
+        return self.pairs.row(self._windows[corpus], window, uniforms(self.seed, _TRAINING, k))
 
     def _batch(self, numbers: range) -> MaskedBatch:
-        return _batch(self._rows(numbers))
+        return _batch([self[k] for k in numbers])
 
 
 class MaskedValidation(FixedSamples[MaskedBatch]):

@@ -7,29 +7,35 @@ parts are merged. A part gets its name once it is complete. Part 0 also holds th
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
+import os
 import shutil
 import time
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_tp.data.collection import Documents, choose_validation, write_output
+from zero_tp.data.corpus import BLOCKS, COMMITTED, TOKENIZER, Documents, Spool, errors_named, write_output
+from zero_tp.data.encoder import DocumentEncoder
 from zero_tp.data.records import DroppedRecord, RecordCounts
-from zero_tp.data.settings import FORMAT, Counted, PreparedFile, damage, describe_files
-from zero_tp.data.spool import JOURNAL, Spool
+from zero_tp.data.settings import (
+    FORMAT,
+    Counted,
+    Prepared,
+    PreparedFile,
+    PrepareSettings,
+    check_validation,
+    damage,
+    find_reusable,
+)
 from zero_tp.data.tokenizer import load_tokenizer
-from zero_tp.data.work import ENCODED, READ, DocumentEncoder
 from zero_tp.errors import UserError
-from zero_tp.files import partial_directory, put_in_place
+from zero_tp.files import clear_partial, partial_directory, put_in_place
 from zero_tp.strict_json import InvalidJson, read_object
 from zero_tp.validation import ConfigModel, Count, Positive, validate
 
-MANIFEST, TOKENIZER = "part.json", "tokenizer"
-COLUMNS = (*READ[:2], *ENCODED)
+MANIFEST = "part.json"
 _AGAIN = "remove it and run its task again"
 
 
@@ -51,103 +57,84 @@ class Part(ConfigModel):
     files: dict[str, PreparedFile]
 
 
-@contextlib.contextmanager
-def new_part(directory: Path) -> Iterator[tuple[Path, Spool]]:
-    """Give a hidden directory and the spool in it, which become the part `directory` at the end of the block."""
-    with (
-        partial_directory(directory, (TOKENIZER,)) as partial,
-        contextlib.closing(Spool(partial, COLUMNS, {})) as spool,
-    ):
-        yield partial, spool
-        put_in_place(partial, directory, stale=lambda name: True)
+def merge(
+    parts: str | Path, output: str | Path, validation: float = PrepareSettings.validation, *, overwrite: bool = False
+) -> Prepared:
+    """Write the output that `prepare` would have written of the documents of all parts.
 
-
-class Parts(Spool):
-    """All parts of a directory as one spool, in the order of their inputs.
+    Args:
+        parts: the directory that the tasks' parts are in.
+        validation: as in `PrepareSettings`.
+        overwrite: replace an output of other parts.
 
     Raises:
-        UserError: a part is missing or damaged, or was made with other settings than the first.
+        UserError: a part is missing, damaged, or made with other settings than the first; or as `prepare`.
     """
+    check_validation(validation)
+    output, started = Path(output), time.perf_counter()
+    paths, manifests = _read_manifests(Path(parts))
+    for path, part in zip(paths, manifests, strict=True):
+        required = [BLOCKS, COMMITTED, *([f"{TOKENIZER}/tokenizer.json"] if part.part == 0 else [])]
+        if problem := damage(path, part.files, MANIFEST, required):
+            raise UserError(f"{problem}: {path} is damaged: {_AGAIN}")
+    seconds = {"reading": time.perf_counter() - started, "tokenizer": 0.0}
+    settings = manifests[0].settings
+    sha256 = hashlib.sha256(json.dumps([part.model_dump() for part in manifests]).encode()).hexdigest()
+    identity = {"format": FORMAT, "parts": sha256, "validation": validation, **settings}
+    place = Path(os.path.realpath(output))
+    with errors_named(output):
+        if (reused := find_reusable(output, lambda: identity, overwrite)) is not None:
+            clear_partial(place, (TOKENIZER,))
+            return reused
+        with partial_directory(place, (TOKENIZER,)) as written:
+            documents = _join(paths, manifests)
+            documents.hold_out(validation)
+            shutil.copytree(paths[0] / TOKENIZER, written / TOKENIZER)
+            encoder = DocumentEncoder(load_tokenizer(written / TOKENIZER), settings.get("sentences"))
+            report = write_output(written, documents, documents.blocks, encoder, identity, seconds)
+            put_in_place(written, place)
+    return Prepared(output, report, reused=False)
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        paths = sorted(path for path in directory.glob("*") if path.name.isdecimal())
-        if not paths:
-            raise UserError(f"{directory}: there are no parts of a corpus; launch/prepare_cluster.py makes them")
-        self.manifests = [_read_manifest(path) for path in paths]
-        first = self.manifests[0]
-        for path, part in zip(paths, self.manifests, strict=True):
-            keys = sorted(first.settings.keys() | part.settings.keys())
-            different = [key for key in keys if first.settings.get(key) != part.settings.get(key)]
-            different += ["number of tasks"] if part.tasks != first.tasks else []
-            if different:
-                raise UserError(f"{path}: made with another {', '.join(different)} than {paths[0].name}: {_AGAIN}")
-            if int(path.name) != part.part:
-                raise UserError(f"{path}: it is part {part.part} of {part.tasks}: {_AGAIN}")
-        if missing := sorted(set(range(first.tasks)) - {part.part for part in self.manifests}):
-            raise UserError(f"{directory}: part {missing[0]:05d} of {first.tasks} tasks is missing: run its task again")
-        started = time.perf_counter()
-        for path, part in zip(paths, self.manifests, strict=True):
-            tokenizer = [f"{TOKENIZER}/tokenizer.json"] if part.part == 0 else []
-            required = [JOURNAL, *(f"{column}.bin" for column in COLUMNS), *tokenizer]
-            if problem := damage(path, part.files, MANIFEST, required):
-                raise UserError(f"{problem}: {path} is damaged: {_AGAIN}")
-        self.checking = time.perf_counter() - started
-        self._tokenizer = paths[0] / TOKENIZER
-        self._join([Spool(path, COLUMNS) for path in paths])
 
-    def _join(self, spools: Sequence[Spool]) -> None:
-        keys = [
-            [(source.number, Path(source.name).parts, source.name) for source in part.sources]
-            for part in self.manifests
-        ]
-        inputs = sorted({key for part in keys for key in part})
-        self.names = [name for _, _, name in inputs]
-        numbers = {key: number for number, key in enumerate(inputs)}
-        order = sorted(
-            (numbers[keys[part][source]], part, entry)
-            for part, spool in enumerate(spools)
-            for entry, source in enumerate(spool.sources)
-        )
-        self.sources = array("q", [source for source, _, _ in order])
-        self._entries = [(spools[part], entry) for _, part, entry in order]
-        self.counts = RecordCounts()
-        for part in self.manifests:
-            problems = [DroppedRecord(**problem.model_dump()) for problem in part.documents.problems]
-            self.counts.add(part.documents.read, part.documents.dropped, problems)
-
-    def part(self, entry: int, column: str) -> bytes:
-        """Return the bytes of a column that belong to an entry."""
-        spool, own_entry = self._entries[entry]
-        return spool.part(own_entry, column)
-
-    def output_identity(self, validation: float) -> dict[str, Any]:
-        """Return what decides the output."""
-        parts = hashlib.sha256(json.dumps([part.model_dump() for part in self.manifests]).encode()).hexdigest()
-        return {"format": FORMAT, "parts": parts, "validation": validation, **self.manifests[0].settings}
-
-    def write(self, directory: Path, validation: float) -> dict[str, Any]:
-        """Write the output, and return the report."""
-        documents = Documents(self, self.names)
-        held_out = choose_validation(documents, validation)
-        shutil.copytree(self._tokenizer, directory / TOKENIZER)
-        sentences = self.manifests[0].settings.get("sentences")
-        encoder = DocumentEncoder(load_tokenizer(directory / TOKENIZER), sentences)
-        seconds = {"reading": self.checking, "tokenizer": 0.0}
-        return write_output(directory, documents, self, encoder, held_out, self.output_identity(validation), seconds)
+def _read_manifests(directory: Path) -> tuple[list[Path], list[Part]]:
+    """Return all parts of a directory and their manifests, which belong to one pipeline."""
+    paths = sorted(path for path in directory.glob("*") if path.name.isdecimal())
+    if not paths:
+        raise UserError(f"{directory}: there are no parts of a corpus; launch/prepare_cluster.py makes them")
+    manifests = [_read_manifest(path / MANIFEST) for path in paths]
+    first = manifests[0]
+    for path, part in zip(paths, manifests, strict=True):
+        ours, theirs = ({**manifest.settings, "number of tasks": manifest.tasks} for manifest in (part, first))
+        different = sorted(key for key in ours | theirs if ours.get(key) != theirs.get(key))
+        if different:
+            raise UserError(f"{path}: made with another {', '.join(different)} than {paths[0].name}: {_AGAIN}")
+        if int(path.name) != part.part:
+            raise UserError(f"{path}: it is part {part.part} of {part.tasks}: {_AGAIN}")
+    if missing := sorted(set(range(first.tasks)) - {part.part for part in manifests}):
+        raise UserError(f"{directory}: part {missing[0]:05d} of {first.tasks} tasks is missing: run its task again")
+    return paths, manifests
 
 
 def _read_manifest(path: Path) -> Part:
     try:
-        return validate(Part, read_object(path / MANIFEST), str(path / MANIFEST))
-    except (OSError, InvalidJson) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{path / MANIFEST}: {why}: {_AGAIN}") from error
-    except UserError as error:  # it names the file
-        raise UserError(f"{error}: {_AGAIN}") from error
+        return validate(Part, read_object(path), str(path))
+    except (OSError, InvalidJson, UserError) as error:
+        problem = str(error) if isinstance(error, UserError) else f"{path}: {getattr(error, 'strerror', None) or error}"
+        raise UserError(f"{problem}: {_AGAIN}") from error
 
 
-def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
-    """Write `part.json` beside the files of a part, which it records."""
-    manifest["files"] = describe_files(directory)
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+def _join(paths: Sequence[Path], manifests: Sequence[Part]) -> Documents:
+    """Return the documents of all parts in the order of their inputs, which are those of a single preparation."""
+    keys = [[(source.number, Path(source.name).parts, source.name) for source in part.sources] for part in manifests]
+    inputs = sorted({key for part in keys for key in part})
+    numbers, counts = {key: number for number, key in enumerate(inputs)}, RecordCounts()
+    blocks = [
+        block._replace(source=numbers[part[block.source]])
+        for path, part in zip(paths, keys, strict=True)
+        for block in Spool(path).blocks
+    ]
+    for part in manifests:
+        problems = [DroppedRecord(**problem.model_dump()) for problem in part.documents.problems]
+        counts.add(part.documents.read, part.documents.dropped, problems)
+    in_order = sorted(blocks, key=lambda block: block.source)  # of an input: by part, then as they were written
+    return Documents(in_order, [name for *_, name in inputs], counts)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from zero_tp.data.batch import PADDING, Batch, MaskedBatch, continued, separated
+from zero_tp.data.batch import PADDING, Batch, MaskedBatch, separated
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.permutation import Permutation
 from zero_tp.errors import UserError
@@ -31,15 +30,6 @@ BatchType = TypeVar("BatchType", Batch, MaskedBatch)
 
 BLEND_PERIOD = 10_000
 """Weights are rounded to this many parts: a corpus gets its share of samples to within 0.01 %."""
-
-
-@dataclass(frozen=True)
-class SampleSource:
-    """A training sample: `window` of `corpus` (its index in the given order), in its pass number `epoch`."""
-
-    corpus: int
-    epoch: int
-    window: int
 
 
 class TrainingSamples(ABC, Generic[BatchType]):
@@ -58,9 +48,6 @@ class TrainingSamples(ABC, Generic[BatchType]):
         weights: corpus prefix → weight, in any unit (only their proportions count).
         corpora: in that order. windows: how many each has.
         seed: of the order.
-
-    Raises:
-        UserError: a weight that isn't a positive number or too small a share.
     """
 
     def __init__(
@@ -73,18 +60,10 @@ class TrainingSamples(ABC, Generic[BatchType]):
         """Return prefix → what its corpus is (see `IndexedCorpus.identity`). Reads each index once."""
         return {corpus.prefix: corpus.identity(whole=whole) for corpus in self.corpora}
 
-    def source(self, k: int) -> SampleSource:
-        """Return the corpus, epoch and window of sample k. IndexError: k is negative."""
-        return SampleSource(*(int(part[0]) for part in self.sources(np.array([k]))))
-
     def sources(
         self, numbers: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the corpus, the epoch and the window of each of many samples, int64 as `numbers`.
-
-        Raises:
-            IndexError: a number is negative.
-        """
+        """Return the corpus, the epoch and the window of each of many samples, int64 as `numbers`."""
         if (numbers < 0).any():
             raise IndexError(f"sample {numbers.min()}")
         corpora, counts = self._blend.locate(numbers)
@@ -146,21 +125,14 @@ class PackedSamples(TrainingSamples[Batch]):
         super().__init__(prefixes, corpora, [_whole_windows(corpus, sequence_length) for corpus in corpora], seed)
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
-        source = self.source(k)
-        s = self.sequence_length
-        return self.corpora[source.corpus].read(source.window * s, s + 1)
-
-    def global_batch(self, step: int, global_batch: int) -> Tensor:
-        """Return all samples of a step in order, int64 [B, s + 1]."""
-        return self._stack(range(step * global_batch, (step + 1) * global_batch))
+        row: npt.NDArray[np.int64] = self._rows([k], IndexedCorpus.read)[0].numpy()
+        return row
 
     def _batch(self, numbers: range) -> Batch:
-        windows = self._stack(numbers)
-        return separated(windows, self.documents(numbers)) if self.separate else continued(windows)
-
-    def _stack(self, numbers: Iterable[int]) -> Tensor:
-        """Return the tokens of samples, int64 [samples, s + 1]."""
-        return self._rows(numbers, IndexedCorpus.read)
+        windows = self._rows(numbers, IndexedCorpus.read)
+        if self.separate:
+            return separated(windows, self.documents(numbers))
+        return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
 
     def documents(self, numbers: Iterable[int]) -> Tensor:
         """Return the numbers of the documents of samples' tokens, int64 [samples, s + 1]."""
@@ -238,9 +210,6 @@ class FixedSamples(ABC, Generic[BatchType]):
     """Validation samples: the windows of held-out corpora in a fixed order, corpus after corpus.
 
     Sum the losses and divide by the number of labels that aren't -100: a mean of means would count padding.
-
-    Raises:
-        UserError: no corpus.
     """
 
     def __init__(self, corpora: list[IndexedCorpus], windows: list[int]) -> None:
@@ -289,9 +258,6 @@ class ValidationSamples(FixedSamples[Batch]):
 
     Args:
         separate: keep the documents of a window apart (see batch.py).
-
-    Raises:
-        UserError: no corpus, one of fewer than 2 tokens, or one without anything to predict.
     """
 
     def __init__(
@@ -304,24 +270,15 @@ class ValidationSamples(FixedSamples[Batch]):
                 raise UserError(f"{corpus.prefix} holds {corpus.tokens} tokens; validation needs at least 2")
         super().__init__(corpora, [-(-(corpus.tokens - 1) // sequence_length) for corpus in corpora])
 
-    def _window(self, i: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the tokens of window i and the numbers of their documents, int64 [s + 1] each.
-
-        The numbers are all 0 where documents are not kept apart. Token 0 of document PADDING fills the window up.
-        """
-        number, window = self._locate(i)
-        corpus, s = self.corpora[number], self.sequence_length
-        start = window * s
-        count = min(s + 1, corpus.tokens - start)
-        tokens, documents = np.zeros(s + 1, np.int64), np.full(s + 1, PADDING, np.int64)
-        tokens[:count] = corpus.read(start, count)
-        documents[:count] = corpus.documents(start, count) if self.separate else 0
-        return tokens, documents
-
     def _batch(self, numbers: list[int], rows: int) -> Batch:
-        windows = torch.zeros(rows, self.sequence_length + 1, dtype=torch.long)
+        s = self.sequence_length
+        windows = torch.zeros(rows, s + 1, dtype=torch.long)
         documents = torch.full_like(windows, PADDING)
         for row, i in enumerate(numbers):
-            windows[row], documents[row] = map(torch.from_numpy, self._window(i))
+            number, window = self._locate(i)
+            corpus, start = self.corpora[number], window * s
+            count = min(s + 1, corpus.tokens - start)
+            windows[row, :count] = torch.from_numpy(corpus.read(start, count))
+            documents[row, :count] = torch.from_numpy(corpus.documents(start, count)) if self.separate else 0
         batch = separated(windows, documents)
         return batch if self.separate else Batch(batch.input_ids, batch.labels)

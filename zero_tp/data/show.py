@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zero_tp.data.index_format import idx_path
-from zero_tp.data.indexed import IndexedCorpus
+from zero_tp.data.indexed import IndexedCorpus, idx_path
 from zero_tp.data.tokenizer import find_tokenizer, open_tokenizer
 from zero_tp.errors import UserError
 
