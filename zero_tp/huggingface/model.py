@@ -37,10 +37,7 @@ class HuggingFaceModel(PretrainedWeights):
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """Accept the config's choice of transformers' code for experts, which computes none here."""
-        if requested_experts is not None:
-            return requested_experts
-        chosen: str = super().get_correct_experts_implementation(requested_experts)
-        return chosen
+        return requested_experts or str(super().get_correct_experts_implementation(None))
 
     @property
     def accepts_loss_kwargs(self) -> bool:

@@ -172,7 +172,7 @@ class MaskedLM(ParallelModel):
         """Return the logits of every position, [b, s, v], whole on every TP rank."""
         batch, length = shape
         every = torch.arange(batch * length, device=hidden.device)
-        logits, _ = self.head(gather_rows(hidden, every, self.topology.tensor_group, sequence=sequence), None)
+        logits: Tensor = self.head(gather_rows(hidden, every, self.topology.tensor_group, sequence=sequence), None)
         return logits.unflatten(0, (length, batch)).transpose(0, 1)
 
     def _score_tokens(
