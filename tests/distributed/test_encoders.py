@@ -20,6 +20,7 @@ from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.huggingface import ZeroTPForPreTraining
+from zero_tp.models.context import ForwardInputs
 from zero_tp.parallel.collectives import gather_rows
 from zero_tp.parallel.layout import audit, split_vocabulary
 from zero_tp.parallel.loss import vocab_parallel_cross_entropy
@@ -232,7 +233,7 @@ def there_and_back(source: Path, folder: Path, tensor: int) -> tuple[list[str], 
     padding = (torch.arange(32) < torch.tensor([32, 20])[:, None]).long()
     with torch.no_grad():
         expected = reference(tokens, attention_mask=padding).last_hidden_state.transpose(0, 1)
-        hidden = model.transformer(tokens.t().contiguous(), padding, sequence=tensor > 1)
+        hidden = model.transformer(tokens.t().contiguous(), inputs=ForwardInputs(padding), sequence=tensor > 1)
     own = piece_of(expected, model.topology)
     return [str(one.message) for one in caught], float((hidden - own).norm() / own.norm())
 

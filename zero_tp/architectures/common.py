@@ -84,9 +84,6 @@ def spec(
         partly: the architecture may turn a part of each head.
         mlp: of every layer, or of each.
         differences: arguments of TransformerSpec that are not as in Llama.
-
-    Raises:
-        ConfigError: a field whose value is not computed.
     """
     layers, std = config.num_hidden_layers, config.initializer_range
     mlps = (mlp,) * layers if isinstance(mlp, str) else mlp
@@ -122,11 +119,7 @@ def spec(
 
 
 def experts(config: PretrainedConfig) -> ExpertsSpec:
-    """Return the mixture of experts; its loss counts if the config asks for the routers' logits, as in transformers.
-
-    Raises:
-        ConfigError: a token has more experts than there are.
-    """
+    """Return the mixture of experts; its loss counts if the config asks for the routers' logits, as in transformers."""
     count, per_token = config.num_experts, config.num_experts_per_tok
     if per_token > count:
         key, remedy = f"{MODEL_KEY}.num_experts_per_tok", f"give at most {count}"
@@ -142,11 +135,7 @@ def experts(config: PretrainedConfig) -> ExpertsSpec:
 
 
 def sparse_mlps(config: PretrainedConfig) -> tuple[str, ...]:
-    """Return each layer's MLP, from `mlp_only_layers` and `decoder_sparse_step`.
-
-    Raises:
-        ConfigError: no layer has experts.
-    """
+    """Return each layer's MLP, from `mlp_only_layers` and `decoder_sparse_step`."""
     step, dense, layers = config.decoder_sparse_step, config.mlp_only_layers, range(config.num_hidden_layers)
     mlps = tuple("gated" if n in dense or (n + 1) % step else "experts" for n in layers)
     if "experts" not in mlps:
@@ -161,11 +150,7 @@ def dropouts(config: PretrainedConfig, **fields: str) -> Dropouts:
 
 
 def grouped_heads(config: PretrainedConfig) -> tuple[int, int, int]:
-    """Return heads, KV heads and head size.
-
-    Raises:
-        ConfigError: the KV heads do not divide the heads, or the heads the hidden size where no head size is given.
-    """
+    """Return heads, KV heads and head size."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", heads)
     if kv_heads is None:
@@ -182,11 +167,7 @@ def grouped_heads(config: PretrainedConfig) -> tuple[int, int, int]:
 
 
 def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """Return each layer's window, from `layer_types`.
-
-    Raises:
-        ConfigError: too few types or too many, a sliding layer without a window.
-    """
+    """Return each layer's window, from `layer_types`."""
     types, key = list(config.layer_types), f"{MODEL_KEY}.layer_types"
     if len(types) != config.num_hidden_layers:
         raise ConfigError(key, f"{len(types)} entries for {config.num_hidden_layers} layers", "give one for each")

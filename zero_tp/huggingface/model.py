@@ -55,9 +55,6 @@ class HuggingFaceModel(PretrainedWeights):
 
         Args:
             value: torch's Embedding of the whole vocabulary, or the word embedding of a model such as this one.
-
-        Raises:
-            UserError: it has other sizes.
         """
         set_word_embedding(self, value)
 
@@ -109,9 +106,6 @@ class HuggingFaceModel(PretrainedWeights):
                 taken and changes nothing: there is one mechanism, which is exact with every ZeRO stage.
             every_n_layers: recompute every nth layer only.
             offload: keep the inputs of recomputed layers in the host's memory.
-
-        Raises:
-            ConfigError: another key, or keys that do not fit.
         """
         fields = {"mode": "full", **(activation_checkpointing_kwargs or {})}
         fields.pop("use_reentrant", None)

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
-from zero_tp.models.context import Pieces, documents_of
+from zero_tp.models.context import ForwardInputs, Pieces, documents_of
 from zero_tp.models.head import OutputLayer
 from zero_tp.models.parallel_model import ParallelModel, check_shape
 from zero_tp.models.router_balance import RouterBalance
@@ -158,15 +158,9 @@ class CausalLM(ParallelModel):
         sequence = self._runs_sequence_parallel(input_ids.shape[1])
         if document_ids is None and position_ids is not None and attention_mask is None and past_key_values is None:
             document_ids = documents_of(position_ids.expand(*input_ids.shape))
-        hidden: Tensor = self.transformer(
-            input_ids.t().contiguous(),
-            attention_mask,
-            positions=position_ids,
-            pieces=None if document_ids is None else self._pieces(document_ids, input_ids.device),
-            cache=past_key_values,
-            balance=balance,
-            sequence=sequence,
-        )
+        pieces = None if document_ids is None else self._pieces(document_ids, input_ids.device)
+        inputs = ForwardInputs(attention_mask, position_ids, pieces, past_key_values, balance)
+        hidden: Tensor = self.transformer(input_ids.t().contiguous(), inputs=inputs, sequence=sequence)
         return hidden, sequence
 
     def _pieces(self, document_ids: Tensor, device: torch.device) -> Pieces:
