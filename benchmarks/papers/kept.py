@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.models.context import ForwardInputs
 from zero_tp.planning.tracking import Allocation, Allocations
 
 
@@ -40,6 +41,6 @@ def kept_by_layer(model: ZeroTPForCausalLM, number: int, length: int, batch: int
     topology, weight = model.topology, next(model.transformer.layers[number].parameters())
     shard = length // topology.tensor if topology.sequence else length
     stream = torch.randn(shard, batch, model.spec.hidden, dtype=weight.dtype, device=weight.device)
-    context = model.transformer.context(length, stream, sequence=topology.sequence)
+    context = model.transformer.context(length, stream, ForwardInputs(), sequence=topology.sequence)
     layer = partial(model.transformer.layers[number], context=context)
     return kept_by_backward(layer, stream)

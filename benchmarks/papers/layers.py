@@ -14,6 +14,7 @@ from benchmarks.papers.engines import CPU, built, topology_of
 from benchmarks.papers.kept import kept_by_layer
 from benchmarks.papers.published import TECHNIQUES
 from zero_tp.config import RunConfig
+from zero_tp.models.context import ForwardInputs
 from zero_tp.planning.formulas import Layer
 
 Times = dict[str, list[tuple[float, float]]]
@@ -63,7 +64,7 @@ def _run(config: RunConfig, device: torch.device) -> Callable[[], tuple[float, f
     shape = (length // (topology.tensor if topology.sequence else 1), config.micro_batch, model.spec.hidden)
     stream = torch.randn(shape, dtype=dtype, device=device).requires_grad_()
     gradient = torch.randn(shape, dtype=dtype, device=device)
-    context = model.transformer.context(length, stream, sequence=topology.sequence)
+    context = model.transformer.context(length, stream, ForwardInputs(), sequence=topology.sequence)
 
     def now() -> float:
         if device.type != "cpu":

@@ -21,6 +21,7 @@ from tests.tiers import THOROUGH, in_tiers
 from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.models.context import ForwardInputs
 from zero_tp.planning.formulas import (
     Layer,
     eager_core,
@@ -147,7 +148,7 @@ def both_ways(layer: Layer) -> dict[str, tuple[int, int]]:
     for core in CORES:
         model = model_of(layer, core, topology)
         stream = torch.randn(int(layer.residual) // layer.b // layer.h, layer.b, layer.h, dtype=torch.bfloat16)
-        context = model.transformer.context(layer.s, stream, sequence=layer.sequence)
+        context = model.transformer.context(layer.s, stream, ForwardInputs(), sequence=layer.sequence)
         function = partial(model.transformer.layers[0], context=context)
         weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         counted = sum(storage.bytes for storage in kept_by_backward(function, stream))

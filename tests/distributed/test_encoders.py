@@ -20,9 +20,10 @@ from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.huggingface import ZeroTPForPreTraining
+from zero_tp.models.context import ForwardInputs
 from zero_tp.parallel.collectives import gather_rows
 from zero_tp.parallel.layout import audit, split_vocabulary
-from zero_tp.parallel.loss import vocab_parallel_loss_and_choices
+from zero_tp.parallel.loss import vocab_parallel_cross_entropy
 from zero_tp.topology import Topology
 
 EACH_TYPE = pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -196,9 +197,8 @@ def scored(world: int, sequence: bool, seed: int) -> int:
     own = leaf(piece_of(whole, topology))
     shards = [leaf(cut.shard(each, topology.tensor_rank, world)) for each in (weight, bias)]
     rows = gather_rows(own, places, topology.tensor_group, sequence=sequence).unsqueeze(1)
-    loss, right = vocab_parallel_loss_and_choices(
-        rows, shards[0], shards[1], labels, vocabulary=vocabulary, group=topology.tensor_group, divisor=4.0
-    )
+    common: dict[str, Any] = {"vocabulary": vocabulary, "group": topology.tensor_group, "bias": shards[1]}
+    loss, right = vocab_parallel_cross_entropy(rows, shards[0], labels, divisor=4.0, choosing=True, **common)
     (loss * 3).backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert right.item() == (logits.argmax(1) == labels[:, 0]).sum().item() >= 1
@@ -233,7 +233,7 @@ def there_and_back(source: Path, folder: Path, tensor: int) -> tuple[list[str], 
     padding = (torch.arange(32) < torch.tensor([32, 20])[:, None]).long()
     with torch.no_grad():
         expected = reference(tokens, attention_mask=padding).last_hidden_state.transpose(0, 1)
-        hidden = model.transformer(tokens.t().contiguous(), padding, sequence=tensor > 1)
+        hidden = model.transformer(tokens.t().contiguous(), inputs=ForwardInputs(padding), sequence=tensor > 1)
     own = piece_of(expected, model.topology)
     return [str(one.message) for one in caught], float((hidden - own).norm() / own.norm())
 

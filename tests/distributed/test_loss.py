@@ -88,9 +88,9 @@ def cross_entropy(
     try:
         common: dict[str, Any] = {"vocabulary": vocabulary, "group": group, "ignore_index": index}
         once: dict[str, Any] = {"sequence": sequence, "divisor": divisor, **common}
-        found = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, **once)
+        found, _ = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, **once)
         with torch.no_grad():
-            without = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, **once)
+            without, _ = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, **once)
         scores = vocab_parallel_token_scores(hidden, given_weight, labels, **common)
         alternatives = torch.stack((labels, labels.roll(1), torch.full_like(labels, index)), 2)
         each_of_three = vocab_parallel_token_scores(hidden, given_weight, alternatives, **common)
@@ -212,7 +212,7 @@ def rounded(world: int, sequence: bool, length: int, batch: int, draws: int) -> 
         given_weight = leaf(layout.shard(weight, topology.tensor_rank, world))
         vocab_parallel_cross_entropy(
             given_hidden, given_weight, labels, vocabulary=vocabulary, group=topology.tensor_group, sequence=sequence
-        ).backward()
+        )[0].backward()
         assert given_hidden.grad is not None and given_weight.grad is not None
         assert expected_hidden.grad is not None and expected_weight.grad is not None
         found = {"hidden": given_hidden.grad, "weight": given_weight.grad}
@@ -264,7 +264,7 @@ def largest_tensor(world: int, sequence: bool, chunk: int, trained: bool = True)
     common: dict[str, Any] = {"vocabulary": vocabulary, "group": topology.tensor_group}
     try:
         with Largest() as largest, torch.set_grad_enabled(trained):
-            found = vocab_parallel_cross_entropy(own, shard, labels, sequence=sequence, **common)
+            found, _ = vocab_parallel_cross_entropy(own, shard, labels, sequence=sequence, **common)
             if trained:
                 found.backward()
             vocab_parallel_token_scores(hidden, shard, labels, **common)

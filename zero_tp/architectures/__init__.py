@@ -34,11 +34,7 @@ __all__ = [
 
 
 def architecture_of(config: PretrainedConfig) -> Architecture:
-    """Return the table of a config.
-
-    Raises:
-        UserError: no table for the config's model_type; names those there are.
-    """
+    """Return the table of a config."""
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         raise UserError(

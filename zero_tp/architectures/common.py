@@ -7,7 +7,6 @@ Hugging Face's files. Fields are read by the general names, which every config c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +50,7 @@ def fields(
     *,
     sizes: tuple[str, ...] = ("num_key_value_heads",),
     epsilon: str = "rms_norm_eps",
+    positive: tuple[str, ...] = (),
     dropouts: tuple[str, ...] = (),
     choices: Mapping[str, tuple[str, ...]] | None = None,
     read: tuple[str, ...] = ("pad_token_id",),
@@ -65,7 +65,7 @@ def fields(
     """
     return Fields(
         sizes=(*SIZES, *sizes),
-        positive=("initializer_range", epsilon),
+        positive=("initializer_range", epsilon, *positive),
         dropouts=("attention_dropout", *dropouts),
         choices={"hidden_act": tuple(ACTIVATIONS), **(choices or {})},
         read=("tie_word_embeddings", *ROPE, *read),
@@ -84,11 +84,9 @@ def spec(
         partly: the architecture may turn a part of each head.
         mlp: of every layer, or of each.
         differences: arguments of TransformerSpec that are not as in Llama.
-
-    Raises:
-        ConfigError: a field whose value is not computed.
     """
     layers, std = config.num_hidden_layers, config.initializer_range
+    mlps = (mlp,) * layers if isinstance(mlp, str) else mlp
     heads, kv_heads, head_size = grouped_heads(config)
     if differences.get("position") != "learned":
         differences = {"position": "rotary", "rotary": rotary(config, head_size, partly=partly), **differences}
@@ -103,7 +101,8 @@ def spec(
         "positions": config.max_position_embeddings,
         "norm": "rms_norm",
         "norm_epsilon": getattr(config, "rms_norm_eps", None),
-        "mlps": (mlp,) * layers if isinstance(mlp, str) else mlp,
+        "mlps": mlps,
+        "experts": experts(config) if "experts" in mlps else None,
         "activation": ACTIVATIONS.get(getattr(config, "hidden_act", "")),
         "qkv_bias": False,
         "output_bias": False,
@@ -119,29 +118,24 @@ def spec(
     return TransformerSpec(**{**usual, **differences})
 
 
-def experts(config: PretrainedConfig, count: int, size: int, *, normalised: bool, shared: int = 0) -> ExpertsSpec:
-    """Return the mixture of experts; its loss counts if the config asks for the routers' logits, as in transformers.
-
-    Args:
-        count, size, normalised, shared: see ExpertsSpec.
-
-    Raises:
-        ConfigError: a token has more experts than there are.
-    """
-    chosen = config.num_experts_per_tok
-    if chosen > count:
+def experts(config: PretrainedConfig) -> ExpertsSpec:
+    """Return the mixture of experts; its loss counts if the config asks for the routers' logits, as in transformers."""
+    count, per_token = config.num_experts, config.num_experts_per_tok
+    if per_token > count:
         key, remedy = f"{MODEL_KEY}.num_experts_per_tok", f"give at most {count}"
-        raise ConfigError(key, f"{chosen} experts a token, of {count} in a layer", remedy)
-    loss_weight = config.router_aux_loss_coef if config.output_router_logits else None
-    return ExpertsSpec(count, chosen, size, normalised, loss_weight, shared)
+        raise ConfigError(key, f"{per_token} experts a token, of {count} in a layer", remedy)
+    return ExpertsSpec(
+        count,
+        per_token,
+        size=getattr(config, "moe_intermediate_size", config.intermediate_size),
+        normalised=getattr(config, "norm_topk_prob", True),
+        loss_weight=config.router_aux_loss_coef if config.output_router_logits else None,
+        shared=getattr(config, "shared_expert_intermediate_size", 0),
+    )
 
 
 def sparse_mlps(config: PretrainedConfig) -> tuple[str, ...]:
-    """Return each layer's MLP, from `mlp_only_layers` and `decoder_sparse_step`.
-
-    Raises:
-        ConfigError: no layer has experts.
-    """
+    """Return each layer's MLP, from `mlp_only_layers` and `decoder_sparse_step`."""
     step, dense, layers = config.decoder_sparse_step, config.mlp_only_layers, range(config.num_hidden_layers)
     mlps = tuple("gated" if n in dense or (n + 1) % step else "experts" for n in layers)
     if "experts" not in mlps:
@@ -156,11 +150,7 @@ def dropouts(config: PretrainedConfig, **fields: str) -> Dropouts:
 
 
 def grouped_heads(config: PretrainedConfig) -> tuple[int, int, int]:
-    """Return heads, KV heads and head size.
-
-    Raises:
-        ConfigError: the KV heads do not divide the heads, or the heads the hidden size where no head size is given.
-    """
+    """Return heads, KV heads and head size."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", heads)
     if kv_heads is None:
@@ -177,16 +167,12 @@ def grouped_heads(config: PretrainedConfig) -> tuple[int, int, int]:
 
 
 def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """Return each layer's window, from `layer_types`.
-
-    Raises:
-        ConfigError: too few types or too many, a sliding layer without a window.
-    """
+    """Return each layer's window, from `layer_types`."""
     types, key = list(config.layer_types), f"{MODEL_KEY}.layer_types"
     if len(types) != config.num_hidden_layers:
         raise ConfigError(key, f"{len(types)} entries for {config.num_hidden_layers} layers", "give one for each")
-    if SLIDING in types and not config.sliding_window:  # 0 is none too
-        raise ConfigError(key, f"{SLIDING} needs sliding_window, and use_sliding_window: true")
+    if SLIDING in types and (config.sliding_window or 0) < 1:
+        raise ConfigError(key, f"{SLIDING} needs a positive sliding_window, and use_sliding_window: true")
     return tuple(config.sliding_window if kind == SLIDING else None for kind in types)
 
 
@@ -194,21 +180,21 @@ OURS, THEIRS = "transformer.layers.{layer}.", "model.layers.{layer}."
 
 
 def both_names(
-    ours: str, *theirs: str, bias: bool = True, transposed: bool = False, heads: int | None = None
+    ours: str, *theirs: str, bias: bool = True, transposed: bool = False, **attributes: Any
 ) -> Iterator[Weight]:
     """Yield the weight, and the bias if there is one, of a norm or a linear layer; several of theirs are one of ours.
 
     Args:
-        transposed, heads: see Weight.
+        transposed, attributes: see Weight.
     """
     for name in ("weight", "bias") if bias else ("weight",):
         names = tuple(f"{module}.{name}" for module in theirs)
-        yield Weight(f"{ours}.{name}", names, transposed=transposed and name == "weight", heads=heads)
+        yield Weight(f"{ours}.{name}", names, transposed=transposed and name == "weight", **attributes)
 
 
-def layer_weights(ours: str, *theirs: str, bias: bool) -> Iterator[Weight]:
+def layer_weights(ours: str, *theirs: str, bias: bool, layers: tuple[int, ...] | None = None) -> Iterator[Weight]:
     """Yield the same of every layer, by the names within one."""
-    yield from both_names(OURS + ours, *(THEIRS + name for name in theirs), bias=bias)
+    yield from both_names(OURS + ours, *(THEIRS + name for name in theirs), bias=bias, layers=layers)
 
 
 EMBEDDING = Weight("transformer.embedding.word.weight", "model.embed_tokens.weight")
@@ -235,41 +221,49 @@ GATED = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 """The linear layers of Llama's MLP: our name, theirs."""
 
 
-def expert_weights(
-    spec: TransformerSpec, block: str = "mlp", linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-) -> Iterator[Weight]:
-    """Yield the weights of routers and experts: files have one tensor an expert, transformers' classes stack them.
-
-    Args:
-        block: the files' name of the MLP. linears: their names of gate, up and down.
-    """
+def expert_weights(spec: TransformerSpec, block: str, linears: Mapping[str, tuple[str, ...]]) -> Iterator[Weight]:
+    """Yield the weights of routers and experts: files have one tensor an expert, transformers' classes stack them."""
     assert spec.experts is not None
     count, layers = spec.experts.count, spec.expert_layers
     router = f"{OURS}mlp.router.weight"
     yield Weight(router, f"{THEIRS}{block}.gate.weight", in_memory=f"{THEIRS}mlp.gate.weight", layers=layers)
-    for ours, names in (("gate_up", linears[:2]), ("down", linears[2:])):
+    for ours, names in linears.items():
         matrices = tuple(f"{THEIRS}{block}.experts.{number}.{name}.weight" for number in range(count) for name in names)
         in_memory = f"{THEIRS}mlp.experts.{ours}_proj"
         yield Weight(f"{OURS}mlp.{ours}.weight", matrices, experts=count, in_memory=in_memory, layers=layers)
+    if spec.experts.shared:
+        for ours, theirs in GATED.items():
+            names = tuple(f"mlp.shared_expert.{name}" for name in theirs)
+            yield from layer_weights(f"mlp.shared.{ours}", *names, bias=False, layers=layers)
+        yield Weight(f"{OURS}mlp.shared.gate", f"{THEIRS}mlp.shared_expert_gate.weight", layers=layers)
 
 
 def weights(
-    spec: TransformerSpec, attention: Iterable[Weight] | None = None, mlp: Mapping[str, tuple[str, ...]] = GATED
+    spec: TransformerSpec,
+    attention: Iterable[Weight] | None = None,
+    mlp: Mapping[str, tuple[str, ...]] = GATED,
+    *,
+    block: str = "mlp",
+    linears: Mapping[str, tuple[str, ...]] = GATED,
 ) -> tuple[Weight, ...]:
     """Return every parameter of a model of this spec.
 
     Args:
         attention: those of `self_attn`, where they are not as in Llama.
         mlp: the linear layers of the MLPs that are no experts, our name → theirs.
+        block: the files' name of the MLP with experts. linears: as `mlp`, of one expert.
     """
     bias = spec.norm == "layer_norm"
     listed = [EMBEDDING, *layer_weights("attention_norm", "input_layernorm", bias=bias)]
     listed += attention_weights(spec) if attention is None else attention
     listed += layer_weights("mlp_norm", "post_attention_layernorm", bias=bias)
     for ours, theirs in mlp.items():
-        linear = layer_weights(f"mlp.{ours}", *(f"mlp.{name}" for name in theirs), bias=spec.mlp_bias)
-        listed += [replace(weight, layers=spec.dense_layers) for weight in linear]
-    return (*listed, *both_names("transformer.final_norm", "model.norm", bias=bias), HEAD)
+        names = (f"mlp.{name}" for name in theirs)
+        listed += layer_weights(f"mlp.{ours}", *names, bias=spec.mlp_bias, layers=spec.dense_layers)
+    listed += [*both_names("transformer.final_norm", "model.norm", bias=bias), HEAD]
+    if spec.experts is not None:
+        listed += expert_weights(spec, block, linears)
+    return tuple(listed)
 
 
 def architecture(

@@ -97,9 +97,6 @@ def pretrained_config(directory: Path, key: str = "", **changes: Any) -> Pretrai
     Args:
         key: what the message starts with where the directory isn't a model's.
         changes: fields to take instead of the directory's.
-
-    Raises:
-        ConfigError: see `config_from`; the directory or its config.json is missing or can't be read.
     """
     return config_from(read_config_json(directory, key), directory, **changes)
 
@@ -114,9 +111,6 @@ def config_from(raw: dict[str, Any], directory: Path, **changes: Any) -> Pretrai
     Args:
         directory: named by the messages.
         changes: fields to take instead.
-
-    Raises:
-        ConfigError: see `written_config`.
     """
     fixed = set(FIXED_IN_EVERY_CONFIG)
     try:
@@ -174,9 +168,6 @@ def check_numbers(config: PretrainedConfig, path: Path) -> None:
 
     Args:
         path: of the file.
-
-    Raises:
-        ConfigError: a number that no model has; transformers would compute NaN with many of them.
     """
     table = architectures.ARCHITECTURES.get(config.model_type)
     try:
@@ -194,9 +185,6 @@ def check_unchanged(directory: Path, config: PretrainedConfig, saved: dict[str, 
     Args:
         directory: of `from_pretrained`; what it holds may have changed, where a written model is part of the file.
         saved: the config of the checkpoint's model.
-
-    Raises:
-        ConfigError: names the first field that is another one.
     """
     known = fields_of(config.model_type)
     for name in (*inspect.get_annotations(type(config)), *known.undeclared):

@@ -115,9 +115,6 @@ class Fields:
         Args:
             values: by the names of the config class.
             written: they are values of a JSON file, else attributes of a config object.
-
-        Raises:
-            ConfigError: another value than the fixed one, none of the choices, or a number out of its range.
         """
         show = shown if written else repr
         fixed = {**FIXED_IN_EVERY_CONFIG, **self.fixed}
@@ -139,9 +136,6 @@ class Fields:
 
         Args:
             values: by the names of the config class.
-
-        Raises:
-            ConfigError: a number out of its range.
         """
         for name, value in values.items():
             key = f"{MODEL_KEY}.{name}"
@@ -158,9 +152,6 @@ class Fields:
         """Refuse a config object that has an attribute which nobody knows, or a value that is not computed.
 
         transformers' code reads attributes that no config class declares (`is_causal` makes any decoder look ahead).
-
-        Raises:
-            ConfigError: see above.
         """
         if config.is_heterogeneous:
             reason = FIXED_IN_EVERY_CONFIG["per_layer_config"][1]

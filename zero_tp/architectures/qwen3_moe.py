@@ -6,7 +6,6 @@ from transformers import PretrainedConfig
 
 from zero_tp.architectures import common, qwen2_moe
 from zero_tp.architectures.spec import TransformerSpec
-from zero_tp.architectures.table import Weight
 
 FIELDS = common.fields(
     sizes=("num_key_value_heads", "head_dim", "sliding_window", "num_local_experts", *qwen2_moe.SIZES),
@@ -18,20 +17,9 @@ FIELDS = common.fields(
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
     """Return the spec, with each layer's MLP, one window for all, and the norms of Q and K."""
-    bias, count, size = config.attention_bias, config.num_experts, config.moe_intermediate_size
-    return common.spec(
-        config,
-        mlp=common.sparse_mlps(config),
-        experts=common.experts(config, count, size, normalised=config.norm_topk_prob),
-        qkv_bias=bias,
-        output_bias=bias,
-        query_key_norm="heads",
-        windows=(config.sliding_window,) * config.num_hidden_layers,
-    )
+    bias, windows = config.attention_bias, (config.sliding_window,) * config.num_hidden_layers
+    mlps = common.sparse_mlps(config)
+    return common.spec(config, mlp=mlps, qkv_bias=bias, output_bias=bias, query_key_norm="heads", windows=windows)
 
 
-def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
-    return (*common.weights(spec), *common.expert_weights(spec))
-
-
-ARCHITECTURE = common.architecture(FIELDS, spec, "Qwen3MoeForCausalLM", weights)
+ARCHITECTURE = common.architecture(FIELDS, spec, "Qwen3MoeForCausalLM")

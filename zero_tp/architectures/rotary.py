@@ -65,9 +65,6 @@ def rotary(config: PretrainedConfig, head_size: int, *, partly: bool = False) ->
 
     Args:
         partly: the architecture may turn a part of each head (`partial_rotary_factor`).
-
-    Raises:
-        ConfigError: a type, a key or a value of it that is not computed.
     """
     parameters = dict(config.rope_parameters)
     kind = _rope_type(parameters)
@@ -143,11 +140,7 @@ def _turning_features(config: PretrainedConfig, parameters: Mapping[str, Any], h
 
 
 def check_rope_values(parameters: Mapping[str, Any]) -> None:
-    """Check the numbers of any model's `rope_parameters`, in which a kind of layers may have a mapping of its own.
-
-    Raises:
-        ConfigError: a type that is no name, a number that is not positive.
-    """
+    """Check the numbers of any model's `rope_parameters`, in which a kind of layers may have a mapping of its own."""
     if not isinstance(parameters.get("rope_type", ""), str):
         raise _refused("rope_type", f"{parameters['rope_type']!r} is not a name", f"one of {', '.join(ROPE_KEYS)}")
     for name, value in parameters.items():
@@ -158,11 +151,7 @@ def check_rope_values(parameters: Mapping[str, Any]) -> None:
 
 
 def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> None:
-    """Check that each of the names under which a file gives rotary parameters has arrived in `rope_parameters`.
-
-    Raises:
-        ConfigError: transformers took another one, or none.
-    """
+    """Check that each of the names under which a file gives rotary parameters has arrived in `rope_parameters`."""
     for name, value in written.items():
         is_old = name in _OLD_ROPE_NAMES
         values = {_OLD_ROPE_NAMES[name]: value} if is_old else value if name in ROPE else None

@@ -145,11 +145,7 @@ class TransformerSpec:
         return len(self.expert_layers) * self.mlp_matrices * self.hidden * idle
 
     def check(self, tensor: int) -> None:
-        """Check that TP can split the model. KV heads need not divide: see `models/projection.py`.
-
-        Raises:
-            ConfigError: a size that TP has to split does not divide.
-        """
+        """Check that TP can split the model. KV heads need not divide: see `models/projection.py`."""
         sizes = {"heads": self.heads, "MLP width": self.mlp_size if self.dense_layers else 0}
         if self.experts is not None:
             sizes |= {"expert width": self.experts.size, "shared expert width": self.experts.shared}

@@ -169,11 +169,7 @@ class Architecture:
         return self.without_sentences is None
 
     def spec(self, config: PretrainedConfig) -> TransformerSpec:
-        """Return what the model of a config is made of.
-
-        Raises:
-            ConfigError: a field whose value is not computed exactly.
-        """
+        """Return what the model of a config is made of."""
         self.fields.check_object(config)
         return self.translate(config)
 

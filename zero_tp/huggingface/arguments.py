@@ -30,15 +30,10 @@ OF_FROM_PRETRAINED = {
     "use_safetensors": "leave it out for safetensors; allow_pickle=True reads pickled weights too",
     "variant": "the files without a variant are read; leave it out",
 }
-ATTENTION = ("eager", "sdpa")
 
 
 def refuse(method: str, options: Mapping[str, Any], known: Iterable[str], reasons: Mapping[str, str]) -> None:
-    """Refuse arguments that a method does not have. The values None and False change nothing.
-
-    Raises:
-        UserError: an argument has another value.
-    """
+    """Refuse arguments that a method does not have. The values None and False change nothing."""
     for name, value in options.items():
         if value is not None and value is not False:
             reason = reasons.get(name, f"its arguments are {', '.join(known)}")
@@ -46,11 +41,7 @@ def refuse(method: str, options: Mapping[str, Any], known: Iterable[str], reason
 
 
 def forward_options(model: nn.Module, forward: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that are arguments of `forward`. Others may be None or False, and are left out.
-
-    Raises:
-        UserError: another option has a value.
-    """
+    """Return the options that are arguments of `forward`. Others may be None or False, and are left out."""
     known = [name for name in inspect.signature(forward).parameters if name != "self"]
     others = {name: value for name, value in options.items() if name not in known}
     refuse(f"{type(model).__name__}.forward", others, known, OF_FORWARD)
@@ -58,11 +49,7 @@ def forward_options(model: nn.Module, forward: Callable[..., Any], options: dict
 
 
 def with_revision(model: str | os.PathLike[str], revision: str | None) -> str:
-    """Append a revision to a model's name on the hub, as `owner/name@revision`.
-
-    Raises:
-        UserError: the model is a directory, or its name has another revision.
-    """
+    """Append a revision to a model's name on the hub, as `owner/name@revision`."""
     name = os.fspath(model)
     if revision is None or name.endswith(f"@{revision}"):
         return name
@@ -70,17 +57,3 @@ def with_revision(model: str | os.PathLike[str], revision: str | None) -> str:
         state = "names its own" if is_name(name) else "is a directory, which has none"
         raise UserError(f"revision: {shown(revision)}, but {name} {state}; leave revision out")
     return f"{name}@{revision}"
-
-
-def attention(implementation: str) -> str:
-    """Return an implementation of attention.
-
-    Raises:
-        UserError: it is not built.
-    """
-    if implementation not in ATTENTION:
-        raise UserError(
-            f'attn_implementation: {shown(implementation)} is not built; give "sdpa", with the fastest kernel of '
-            'torch\'s that fits, or "eager"'
-        )
-    return implementation

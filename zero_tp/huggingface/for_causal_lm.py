@@ -50,9 +50,6 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
 
         Args:
             kwargs: other arguments of `CausalLM.forward`; those of transformers that it lacks may be None or False.
-
-        Raises:
-            UserError: another argument has a value; see `CausalLM.forward`.
         """
         if self._returns_evaluation_logits(return_logits, reduction):
             return_logits = True
@@ -80,11 +77,7 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
         """Let a cache of fixed length take its shape from the keys that come, which are those of a rank's heads."""
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        """Refuse the paged cache of `generate_batch` and of `cache_implementation="paged"`.
-
-        Raises:
-            UserError: always.
-        """
+        """Refuse the paged cache of `generate_batch` and of `cache_implementation="paged"`."""
         raise UserError(
             'generate: a paged cache (cache_implementation="paged", generate_batch) is not built; leave it out, or use '
             '"static"'

@@ -41,9 +41,6 @@ class ZeroTPForPreTraining(MaskedLM, HuggingFaceModel):
 
         Args:
             kwargs: other arguments of `MaskedLM.forward`; those of transformers that it lacks may be None or False.
-
-        Raises:
-            UserError: another argument has a value; see `MaskedLM.forward`.
         """
         scores = self._returns_evaluation_logits(return_logits, reduction)
         output = super().forward(

@@ -37,10 +37,7 @@ class HuggingFaceModel(PretrainedWeights):
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """Accept the config's choice of transformers' code for experts, which computes none here."""
-        if requested_experts is not None:
-            return requested_experts
-        chosen: str = super().get_correct_experts_implementation(requested_experts)
-        return chosen
+        return requested_experts or str(super().get_correct_experts_implementation(None))
 
     @property
     def accepts_loss_kwargs(self) -> bool:
@@ -58,9 +55,6 @@ class HuggingFaceModel(PretrainedWeights):
 
         Args:
             value: torch's Embedding of the whole vocabulary, or the word embedding of a model such as this one.
-
-        Raises:
-            UserError: it has other sizes.
         """
         set_word_embedding(self, value)
 
@@ -112,9 +106,6 @@ class HuggingFaceModel(PretrainedWeights):
                 taken and changes nothing: there is one mechanism, which is exact with every ZeRO stage.
             every_n_layers: recompute every nth layer only.
             offload: keep the inputs of recomputed layers in the host's memory.
-
-        Raises:
-            ConfigError: another key, or keys that do not fit.
         """
         fields = {"mode": "full", **(activation_checkpointing_kwargs or {})}
         fields.pop("use_reentrant", None)

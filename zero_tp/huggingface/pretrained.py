@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from zero_tp.architectures.configs import pretrained_config
-from zero_tp.errors import UserError
-from zero_tp.huggingface.arguments import OF_FROM_PRETRAINED, attention, refuse, with_revision
+from zero_tp.errors import UserError, shown
+from zero_tp.huggingface.arguments import OF_FROM_PRETRAINED, refuse, with_revision
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.topology import Topology
 from zero_tp.weights.export import MAX_SHARD_SIZE, save_pretrained, save_tensors
@@ -67,8 +67,11 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         refuse(f"{cls.__name__}.from_pretrained", options, known, OF_FROM_PRETRAINED)
         files = resolve(with_revision(directory, revision), allow_pickle=allow_pickle, **hub)
         config = pretrained_config(files)
+        if attn_implementation not in (None, "eager", "sdpa"):
+            problem = f"attn_implementation: {shown(attn_implementation)} is not built"
+            raise UserError(f'{problem}; give "sdpa", with the fastest kernel of torch\'s that fits, or "eager"')
         if attn_implementation is not None:
-            config._attn_implementation = attention(attn_implementation)
+            config._attn_implementation = attn_implementation
         source = PretrainedSource(files, config, allow_pickle=allow_pickle, seed=seed)
         if source.new_heads:
             warnings.warn(source.describe_new_heads(), stacklevel=2)

@@ -48,9 +48,6 @@ def resize_vocabulary(model: ParallelModel, tokens: int, *, by_mean: bool) -> No
     """Give a model a row for each of `tokens` tokens; the first rows stay. Collective over the TP group.
 
     Its parameters are new ones: resize before an optimizer or an engine gets them.
-
-    Raises:
-        UserError: the size is not positive, or a ZeRO-3 engine has the parameters.
     """
     old = dict(model.named_parameters())
     if tokens < 1:
@@ -71,11 +68,7 @@ def resize_vocabulary(model: ParallelModel, tokens: int, *, by_mean: bool) -> No
 
 @torch.no_grad()
 def set_word_embedding(model: ParallelModel, value: nn.Module) -> None:
-    """Write the rows of another embedding, torch's own of the whole vocabulary or one of ours, into the model's.
-
-    Raises:
-        UserError: it has other sizes.
-    """
+    """Write the rows of another embedding, torch's own of the whole vocabulary or one of ours, into the model's."""
     weight, source = model.get_input_embeddings().weight, value.weight
     assert isinstance(weight, Tensor) and isinstance(source, Tensor)
     topology, layout = model.topology, layout_of(weight)  # type: ignore[arg-type]

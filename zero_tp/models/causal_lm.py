@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
-from zero_tp.models.context import Pieces, documents_of
+from zero_tp.models.context import ForwardInputs, Pieces, documents_of
 from zero_tp.models.head import OutputLayer
 from zero_tp.models.parallel_model import ParallelModel, check_shape
 from zero_tp.models.router_balance import RouterBalance
@@ -53,12 +53,7 @@ class CausalLM(ParallelModel):
 
     @property
     def figures(self) -> tuple[str, ...]:
-        return ("aux_loss",) if self._loss_weight is not None else ()
-
-    @property
-    def _loss_weight(self) -> float | None:
-        """Return the coefficient of the load-balancing loss; None where it is not part of the loss."""
-        return None if self.spec.experts is None else self.spec.experts.loss_weight
+        return ("aux_loss",) if self.spec.experts is not None and self.spec.experts.loss_weight is not None else ()
 
     def totals(self, output: Any, arguments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         return {"loss": (output.loss.double().sum(), (arguments["shift_labels"] != IGNORE_INDEX).sum())}
@@ -121,10 +116,10 @@ class CausalLM(ParallelModel):
             if targets.shape[:2] != input_ids.shape or targets.ndim > (3 if reduction == "none" else 2):
                 raise ValueError(f"labels are {tuple(targets.shape)}, input ids {tuple(input_ids.shape)}")
             self._check_ids("labels", targets, ignore=IGNORE_INDEX)
-        weight, balance = self._loss_weight, None
-        if weight is not None and targets is not None and reduction == "mean":
-            assert self.spec.experts is not None
-            balance = RouterBalance(self.spec.experts, attention_mask, self.topology.tensor, input_ids.device)
+        experts, weight, balance = self.spec.experts, 0.0, None
+        if experts is not None and experts.loss_weight is not None and targets is not None and reduction == "mean":
+            weight = experts.loss_weight
+            balance = RouterBalance(experts, attention_mask, self.topology.tensor, input_ids.device)
         hidden, sequence = self.hidden_states(
             input_ids, attention_mask, position_ids, document_ids, past_key_values, balance=balance
         )
@@ -137,8 +132,8 @@ class CausalLM(ParallelModel):
                 scores = self.head(hidden, labelled, sequence=sequence, per_token=True)
                 loss, greedy = (score.transpose(0, 1) for score in scores)
             else:
-                loss = self.head(hidden, labelled, sequence=sequence, divisor=num_items_in_batch)
-                loss = loss if aux_loss is None or weight is None else loss + weight * aux_loss
+                loss, _ = self.head(hidden, labelled, sequence=sequence, divisor=num_items_in_batch)
+                loss = loss if aux_loss is None else loss + weight * aux_loss
         if return_logits or targets is None:
             logits = self.head(hidden, None, sequence=sequence, keep=logits_to_keep).transpose(0, 1)
         return ScoredOutput(loss=loss, logits=logits, past_key_values=past_key_values, greedy=greedy, aux_loss=aux_loss)
@@ -163,15 +158,9 @@ class CausalLM(ParallelModel):
         sequence = self._runs_sequence_parallel(input_ids.shape[1])
         if document_ids is None and position_ids is not None and attention_mask is None and past_key_values is None:
             document_ids = documents_of(position_ids.expand(*input_ids.shape))
-        hidden: Tensor = self.transformer(
-            input_ids.t().contiguous(),
-            attention_mask,
-            positions=position_ids,
-            pieces=None if document_ids is None else self._pieces(document_ids, input_ids.device),
-            cache=past_key_values,
-            balance=balance,
-            sequence=sequence,
-        )
+        pieces = None if document_ids is None else self._pieces(document_ids, input_ids.device)
+        inputs = ForwardInputs(attention_mask, position_ids, pieces, past_key_values, balance)
+        hidden: Tensor = self.transformer(input_ids.t().contiguous(), inputs=inputs, sequence=sequence)
         return hidden, sequence
 
     def _pieces(self, document_ids: Tensor, device: torch.device) -> Pieces:

@@ -145,6 +145,31 @@ class AttentionMask:
 
 
 @dataclass(frozen=True)
+class ForwardInputs:
+    """What a forward has besides tokens.
+
+    Attributes:
+        padding: [b, all tokens so far], 1 for a token, 0 for padding; None without padding.
+        positions: [b or 1, s]; by default those after the cached ones. If frequencies depend on the length
+            (`Rotary.by_length`), reading the greatest position synchronises with the device.
+        pieces: the documents; a token attends to its own.
+        cache: keys and values of earlier tokens; gets the present ones.
+        balance: counts what the routers of experts choose.
+    """
+
+    padding: Tensor | None = None
+    positions: Tensor | None = None
+    pieces: Pieces | None = None
+    cache: Cache | None = None
+    balance: RouterBalance | None = None
+
+    @property
+    def past(self) -> int:
+        """Return the number of cached tokens."""
+        return int(self.cache.get_seq_length()) if self.cache is not None else 0
+
+
+@dataclass(frozen=True)
 class ForwardContext:
     """
     Attributes:

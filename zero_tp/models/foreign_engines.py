@@ -24,9 +24,6 @@ class ForeignEngineChecks(nn.Module):
 
         `Accelerator.prepare` and `Trainer` call `deepspeed.initialize` without an mpu. The engine's data-parallel group
         is then the whole world.
-
-        Raises:
-            UserError: the engine has the groups of another topology, and the model is split.
         """
         from deepspeed.utils import groups  # the caller has imported it
 
@@ -35,20 +32,12 @@ class ForeignEngineChecks(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> tuple[str, ...]:
-        """No names.
-
-        Raises:
-            UserError: the model is split.
-        """
+        """Refuse torch's DistributedDataParallel around a split model; otherwise return no names."""
         self._refuse_averaging("torch's DistributedDataParallel, which does not know its topology")
         return ()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute.
-
-        Raises:
-            UserError: the attribute is one that FSDP or PEFT sets, and the model is split.
-        """
+        """Set an attribute; refuse those that FSDP and PEFT set on a split model."""
         if name == "_is_fsdp_managed_module":
             self._refuse_averaging("torch's FSDP, which does not know its topology")
         if name == "peft_config" and self.topology.tensor > 1:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from zero_tp.constants import IGNORE_INDEX
+from zero_tp.models.context import ForwardInputs
 from zero_tp.models.head import MaskedTokenHead, SentenceHead
 from zero_tp.models.parallel_model import ParallelModel, check_shape
 from zero_tp.parallel.collectives import gather_rows
@@ -125,13 +126,9 @@ class MaskedLM(ParallelModel):
         self._check_call("PreTrainingOutput", return_dict)
         self._check_inputs(input_ids, attention_mask, token_type_ids, position_ids, labels)
         sequence = self._runs_sequence_parallel(input_ids.shape[1])
-        hidden = self.transformer(
-            input_ids.t().contiguous(),
-            attention_mask,
-            types=None if token_type_ids is None else token_type_ids.t().contiguous(),
-            positions=position_ids,
-            sequence=sequence,
-        )
+        inputs = ForwardInputs(attention_mask, position_ids)
+        types = None if token_type_ids is None else token_type_ids.t().contiguous()
+        hidden = self.transformer(input_ids.t().contiguous(), inputs=inputs, types=types, sequence=sequence)
         output = PreTrainingOutput()
         if labels is not None:
             places = places_of(labels) if label_places is None else label_places
@@ -172,7 +169,7 @@ class MaskedLM(ParallelModel):
         """Return the logits of every position, [b, s, v], whole on every TP rank."""
         batch, length = shape
         every = torch.arange(batch * length, device=hidden.device)
-        logits, _ = self.head(gather_rows(hidden, every, self.topology.tensor_group, sequence=sequence), None)
+        logits: Tensor = self.head(gather_rows(hidden, every, self.topology.tensor_group, sequence=sequence), None)
         return logits.unflatten(0, (length, batch)).transpose(0, 1)
 
     def _score_tokens(

@@ -55,7 +55,7 @@ class Router(nn.Module):
             logits = gather_from_sequence_region(logits, group)
         probabilities = logits.softmax(-1, dtype=torch.float32)
         if balance is not None:
-            probabilities = balance.observe(logits.detach(), probabilities)
+            balance.observe(logits, probabilities)
         weights, chosen = probabilities.topk(self.experts.per_token, dim=-1)
         if self.experts.normalised:
             weights = weights / weights.sum(-1, keepdim=True)

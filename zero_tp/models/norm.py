@@ -173,11 +173,10 @@ class SplitRMSNorm(nn.Module):
 
     def __init__(self, make: ParameterMaker, owned: Sequence[range], size: int, epsilon: float):
         super().__init__()
-        own, count = owned[make.topology.tensor_rank], max(heads.stop for heads in owned)
-        holders = [sum(head in heads for heads in owned) for head in range(count)]
+        own, count = owned[make.topology.tensor_rank], owned[-1].stop
         self.size, self.whole, self.epsilon, self.group = size, count * size, epsilon, make.topology.tensor_group
-        shared = max(holders) > 1
-        self.holders = holders[own.start : own.stop] if shared else None
+        shared = sum(map(len, owned)) > count
+        self.holders = [sum(head in heads for heads in owned) for head in own] if shared else None
         self.features = slice(own.start * size, own.stop * size)
         layout = Replicated("partial") if shared else Sharded(0, (self.whole,))
         self.weight = make.make("weight", (self.whole,), layout, ConstantInit(1.0))

@@ -41,11 +41,7 @@ def model_class(spec: TransformerSpec) -> type[ParallelModel]:
 
 
 def torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype of a name such as "bfloat16"; None, for the config's, without one or with "auto".
-
-    Raises:
-        UserError: no floating dtype of torch.
-    """
+    """Return the dtype of a name such as "bfloat16"; None, for the config's, without one or with "auto"."""
     if dtype is None or dtype == "auto":
         return None
     parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
@@ -181,10 +177,6 @@ class ParallelModel(ForeignEngineChecks, ABC):
 
 
 def check_shape(name: str, tensor: Tensor | None, rows: tuple[int, ...], columns: int) -> None:
-    """Check that an argument, if it is given, is [one of `rows`, columns].
-
-    Raises:
-        ValueError: it has another shape.
-    """
+    """Check that an argument, if it is given, is [one of `rows`, columns]."""
     if tensor is not None and (tensor.ndim != 2 or tensor.shape[0] not in rows or tensor.shape[1] != columns):
         raise ValueError(f"{name} is {tuple(tensor.shape)}, expected {(rows[-1], columns)}")

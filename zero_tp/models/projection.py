@@ -70,12 +70,11 @@ class GroupedProjection(nn.Module):
         self.key_bias = bias("key_bias", kv_width, kv_layout)
         self.value_bias = bias("value_bias", kv_width, kv_layout)
 
+        own = heads_of_ranks(spec.heads, spec.kv_heads, topology.tensor)[topology.tensor_rank]
+        self.rows = None if split else (own.start * spec.head_size, own.stop * spec.head_size)
         local, group_size = spec.heads // topology.tensor, spec.heads // spec.kv_heads
-        start = topology.tensor_rank * local
-        serving = [head // group_size for head in range(start, start + local)]
-        first, last = serving[0], serving[-1] + 1
-        self.rows = None if split else (first * spec.head_size, last * spec.head_size)
-        uses = [serving.count(head) for head in range(first, last)]
+        queries = range(topology.tensor_rank * local, (topology.tensor_rank + 1) * local)
+        uses = [sum(query // group_size == head for query in queries) for head in own]
         # The cores repeat evenly; with k = 3 and t = 2 a rank may have 4 queries of one KV head and 2 of another.
         self.uses = None if len(set(uses)) == 1 else uses
 

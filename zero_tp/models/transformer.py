@@ -9,16 +9,14 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.models.attention import CORES, Attention
-from zero_tp.models.context import AttentionMask, ForwardContext, Packed, Pieces
+from zero_tp.models.context import AttentionMask, ForwardContext, ForwardInputs, Packed
 from zero_tp.models.mlp import MLP, GatedMLP
 from zero_tp.models.moe import Experts
 from zero_tp.models.norm import NORMS
 from zero_tp.models.position import POSITIONS, LearnedVectors, rotation
-from zero_tp.models.router_balance import RouterBalance
 from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
@@ -141,31 +139,20 @@ class Transformer(nn.Module):
                 make.child("final_norm"), spec.hidden, spec.norm_epsilon, part=make.topology.sequence
             )
 
-    def context(
-        self,
-        length: int,
-        like: Tensor,
-        *,
-        sequence: bool,
-        positions: Tensor | None = None,
-        padding: Tensor | None = None,
-        pieces: Pieces | None = None,
-        cache: Cache | None = None,
-        balance: RouterBalance | None = None,
-    ) -> ForwardContext:
+    def context(self, length: int, like: Tensor, inputs: ForwardInputs, *, sequence: bool) -> ForwardContext:
         """Return what all layers share in a forward of `length` tokens.
 
         Args:
-            like: has the dtype and device of the activations. The others: see `forward`.
+            like: has the dtype and device of the activations.
         """
-        past = int(cache.get_seq_length()) if cache is not None else 0
+        past, cache, positions = inputs.past, inputs.cache, inputs.positions
         mask = CORES[self.spec.attention].mask
         masks: dict[int | None, Tensor | Packed | None] = {}
         for number, window in enumerate(self.spec.windows):
             if window not in masks:
                 keys, first = cache.get_mask_sizes(length, number) if cache is not None else (length, 0)
-                facts = AttentionMask(length, keys, past, first, padding, pieces, window, self.spec.causal)
-                masks[window] = mask(facts, self.spec, like)
+                hides = (inputs.padding, inputs.pieces, window, self.spec.causal)
+                masks[window] = mask(AttentionMask(length, keys, past, first, *hides), self.spec, like)
         rotary, turning = self.spec.rotary, None
         if rotary is not None:
             until = past + length
@@ -174,48 +161,20 @@ class Transformer(nn.Module):
             elif rotary.by_length:
                 until = int(positions.max()) + 1
             turning = rotation(rotary, positions, until, like.dtype)
-        return ForwardContext(sequence, masks, turning, cache, balance)
+        return ForwardContext(sequence, masks, turning, cache, inputs.balance)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        padding: Tensor | None = None,
-        *,
-        types: Tensor | None = None,
-        positions: Tensor | None = None,
-        pieces: Pieces | None = None,
-        cache: Cache | None = None,
-        balance: RouterBalance | None = None,
-        sequence: bool,
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, *, inputs: ForwardInputs, types: Tensor | None = None, sequence: bool) -> Tensor:
         """Return the hidden states after the last norm.
 
         Args:
-            padding: [b, all tokens so far], 1 for a token, 0 for padding; None without padding.
             types: of the tokens, [s, b]; by default 0.
-            positions: [b or 1, s]; by default those after the cached ones. If frequencies depend on the length
-                (`Rotary.by_length`), reading the greatest position synchronises with the device.
             sequence: run on sequence shards (SP).
-            pieces: the documents; a token attends to its own.
-            cache: keys and values of earlier tokens; gets the present ones.
-            balance: counts what the routers of experts choose.
         """
-        length = tokens.shape[0]
-        past = int(cache.get_seq_length()) if cache is not None else 0
-        places = positions
+        length, places = len(tokens), inputs.positions
         if places is None:
-            places = torch.arange(past, past + length, device=tokens.device)[None]
+            places = torch.arange(inputs.past, inputs.past + length, device=tokens.device)[None]
         stream = self.embedding(tokens, places.t(), types, sequence=sequence)
-        context = self.context(
-            length,
-            stream,
-            sequence=sequence,
-            positions=positions,
-            padding=padding,
-            pieces=pieces,
-            cache=cache,
-            balance=balance,
-        )
+        context = self.context(length, stream, inputs, sequence=sequence)
         for layer in self.layers:
             stream = layer(stream, context=context)
         return self.final_norm(stream)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 Group = ProcessGroup | None
+Collective = Callable[[Tensor, Group], Tensor]
 
 
 def group_size(group: Group) -> int:
@@ -110,67 +111,49 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
     return start_reduce_scatter(tensor, group, async_op=False).wait()
 
 
-class _CopyToTensorRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
+def _copy(tensor: Tensor, _: Group) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _sum_copy(tensor: Tensor, group: Group) -> Tensor:
+    return all_reduce(tensor.contiguous().clone(), group)
+
+
+class _Conjugate(torch.autograd.Function):
+    """Run one collective forward and another backward."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient.contiguous().clone(), ctx.group), None
-
-
-class _ReduceFromTensorRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        return all_reduce(tensor.contiguous().clone(), group)
+    def forward(ctx: Any, tensor: Tensor, group: Group, forward: Collective, backward: Collective) -> Tensor:
+        ctx.group, ctx.collective = group, backward
+        return forward(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.collective(gradient, ctx.group), None, None, None
 
 
-class _GatherFromSequenceRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_gather(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(gradient, ctx.group), None
-
-
-class _ReduceScatterToSequenceRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return reduce_scatter(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather(gradient, ctx.group), None
+def _conjugate(tensor: Tensor, group: Group, forward: Collective, backward: Collective) -> Tensor:
+    return tensor if group_size(group) == 1 else _Conjugate.apply(tensor, group, forward, backward)
 
 
 def copy_to_tensor_region(tensor: Tensor, group: Group) -> Tensor:
     """Enter a tensor-parallel region (f): forward identity; backward all-reduce over the TP group. [*] → [*]."""
-    return tensor if group_size(group) == 1 else _CopyToTensorRegion.apply(tensor, group)
+    return _conjugate(tensor, group, _copy, _sum_copy)
 
 
 def reduce_from_tensor_region(tensor: Tensor, group: Group) -> Tensor:
     """Leave a tensor-parallel region (f̄): forward all-reduce over the TP group; backward identity. [*] → [*]."""
-    return tensor if group_size(group) == 1 else _ReduceFromTensorRegion.apply(tensor, group)
+    return _conjugate(tensor, group, _sum_copy, _copy)
 
 
 def gather_from_sequence_region(tensor: Tensor, group: Group) -> Tensor:
     """Gather (g): forward all-gather along the sequence, backward reduce-scatter. [s/t, b, h] → [s, b, h]."""
-    return tensor if group_size(group) == 1 else _GatherFromSequenceRegion.apply(tensor, group)
+    return _conjugate(tensor, group, all_gather, reduce_scatter)
 
 
 def reduce_scatter_to_sequence_region(tensor: Tensor, group: Group) -> Tensor:
     """Scatter sums (ḡ): forward reduce-scatter along the sequence, backward all-gather. [s, b, h] → [s/t, b, h]."""
-    return tensor if group_size(group) == 1 else _ReduceScatterToSequenceRegion.apply(tensor, group)
+    return _conjugate(tensor, group, reduce_scatter, all_gather)
 
 
 def gather_rows(tensor: Tensor, places: Tensor, group: Group, *, sequence: bool) -> Tensor:

@@ -139,11 +139,7 @@ def is_compiled(setting: bool | Literal["auto"], device: torch.device) -> bool:
 
 
 def compile_elementwise(model: nn.Module, device: torch.device) -> None:
-    """Compile the elementwise work of a model's training.
-
-    Raises:
-        UserError: torch can't compile for the device here.
-    """
+    """Compile the elementwise work of a model's training."""
     from torch._dynamo.exc import BackendCompilerFailed  # takes a second
 
     try:

@@ -18,11 +18,7 @@ from zero_tp.topology import Topology
 
 
 def fuse(topology: Topology, device: torch.device) -> None:
-    """Enable fused products in the layers of this topology. Collective over the TP group.
-
-    Raises:
-        UserError: the devices are not CUDA's, or do not reach each other's memory.
-    """
+    """Enable fused products in the layers of this topology. Collective over the TP group."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     key, remedy = "zero_tp.parallel.fused_products", "set it to false"

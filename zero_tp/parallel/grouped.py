@@ -143,11 +143,7 @@ class _GroupedRows(torch.autograd.Function):
 
 
 class _Grouped(nn.Module):
-    """Matrices of E groups in one weight [E, o, i], which is split over TP as `layout` says.
-
-    Raises:
-        ValueError: a part of the layout does not divide by the TP size.
-    """
+    """Matrices of E groups in one weight [E, o, i], which is split over TP as `layout` says."""
 
     def __init__(self, make: ParameterMaker, groups: int, inputs: int, outputs: int, layout: Sharded, init: Normal):
         super().__init__()

@@ -149,11 +149,7 @@ def set_layout(
 
 
 def layout_of(parameter: nn.Parameter) -> Layout:
-    """Return the parameter's layout.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Return the parameter's layout."""
     layout = getattr(parameter, "tensor_layout", None)
     if layout is None:
         raise ValueError("the parameter has no layout: make it with ParameterMaker")
@@ -174,9 +170,6 @@ def audit(
 
     Args:
         local_shape: returns the shape of a parameter's TP shard; under ZeRO-3 the parameter itself may be empty.
-
-    Raises:
-        ValueError: names the first wrong parameter.
     """
     for name, parameter in model.named_parameters():
         layout = getattr(parameter, "tensor_layout", None)

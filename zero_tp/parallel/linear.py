@@ -259,9 +259,6 @@ class ColumnParallelLinear(nn.Module):
         inputs: i.
         parts: sizes of the fused outputs (Q, K, V; gate, up), each split by itself over TP.
         bias: split like the outputs.
-
-    Raises:
-        ValueError: a part does not divide by the TP size.
     """
 
     def __init__(self, make: ParameterMaker, inputs: int, parts: tuple[int, ...], *, bias: bool, init: Normal):

@@ -294,9 +294,11 @@ def vocab_parallel_cross_entropy(
     sequence: bool = False,
     ignore_index: int = IGNORE_INDEX,
     divisor: Tensor | float | None = None,
+    choosing: bool = False,
     ops: ElementwiseOps = CHUNKED,
-) -> Tensor:
-    """Return the mean cross entropy of `hidden` Wᵀ + `bias` against `labels`, over the tokens that are not ignored.
+) -> tuple[Tensor, Tensor]:
+    """Return the mean cross entropy of `hidden` Wᵀ + `bias` against `labels`, over the tokens that are not ignored, and
+    how many of these labels are the argmax (0 unless `choosing`).
 
     Forward over TP: all-gather of the hidden states under SP, one all-gather of 3 numbers a token, and all-reduce
     (reduce-scatter under SP) of the hidden gradient when one is needed. Backward: none.
@@ -309,32 +311,15 @@ def vocab_parallel_cross_entropy(
         vocabulary: v; rows past it get no probability and no gradient.
         divisor: of the sum of the losses; by default the number of labels that are not ignored. A 0-d tensor needs no
             synchronisation.
+        choosing: count the argmaxes, which takes another pass over the logits, and one number more a token in the
+            all-gather.
         ops: runs the softmax, and chooses the blocks.
 
     Returns:
-        fp32 scalar, equal on all TP ranks; nan if every label is ignored, as in torch, but 0 with a `divisor`.
+        fp32 scalars, equal on all TP ranks. The loss is nan if every label is ignored, as in torch, but 0 with a
+        `divisor`.
     """
-    options = (vocabulary, ignore_index, group, sequence, divisor, False, torch.is_grad_enabled(), ops)
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, *options)[0]
-    return loss
-
-
-def vocab_parallel_loss_and_choices(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    *,
-    vocabulary: int,
-    group: Group,
-    divisor: Tensor | float | None = None,
-    ops: ElementwiseOps = CHUNKED,
-) -> tuple[Tensor, Tensor]:
-    """Return the cross entropy of whole hidden states, and the number of labels that are the argmax, fp32.
-
-    The count takes another pass over the logits, and one number more a token in the all-gather.
-    """
-    options = (vocabulary, IGNORE_INDEX, group, False, divisor, True, torch.is_grad_enabled(), ops)
+    options = (vocabulary, ignore_index, group, sequence, divisor, choosing, torch.is_grad_enabled(), ops)
     loss, right = _LinearCrossEntropy.apply(hidden, weight, bias, labels, *options)
     return loss, right
 

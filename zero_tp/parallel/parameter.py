@@ -151,11 +151,7 @@ class ParameterMaker:
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     def make(self, name: str, whole: Sequence[int], layout: Layout, init: Init) -> nn.Parameter:
-        """Make this rank's shard of the parameter `name` whose whole shape is `whole`.
-
-        Raises:
-            ValueError: the split dimension does not divide by the TP size.
-        """
+        """Make this rank's shard of the parameter `name` whose whole shape is `whole`."""
         full_name = self.prefix + name
         try:
             shape = layout.local_shape(whole, self.topology.tensor)

@@ -94,9 +94,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "balance-counted-on-every-rank": Mutant(
         "The load-balancing loss counts once for each TP rank in the router's gradient.",
-        "zero_tp/models/router_balance.py::RouterBalance.backward",
-        "of_loss * self.experts.count * share / self.tensor_size",
-        "of_loss * self.experts.count * share",
+        "zero_tp/models/router_balance.py::_Loss.backward",
+        "of_loss * balance.experts.count * share / balance.tensor_size",
+        "of_loss * balance.experts.count * share",
         (EXPERTS.format("mixtral-2-False"),),
     ),
     "choices-not-normalised": Mutant(
