@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from zero_tp.planning.layer_time import FAR_HOP, NEAR_HOP, START, TILE, Rates
 
 from benchmarks import scaling
 from benchmarks.papers import published
@@ -13,7 +14,6 @@ from benchmarks.papers.programs import Megatron2019Synchronous
 from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
-from zero_tp.planning.layer_time import FAR_HOP, NEAR_HOP, START, TILE, Rates
 from zero_tp.planning.plan import plan
 from zero_tp.planning.plan_settings import ZeroSettings
 
