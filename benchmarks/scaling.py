@@ -16,7 +16,8 @@ from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
 from zero_tp.errors import UserError
 from zero_tp.models.flops import model_flops, utilisation
-from zero_tp.planning.search import Candidate, Search
+from zero_tp.planning.plan import Estimate
+from zero_tp.planning.search import Search
 
 CONFIGS = Path(__file__).resolve().parent.parent / "ds_configs"
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -39,7 +40,7 @@ class Point(NamedTuple):
     """A point is the fastest plan of a model on so many devices; None where nothing fits."""
 
     devices: int
-    best: Candidate | None
+    best: Estimate | None
     tokens: float = 0.0
     mfu: float = 0.0
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from zero_tp.planning.layer_time import Bytes
-from zero_tp.planning.timing import Timing
+from zero_tp.planning.timing import Bytes, Timing
 
 
 class Megatron2019Synchronous(Timing):
@@ -20,8 +19,8 @@ class Megatron2019Synchronous(Timing):
         bias of a tensor of three dimensions after the product.
         """
         passes, e = super().passes(), self.workload.element
-        forward, backward = passes["core"]
-        passes["core"] = forward + 4 * e * self.layer.scores, backward + 4 * e * self.layer.scores
+        forward, backward = passes["attention_core"]
+        passes["attention_core"] = forward + 4 * e * self.layer.scores, backward + 4 * e * self.layer.scores
         passes["column biases"] = 2 * passes["column biases"][1], passes["column biases"][1]
         return passes
 
@@ -39,8 +38,8 @@ class Megatron2022(Timing):
 
     def passes(self) -> dict[str, Bytes]:
         passes = super().passes()
-        forward, backward = passes["core"]
-        passes["core"] = forward - 2 * self.workload.element * self.layer.scores, backward
+        forward, backward = passes["attention_core"]
+        passes["attention_core"] = forward - 2 * self.workload.element * self.layer.scores, backward
         return passes
 
     def accumulation_time(self) -> float:

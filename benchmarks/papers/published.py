@@ -14,10 +14,9 @@ from benchmarks.papers.programs import Megatron2019, Megatron2022
 from zero_tp.config import RunConfig
 from zero_tp.devices import Device, named_device
 from zero_tp.models.flops import model_flops
-from zero_tp.planning.layer_time import matrix_flops
 from zero_tp.planning.memory import Model, model_in
 from zero_tp.planning.plan_settings import ZeroSettings, workload_of
-from zero_tp.planning.timing import Timing
+from zero_tp.planning.timing import Timing, matrix_flops
 from zero_tp.shipped import CONFIGS, shipped
 
 # 16 V100 at 450 W a node, of which 39 TFLOP/s are 30 %; NVSwitch; 8 InfiniBand ports of 100 Gb/s, half a port each.
@@ -64,7 +63,7 @@ class Run:
     @cached_property
     def time(self) -> PipelineTime:
         config = self.config
-        zero = ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=False)
+        zero = ZeroSettings.of(config, cpu=False)
         if self.program is Megatron2022:
             zero = replace(zero, accumulated=4, reduced=4)  # which DeepSpeed refuses at stage 0
         timing = self.program(

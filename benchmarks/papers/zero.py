@@ -116,7 +116,7 @@ def states_of(name: str, published: Mapping[int, Mapping[int, float | None]]) ->
 
 def states(config: RunConfig, model: Model) -> tuple[dict[str, float], dict[str, float]]:
     """Return one rank's bytes of model states: what DeepSpeed has when backward ends, and what the paper counts."""
-    settings = ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=True)
+    settings = ZeroSettings.of(config, cpu=True)
     at_end = ZeroMemory(model.parameters, settings).end_of_backward()
     planned = {"parameters": at_end.parameters, "gradients": at_end.gradients, "optimizer": at_end.optimizer}
     return planned, formulas.model_states(model.whole, config.zero_stage, config.data_parallel)
@@ -181,7 +181,7 @@ def most_on(device: Device, devices: int) -> dict[int, float]:
         config = large_config("zero_7.5b", devices, "train_micro_batch_size_per_gpu=1", layers_of(layers))
         model, workload = model_in(config), workload_of(config, cpu=False)
         moments = dry_run(config.hf_config(), workload)
-        given = ZeroSettings.of(config.deepspeed_config(), devices, cpu=False)
+        given = ZeroSettings.of(config, cpu=False)
         for stage, line in lines.items():
             memory = RankMemory(ZeroMemory(model.parameters, given.with_stage(stage)), moments)
             line.append((Estimate(device, model, workload, memory).needed, model.whole))

@@ -110,7 +110,7 @@ def buffers_measured() -> list[Row]:
 def buffers_planned(file: str) -> Row:
     config = large_config(file, 64, "zero_optimization.stage=2")
     model: Model = model_in(config)
-    settings = ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=False)
+    settings = ZeroSettings.of(config, cpu=False)
     planned = ZeroMemory(model.parameters, settings).end_of_backward().buffers
     label = f"{model.whole / 1e9:,.1f} B parameters"
     return Row(label, "GB", None, planned / GB, printed.fused_buffer_bytes(model.whole) / GB)

@@ -65,12 +65,12 @@ def page_locked_by(config: Any) -> list[int]:
 @pytest.mark.parametrize(("stage", "changes"), in_tiers(CASES, [CASES[2], CASES[8]]))
 def test_an_engine_page_locks_what_the_planner_rounds_up(ranks: Pools, stage: int, changes: tuple[str, ...]) -> None:
     config = config_of(stage, changes)
-    settings = ZeroSettings.of(config.deepspeed_config(), RANKS, cpu=False)
+    settings = ZeroSettings.of(config, cpu=False)
     memory = ZeroMemory(model_in(config).parameters, settings)
     found, _ = ranks(RANKS).run(page_locked_by, config)
     assert found == sorted(memory.pinned)
     assert bool(found) == (PAGEABLE not in changes)
-    on_cpu = ZeroMemory(memory.parameters, ZeroSettings.of(config.deepspeed_config(), RANKS, cpu=True))
+    on_cpu = ZeroMemory(memory.parameters, ZeroSettings.of(config, cpu=True))
     assert memory.states.host - on_cpu.states.host == sum(map(page_locked, found)) - sum(found)
 
 

@@ -38,7 +38,7 @@ def steps(config: Any) -> tuple[list[float], dict[str, float]]:
 @pytest.mark.parametrize(("stage", "owners", "micro"), in_tiers(CASES, [(1, False, 1), (1, True, 1), (2, True, 2)]))
 def test_an_engine_sends_what_the_planner_counts(ranks: Pools, stage: int, owners: bool, micro: int) -> None:
     config = config_of(stage, owners, micro)
-    settings = ZeroSettings.of(config.deepspeed_config(), RANKS, cpu=True)
+    settings = ZeroSettings.of(config, cpu=True)
     gathers, reductions = settings.volumes
     assert (gathers, reductions) == (1, (1 if owners else 2) * (micro if stage == 2 else 1))
     (losses, sent), _ = ranks(RANKS).run(steps, config)

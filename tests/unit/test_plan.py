@@ -210,15 +210,20 @@ def test_search_weighs_reductions_to_owners() -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("reductions", [{}, {"use_multi_rank_bucket_allreduce": False}, {"reduce_scatter": False}])
 def test_a_written_candidate_has_the_settings_that_were_weighed(
-    given: int, overlap: bool, reductions: dict[str, bool]
+    given: int, overlap: bool, reductions: dict[str, bool], tmp_path: Path
 ) -> None:
-    raw = read_json(GPT2)
+    raw, path = read_json(GPT2), tmp_path / "one.json"
     settings = {"stage": given, "overlap_comm": overlap, **reductions}
-    apply_overrides(raw, [f"zero_optimization={json.dumps(settings)}", "gradient_accumulation_steps=16"])
-    weighed, workload = ZeroSettings.of(raw, 8, cpu=False), Workload(1024, 4, policy=RecomputePolicy(mode="full"))
+    apply_overrides(raw, [f"zero_optimization={json.dumps(settings)}"])
+
+    def settings_of(written: dict[str, Any]) -> ZeroSettings:
+        path.write_text(json.dumps(written))
+        return ZeroSettings.of(RunConfig.load(path, (), 8), cpu=False)
+
+    weighed, workload = settings_of(raw), Workload(1024, 4, policy=RecomputePolicy(mode="full"))
     for stage, owners in [*((stage, False) for stage in range(4)), (1, True), (2, True)]:
         wanted = weighed.with_stage(stage, accumulation=16, owners=owners)
-        written = ZeroSettings.of(changed(raw, workload, wanted), 8, cpu=False)
+        written = settings_of(changed(raw, workload, wanted))
         assert written == wanted
         assert written.to_owners == owners
 

@@ -10,13 +10,7 @@ from unittest import mock
 import pytest
 from transformers import GPT2Config
 
-from tests.plan_configs import (
-    DOCUMENTS,
-    WIDE,
-    WINDOWS,
-    family,
-    load,
-)
+from tests.plan_configs import DOCUMENTS, WIDE, WINDOWS, family, load
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp import devices
 from zero_tp.activations.policy import RecomputePolicy

@@ -17,18 +17,7 @@ from transformers import GPT2Config
 
 from tests.encoders import MODEL_TYPES as ENCODERS
 from tests.native import native_model
-from tests.plan_configs import (
-    CASES,
-    CONFIGS,
-    FAMILIES,
-    MASKED,
-    ROOT,
-    TIERS,
-    WINDOWS_OF_7,
-    WORLD,
-    family,
-    load,
-)
+from tests.plan_configs import CASES, CONFIGS, FAMILIES, MASKED, ROOT, TIERS, WINDOWS_OF_7, WORLD, family, load
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.data.batch import Batch
@@ -38,9 +27,7 @@ from zero_tp.parallel import loss
 from zero_tp.parallel.elementwise import ElementwiseOps
 from zero_tp.planning import dryrun, pictures
 from zero_tp.planning.dryrun import Kind, contexts, dry_run, shortened
-from zero_tp.planning.formulas import (
-    model_states,
-)
+from zero_tp.planning.formulas import model_states
 from zero_tp.planning.memory import model_of, rank_memory
 from zero_tp.planning.plan_settings import ZeroSettings, workload_of
 from zero_tp.planning.tracking import joined, measure
@@ -128,7 +115,7 @@ def test_few_layers_stand_for_many(layers: int) -> None:
 def test_model_states_are_the_papers_and_padding(stage: int) -> None:
     config = load([f"zero_optimization.stage={stage}", "zero_tp.parallel.tensor=1"])
     parameters = model_of(config.hf_config(), 1, False).parameters
-    states = ZeroMemory(parameters, ZeroSettings.of(config.deepspeed_config(), WORLD, cpu=False)).states
+    states = ZeroMemory(parameters, ZeroSettings.of(config, cpu=False)).states
     papers = model_states(parameters.total, stage, WORLD)
     # Stage 3 pads each parameter to the number of ranks, stages 1 and 2 each of two groups to twice that.
     padded = {0: 0, 1: 4 * WORLD, 2: 4 * WORLD, 3: WORLD * (len(parameters.matrices) + len(parameters.flats))}[stage]

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from zero_tp.planning.layer_time import FAR_HOP, NEAR_HOP, START, TILE, Rates
 
 from benchmarks import scaling
 from benchmarks.papers import published
@@ -16,6 +15,7 @@ from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
 from zero_tp.planning.plan import plan
 from zero_tp.planning.plan_settings import ZeroSettings
+from zero_tp.planning.timing import FAR_HOP, NEAR_HOP, START, TILE, Rates
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT2 = ROOT / "ds_configs" / "gpt2_355m.json"
@@ -95,10 +95,8 @@ def test_gradients_in_fp32_take_longer_to_send_and_to_add() -> None:
     assert seconds(owners, "zero_optimization.reduce_scatter=false") == narrow
     beside = "zero_optimization.overlap_comm=true"
     assert seconds(owners, beside, *wider) == wide, "BF16_Optimizer all-reduces after backward"
-    from_3 = {"stage": 3, "use_multi_rank_bucket_allreduce": False}
-    assert ZeroSettings.of({"zero_optimization": from_3}, 64, cpu=False).with_stage(1).to_owners, (
-        "as a search changes it"
-    )
+    from_3 = RunConfig.load(GPT2, ["zero_optimization.stage=3", owners], 64)
+    assert ZeroSettings.of(from_3, cpu=False).with_stage(1).to_owners, "as a search changes it"
     second = ("zero_optimization.stage=2", "gradient_accumulation_steps=1", "train_batch_size=auto", owners)
     assert seconds(*second, *wider)[0] - seconds(*second)[0] == pytest.approx(2 * parameters / ports), "a chain"
     assert seconds(*second, beside)[0] == seconds(*second)[0], "each waits for the device"

@@ -45,7 +45,8 @@ def json_schema() -> Json:
     definitions, model_block = schema["$defs"], schema["$defs"]["ZeroTP"]["properties"]["model"]
     _adapt(schema["properties"])
     for name in ("zero_optimization", "bf16", "fp16"):
-        _adapt(definitions[model.model_fields[name].annotation.__name__]["properties"], f"{name}.")
+        block: Any = model.model_fields[name].annotation
+        _adapt(definitions[block.__name__]["properties"], f"{name}.")
     definitions["SchedulerBlock"]["properties"]["type"] = {"enum": list(SCHEDULES)}
     _add_cases(definitions["SchedulerBlock"], "type", {name: _with_params(block) for name, block in SCHEDULES.items()})
     adam: type[BaseModel] = create_model("Adam", __base__=(TorchAdam, FusedAdam, CPUAdam))

@@ -9,8 +9,6 @@ modules, up to the prefetch bucket, are gathered; after it, they go unless they 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -23,7 +21,7 @@ def most_gathered(
     modules: tuple[tuple[int, ...], ...],
     layers: tuple[int, ...],
     threshold: int,
-    prefetch: int,
+    prefetch_bucket: int,
     max_live: int,
     max_reuse: int,
 ) -> dict[tuple[str, int], float]:
@@ -34,88 +32,49 @@ def most_gathered(
             (tied embeddings: of the first and the last) is counted with both.
         layers: of each module: the layer's number, -1 before the first and L after the last.
     """
-    coordinator = Coordinator(modules, threshold, prefetch, max_live, max_reuse)
-    most: dict[tuple[str, int], float] = {}
-    for step, module in enumerate(coordinator.order):
-        coordinator.fetch(step)
-        elements = coordinator.prefetch(step)
+    sizes = {(number, position): size for number, own in enumerate(modules) for position, size in enumerate(own)}
+    partitioned: list[list[Name]] = [[] for _ in modules]
+    for name, size in sizes.items():
+        if size > threshold:
+            partitioned[name[0]].append(name)
+    if len(modules) > 1 and len(modules[-1]) == 1 and modules[-1] == modules[0]:
+        partitioned[-1] = partitioned[0]  # tied: the output layer has the embedding's parameter
+    order = [*range(len(modules)), *reversed(range(len(modules)))]
+    passed = list(accumulate((sum(modules[number]) for number in order), initial=0))
+    queue = [(step, name) for step, module in enumerate(order) for name in partitioned[module]][::-1]
+    uses: dict[Name, list[int]] = {}
+    for step, name in reversed(queue):
+        uses.setdefault(name, []).append(step)
+    gathered, prefetched_for, most = set[Name](), dict[Name, int](), dict[tuple[str, int], float]()
+    # Parameters that are prefetched together, two or more, and those of them that are not used yet. The first use
+    # copies all out of their buffer, which is freed when all have been used.
+    buffers: list[tuple[list[Name], set[Name]]] = []
+    for step, module in enumerate(order):
+        gathered.update(partitioned[module])
+        for _, unused in buffers:
+            unused.difference_update(partitioned[module])
+        buffers = [buffer for buffer in buffers if buffer[1]]
+
+        while queue and queue[-1][0] <= step:
+            queue.pop()
+        live, together, size = sum(sizes[name] for name in gathered), list[Name](), 0
+        while queue and size < min(max_live - live, prefetch_bucket):
+            next_use, name = queue.pop()
+            prefetched_for[name] = next_use
+            if name not in gathered:
+                gathered.add(name)
+                together.append(name)
+                size += sizes[name]
+        if len(together) > 1:  # a single one is gathered without a buffer
+            buffers.append((together, set(together)))
+        copied = sum(sizes[name] for whole, unused in buffers if len(unused) < len(whole) for name in whole)
         # The output layer's peak is in the loss; the final norm before it is small.
         if layers[module] != layers[-1] or module == len(modules) - 1:
             key = "forward" if step < len(modules) else "backward", layers[module]
-            most[key] = max(most.get(key, 0.0), float(elements))
-        coordinator.release(step)
+            most[key] = max(most.get(key, 0.0), float(live + size + copied))
+
+        for name in partitioned[module]:
+            near = any(use > step and passed[use] - passed[step + 1] < max_reuse for use in uses[name])
+            if not near and prefetched_for.get(name, -1) <= step:
+                gathered.discard(name)
     return most
-
-
-class Coordinator:
-    """The parameters that are gathered over one forward and backward.
-
-    Attributes:
-        order: the module that runs at each step: all of them, and all of them in reverse.
-    """
-
-    def __init__(
-        self,
-        modules: Sequence[tuple[int, ...]],
-        threshold: int,
-        prefetch: int,
-        max_live: int,
-        max_reuse: int,
-    ) -> None:
-        count = len(modules)
-        self.order = [*range(count), *reversed(range(count))]
-        self._prefetch_bucket, self._max_live, self._max_reuse = prefetch, max_live, max_reuse
-        names: list[list[Name]] = [
-            [(number, position) for position in range(len(sizes))] for number, sizes in enumerate(modules)
-        ]
-        if count > 1 and len(modules[-1]) == 1 and modules[-1] == modules[0]:
-            names[-1] = [(0, 0)]  # tied: the output layer has the embedding's parameter
-        self._sizes = {
-            (number, position): size for number, own in enumerate(modules) for position, size in enumerate(own)
-        }
-        self._partitioned = [[name for name in own if self._sizes[name] > threshold] for own in names]
-        self._passed = list(accumulate((sum(modules[number]) for number in self.order), initial=0))
-        self._queue = deque(
-            (step, name) for step, module in enumerate(self.order) for name in self._partitioned[module]
-        )
-        self._uses: dict[Name, deque[int]] = {}
-        for step, name in self._queue:
-            self._uses.setdefault(name, deque()).append(step)
-        self._gathered, self._prefetched_for = set[Name](), dict[Name, int]()
-        # Parameters that are prefetched together, two or more, and those of them that are not used yet. The first use
-        # copies all out of their buffer, which is freed when all have been used.
-        self._buffers: list[tuple[frozenset[Name], set[Name]]] = []
-
-    def fetch(self, step: int) -> None:
-        """Gather the parameters of the module that runs."""
-        for name in self._partitioned[self.order[step]]:
-            self._uses[name].popleft()
-            self._gathered.add(name)
-            for _, unused in self._buffers:
-                unused.discard(name)
-        self._buffers = [buffer for buffer in self._buffers if buffer[1]]
-
-    def prefetch(self, step: int) -> int:
-        """Gather parameters of the next modules, up to the prefetch bucket; return the elements there are now."""
-        while self._queue and self._queue[0][0] <= step:
-            self._queue.popleft()
-        live, together, size = sum(self._sizes[name] for name in self._gathered), set[Name](), 0
-        while self._queue and size < min(self._max_live - live, self._prefetch_bucket):
-            next_use, name = self._queue.popleft()
-            self._prefetched_for[name] = next_use
-            if name not in self._gathered:
-                self._gathered.add(name)
-                together.add(name)
-                size += self._sizes[name]
-        if len(together) > 1:  # a single one is gathered without a buffer
-            self._buffers.append((frozenset(together), together))
-        copied = sum(self._sizes[name] for whole, unused in self._buffers if unused < whole for name in whole)
-        return live + size + copied
-
-    def release(self, step: int) -> None:
-        """Free the module's parameters, unless they are used again soon or prefetched for a later module."""
-        for name in self._partitioned[self.order[step]]:
-            next_uses = self._uses[name]
-            near = bool(next_uses) and self._passed[next_uses[0]] - self._passed[step + 1] < self._max_reuse
-            if not near and self._prefetched_for.get(name, -1) <= step:
-                self._gathered.discard(name)

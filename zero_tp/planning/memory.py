@@ -55,9 +55,9 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
             modules.append(own)
             parts = name.split(".")
             after = parts[0] != "transformer" or "final_norm" in parts
-            layers.append(int(parts[2]) if "layers" in parts else model.spec.layers if after else -1)
+            layers.append(int(parts[2]) if "layers" in parts else spec.layers if after else -1)
     whole = sum(math.prod(shape) for _, shape in sizes)
-    return Model(model.spec, Parameters(matrices, flats, tuple(modules), tuple(layers)), whole)
+    return Model(spec, Parameters(matrices, flats, tuple(modules), tuple(layers)), whole)
 
 
 def model_in(config: RunConfig) -> Model:
@@ -111,10 +111,10 @@ class RankMemory:
         """
         zero, points = self.zero, list[Point]()
         forward = sum(moment.phase == "forward" for moment in self.moments)
-        backward, last_micro = len(self.moments) - forward, zero.settings.accumulation - 1
+        backward = len(self.moments) - forward
         for number, one in enumerate(self.moments):
             position = number / forward if number < forward else 1 + (number - forward) / backward
-            states = zero.during(one.phase, one.gradients, one.layer, last_micro, one.transients)
+            states = zero.during(one.phase, one.gradients, one.layer, one.transients)
             points.append(self._point(one.phase, position, states, one.activations, one.transients))
         return [
             *points,
@@ -152,7 +152,7 @@ def rank_memory(config: RunConfig, *, cpu: bool, varlen: bool = True, model: Mod
         model: the run's model, if it is built already.
     """
     model, workload = model or model_in(config), workload_of(config, cpu=cpu, varlen=varlen)
-    zero = ZeroMemory(model.parameters, ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=cpu))
+    zero = ZeroMemory(model.parameters, ZeroSettings.of(config, cpu=cpu))
     stored = workload.stored(model.spec.hidden, model.spec.layers)
     return RankMemory(zero, dry_run(config.hf_config(), workload), stored)
 

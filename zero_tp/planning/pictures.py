@@ -43,11 +43,13 @@ def write_page(plan: Plan, path: Path, advice: Sequence[str] = (), fastest: Esti
     shown = {"the present settings": plan} | ({"the fastest settings": fastest} if fastest else {})
     figure = over_time({title: (one.memory.points, one.usable) for title, one in shown.items()})
     text = "\n".join([report.describe(plan), *advice])
-    parts = [f'<p class="{"good" if plan.fits else "bad"}">{html.escape(report.verdict(plan))}</p>']
-    parts += [f"<pre>{html.escape(text)}</pre>", "<h2>Memory over the last micro-batch of a step</h2>"]
-    parts.append(page.svg(figure))
-    title = f"{plan.config.name}: {plan.ranks} × {plan.device.name}"
-    return page.write(path, title, parts, {"over_time": figure})
+    parts = [
+        f'<p class="{"good" if plan.fits else "bad"}">{html.escape(report.verdict(plan))}</p>',
+        f"<pre>{html.escape(text)}</pre>",
+        "<h2>Memory over the last micro-batch of a step</h2>",
+        page.svg(figure),
+    ]
+    return page.write(path, f"{plan.config.name}: {plan.ranks} × {plan.device.name}", parts, {"over_time": figure})
 
 
 def over_time(shown: Mapping[str, tuple[Sequence[Point], float | None]]) -> Any:
@@ -57,22 +59,18 @@ def over_time(shown: Mapping[str, tuple[Sequence[Point], float | None]]) -> Any:
         shown: title → the points of a step, and the bytes below which its tensors fit, if they are known. All have one
             scale.
     """
-    peaks = [max(points, key=lambda point: point.total) for points, _ in shown.values()]
-    top = max(peak.total for peak in peaks)
+    every = [point for points, _ in shown.values() for point in points]
+    top = max(point.total for point in every)
     limits = [limit for _, limit in shown.values() if limit is not None and limit < NEAR * top]
-    names = [
-        name
-        for name in CATEGORIES
-        if any(point.bytes[name] > 0.002 * top for points, _ in shown.values() for point in points)
-    ]
+    names = [name for name in CATEGORIES if any(point.bytes[name] > 0.002 * top for point in every)]
     figure = new_figure(8.4 if len(shown) == 1 else 11.0, 3.6)
-    for number, ((title, (points, limit)), peak) in enumerate(zip(shown.items(), peaks, strict=True)):
-        axes = style_axes(figure.add_subplot(1, len(shown), number + 1), title)
-        _draw(axes, _thinned(points), names, peak)
+    for number, (title, (points, limit)) in enumerate(shown.items(), start=1):
+        axes = style_axes(figure.add_subplot(1, len(shown), number), title)
+        peak = _draw_points(axes, _thinned(points), names)
         if limit is not None and limit in limits:
             axes.axhline(limit / GIB, color="#000000", linewidth=1, linestyle="--", label="fits below, with margins")
         axes.set_ylim(0, 1.08 * max(top, *limits, 0) / GIB)
-        if number == 0:
+        if number == 1:
             axes.set_ylabel("GiB on one device", fontsize=9)
         fits = "" if limit is None else f", fits below {limit / GIB:.4g}"
         axes.set_xlabel(f"peak {peak.total / GIB:.4g} GiB{fits}", fontsize=9)
@@ -80,7 +78,9 @@ def over_time(shown: Mapping[str, tuple[Sequence[Point], float | None]]) -> Any:
     return figure
 
 
-def _draw(axes: Any, points: Sequence[Point], names: Sequence[str], peak: Point) -> None:
+def _draw_points(axes: Any, points: Sequence[Point], names: Sequence[str]) -> Point:
+    """Stack the categories over the phases of a step, mark the peak and return it."""
+    peak = max(points, key=lambda point: point.total)
     axes.stackplot(
         [point.position for point in points],
         [[point.bytes[name] / GIB for point in points] for name in names],
@@ -95,12 +95,13 @@ def _draw(axes: Any, points: Sequence[Point], names: Sequence[str], peak: Point)
     axes.set_xticks([start + 0.5 for start in range(len(PHASES))], PHASES)
     axes.tick_params(axis="x", length=0)
 
-    def shown(point: Point) -> tuple[float, float, str]:
-        parts = ", ".join(f"{TITLES[name]} {point.bytes[name] / GIB:.3g}" for name in names)
-        return point.position, point.total / GIB, f"{point.total / GIB:.4g} GiB: {parts}"
+    def value(point: Point) -> tuple[float, float, str]:
+        sizes = ", ".join(f"{TITLES[name]} {point.bytes[name] / GIB:.3g}" for name in names)
+        return point.position, point.total / GIB, f"{point.total / GIB:.4g} GiB: {sizes}"
 
-    show_values(axes, [shown(point) for point in points])
-    show_values(axes, [shown(peak)])
+    show_values(axes, [value(point) for point in points])
+    show_values(axes, [value(peak)])
+    return peak
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:

@@ -13,10 +13,9 @@ from zero_tp.devices import Device
 from zero_tp.models.flops import model_flops, utilisation
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
-from zero_tp.planning.layer_time import matrix_flops
 from zero_tp.planning.memory import Model, PaperView, Point, RankMemory, model_in, rank_memory
 from zero_tp.planning.plan_settings import Workload, ZeroSettings, workload_of
-from zero_tp.planning.timing import StepTime, Timing
+from zero_tp.planning.timing import StepTime, Timing, matrix_flops
 
 HOUR, DAY = 3600, 86400  # seconds
 
@@ -67,16 +66,20 @@ class Estimate:
         return (self.device.context_gib + self.communicators * self.device.communicator_gib) * GIB
 
     @property
+    def tensors(self) -> float:
+        """Return what tensors take of the device's memory at the peak. A CPU rank's device is its host."""
+        return self.peak.total + (self.peak.host if self.device.is_cpu else 0.0)
+
+    @property
     def needed(self) -> float:
-        """Return what is needed of the device's memory, margins included. A CPU rank's device is its host."""
-        tensors = self.peak.total + (self.peak.host if self.device.is_cpu else 0.0)
-        return tensors * (1 + self.device.fragmentation) + self.reserved
+        """Return what is needed of the device's memory, margins included."""
+        return self.tensors * (1 + self.device.fragmentation) + self.reserved
 
     @property
     def usable(self) -> float:
         """Return what tensors on the device may take, so that they fit with all margins."""
-        host = self.peak.host if self.device.is_cpu else 0.0
-        return (self.device.memory_gib * GIB - self.reserved) / (1 + self.device.fragmentation) - host
+        limit = (self.device.memory_gib * GIB - self.reserved) / (1 + self.device.fragmentation)
+        return limit - (self.tensors - self.peak.total)
 
     @property
     def spare(self) -> float:
@@ -101,6 +104,34 @@ class Estimate:
     @property
     def fits(self) -> bool:
         return self.short <= 0
+
+    def describe(self) -> str:
+        """Return the settings in words: `TP 2, SP, ZeRO-1, recompute none, micro 4 × 16`."""
+        workload, zero = self.workload, self.settings
+        parts = [f"TP {workload.tensor}", *["SP"] * workload.sequence]
+        parts += [f"ZeRO-{zero.stage}", *["reduced to owners"] * zero.owners]
+        parts += [f"recompute {workload.policy.mode}", f"micro {workload.batch} × {zero.accumulation}"]
+        offloaded = ["optimizer"] * zero.offload_optimizer + ["parameters"] * zero.offload_param
+        return ", ".join([*parts, *([f"offload {' and '.join(offloaded)}"] if offloaded else [])])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the settings and what they need, with units in the names."""
+        workload, zero = self.workload, self.settings
+        return {
+            "tensor": workload.tensor,
+            "sequence": workload.sequence,
+            "stage": zero.stage,
+            "recompute": workload.policy.mode,
+            "micro": workload.batch,
+            "accumulation": zero.accumulation,
+            "offload_optimizer": zero.offload_optimizer,
+            "offload_param": zero.offload_param,
+            "owners": zero.owners,
+            "needed_bytes": self.needed,
+            "host_node_bytes": self.host_needed,
+            "peak_bytes": self.peak.as_json(),
+            "step_seconds": self.time.as_json(),
+        }
 
 
 @dataclass(frozen=True)
@@ -127,14 +158,13 @@ class Plan(Estimate):
     @property
     def tokens(self) -> int:
         """Return the tokens of one step."""
-        return self.config.global_batch * self.config.zero_tp.data.sequence_length
+        return self.config.global_batch * self.workload.length
 
     @property
     def model_flops(self) -> float:
         """Return the model FLOPs of one step, all devices together."""
         config = self.config
-        length = config.zero_tp.data.sequence_length
-        return model_flops(self.model.spec, config.global_batch, length, config.labelled)
+        return model_flops(self.model.spec, config.global_batch, self.workload.length, config.labelled)
 
     @property
     def mfu(self) -> float | None:
@@ -158,8 +188,7 @@ class Plan(Estimate):
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, with units in the names."""
-        config = self.config
-        block = config.zero_tp
+        config, parallel = self.config, self.config.zero_tp.parallel
         return {
             "config": str(config.path),
             "model": {
@@ -170,14 +199,10 @@ class Plan(Estimate):
             },
             "device": self.device.model_dump(),
             "ranks": self.ranks,
-            "parallel": {
-                "tensor": block.parallel.tensor,
-                "data": config.data_parallel,
-                "sequence": block.parallel.sequence,
-            },
+            "parallel": {"tensor": parallel.tensor, "data": config.data_parallel, "sequence": parallel.sequence},
             "zero_stage": config.zero_stage,
             "dtype": config.dtype,
-            "recompute": block.recompute_policy.mode,
+            "recompute": self.workload.policy.mode,
             "batch": {
                 "global": config.global_batch,
                 "micro": config.micro_batch,
@@ -215,7 +240,6 @@ def plan(config: RunConfig, device: Device, tokens: int | None = None) -> Plan:
         UserError: the device can't compute in the run's dtype.
     """
     matrix_flops(device, config.dtype)  # refuses before the dry run
-    model = model_in(config)
+    model, workload = model_in(config), workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
     memory = rank_memory(config, cpu=device.is_cpu, varlen=device.varlen, model=model)
-    workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
     return Plan(device, model, workload, memory, config, tokens)

@@ -8,8 +8,8 @@ from tqdm import tqdm
 
 from zero_tp.constants import GIB
 from zero_tp.planning.memory import CATEGORIES, Point
-from zero_tp.planning.plan import DAY, HOUR, Plan
-from zero_tp.planning.search import Candidate, Search
+from zero_tp.planning.plan import DAY, HOUR, Estimate, Plan
+from zero_tp.planning.search import Search
 
 TITLES = {
     "parameters": "parameters",
@@ -55,15 +55,13 @@ def memory(plan: Plan) -> list[str]:
         if peak.bytes[name] or paper.get(name):
             counted = f"{paper[name] / GIB:10.2f}" if name in paper else " " * 10
             lines.append(f"  {TITLES[name]:26}{counted}{peak.bytes[name] / GIB:12.2f}")
-    total = peak.total
     if device.is_cpu and peak.host:
         lines.append(f"  {'offloaded':26}{'':10}{peak.host / GIB:12.2f}")
-        total += peak.host
-    lines.append(f"  {'together':26}{sum(paper.values()) / GIB:10.2f}{total / GIB:12.2f}")
+    lines.append(f"  {'together':26}{sum(paper.values()) / GIB:10.2f}{plan.tensors / GIB:12.2f}")
     hint = " (--search tries other settings)" if plan.spare < 0 else ""
     lines.append(
         f"  the peak is in {PHASES[peak.phase]}; with {plan.reserved / GIB:.2f} GiB for the context and "
-        f"{plan.communicators} communicators and {total * device.fragmentation / GIB:.2f} for gaps "
+        f"{plan.communicators} communicators and {plan.tensors * device.fragmentation / GIB:.2f} for gaps "
         f"{plan.needed / GIB:.2f} of {device.memory_gib:.4g} GiB: {verdict(plan)}{hint}"
     )
     if plan.host_needed:
@@ -113,7 +111,7 @@ def dry_run(planned: Point, whole: Point, seconds: float) -> list[str]:
     ]
 
 
-def advice(search: Search, shown: Sequence[Candidate], plan: Plan) -> list[str]:
+def advice(search: Search, shown: Sequence[Estimate], plan: Plan) -> list[str]:
     """Return the table of the fastest candidates, and why the present settings are not among them."""
     lines = [
         "",

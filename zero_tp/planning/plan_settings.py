@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.config import RunConfig
 from zero_tp.config.resolve import copies_gradients
-from zero_tp.constants import DTYPES
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def page_locked(size: int) -> int:
@@ -54,7 +53,7 @@ class Workload:
     @property
     def element(self) -> int:
         """Return the bytes of an element."""
-        return int(getattr(torch, DTYPES[self.dtype]).itemsize)
+        return ELEMENT_BYTES[self.dtype]
 
     @property
     def partitioned(self) -> bool:
@@ -88,7 +87,7 @@ def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workloa
         dtype=config.dtype,
         cpu=cpu,
         policy=block.recompute_policy,
-        checkpointing=config.deepspeed_config().get("activation_checkpointing", {}),
+        checkpointing=config.typed.values.get("activation_checkpointing", {}),
         documents=block.data.document_attention == "reset" and block.masked is None,
         labelled=config.labelled,
         varlen=varlen,
@@ -98,95 +97,79 @@ def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workloa
 # ---- ZeRO ------------------------------------------------------------------------------------------------------------
 
 
-ELEMENT_KEYS = {
-    "reduce_bucket": "reduce_bucket_size",
-    "prefetch_bucket": "stage3_prefetch_bucket_size",
-    "persistence_threshold": "stage3_param_persistence_threshold",
-    "max_live": "stage3_max_live_parameters",
-    "max_reuse": "stage3_max_reuse_distance",
-    "sub_group": "sub_group_size",
-}
-"""The keys of `zero_optimization` for the attributes that count elements."""
-
-
 @dataclass(frozen=True)
 class ZeroSettings:
-    """The part of a DeepSpeed config that decides about memory and communication, with DeepSpeed's defaults.
+    """The settings of a run that decide about the memory and communication of ZeRO and the optimizer.
 
     Attributes:
-        data: N_d. element: e. cpu: the device is the CPU, and host memory is its own.
-        copies: see `copies_gradients`.
+        data: N_d. cpu: the device is the CPU, and host memory is its own.
+        accumulated, reduced: bytes of an element of the gradients that are added up, and that are sent over DP.
         moments: bytes of the optimizer's states of a parameter, without the fp32 master.
         torch_optimizer: torch's class that is not fused, which makes temporaries.
-        accumulated, reduced: bytes of an element of the gradients that are added up, and that are sent over DP.
-        bf16: the run's dtype, which has an optimizer of its own at stage 1; see `separate_fp32_grads`.
-        clips: gradients are clipped.
+        clips: gradients are clipped. copies: see `copies_gradients`.
         owners: the config asks for what `to_owners` says.
         pins: what the optimizer's offload copies is page-locked; what that of parameters copies always is.
+        reduce_bucket, prefetch_bucket, persistence_threshold, max_live, max_reuse, sub_group: elements.
     """
 
     stage: int
     data: int
-    element: int
-    cpu: bool = False
-    accumulation: int = 1
-    reduce_bucket: int = 500_000_000
-    overlap: bool = False
-    offload_optimizer: bool = False
-    offload_param: bool = False
-    prefetch_bucket: int = 50_000_000
-    persistence_threshold: int = 100_000
-    max_live: int = 1_000_000_000
-    max_reuse: int = 1_000_000_000
-    sub_group: int = 1_000_000_000
-    moments: int = 8
-    torch_optimizer: bool = False
-    copies: bool = False
-    accumulated: int = 2
-    bf16: bool = False
-    reduced: int = 2
-    clips: bool = False
-    owners: bool = False
-    pins: bool = True
+    dtype: str
+    cpu: bool
+    accumulation: int
+    accumulated: int
+    reduced: int
+    moments: int
+    torch_optimizer: bool
+    clips: bool
+    copies: bool
+    overlap: bool
+    owners: bool
+    offload_optimizer: bool
+    offload_param: bool
+    pins: bool
+    reduce_bucket: int
+    prefetch_bucket: int
+    persistence_threshold: int
+    max_live: int
+    max_reuse: int
+    sub_group: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], data: int, *, cpu: bool) -> ZeroSettings:
-        """Return the settings of a DeepSpeed config.
-
-        Args:
-            config: DeepSpeed's, without "auto".
-        """
-        zero = config.get("zero_optimization", {})
-        half = any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
-        block = config.get("optimizer", {})
-        optimizer, params = str(block.get("type", "adamw")), block.get("params", {})
-        stage = int(zero.get("stage", 0))
-        offload = zero.get("offload_optimizer") or {}
-        elements = {name: int(zero[key]) for name, key in ELEMENT_KEYS.items() if key in zero}
-        all_reduces = zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True)
-        overlap = zero.get("overlap_comm")
-        element = 2 if half else 4
-        sizes = {"fp32": 4, "fp16": 2, "bf16": 2, None: element}
+    def of(cls, config: RunConfig, *, cpu: bool) -> ZeroSettings:
+        """Return the settings of a run's config, which has a world size."""
+        typed, zero = config.typed, config.typed["zero_optimization"]
+        optimizer, params = typed["optimizer.type"], typed["optimizer.params"]
+        offload = zero["offload_optimizer"] or {}
         return cls(
-            stage=stage,
-            data=data,
-            element=element,
+            stage=config.zero_stage,
+            data=config.data_parallel,
+            dtype=config.dtype,
             cpu=cpu,
-            accumulated=sizes[(config.get("data_types") or {}).get("grad_accum_dtype")],
-            bf16=bool(config.get("bf16", {}).get("enabled")),
-            reduced=sizes[config.get("communication_data_type")],
-            clips=bool(config.get("gradient_clipping")),
-            accumulation=int(config.get("gradient_accumulation_steps", 1)),
-            overlap=stage == 3 if overlap is None else bool(overlap),
-            offload_optimizer=(offload.get("device") or "none") != "none",
-            offload_param=((zero.get("offload_param") or {}).get("device") or "none") != "none",
-            moments=4 if optimizer.lower() == "sgd" else 8,
-            owners=not all_reduces,
-            pins=bool(offload.get("pin_memory", True)) and offload.get("device") != "nvme",
+            accumulation=config.accumulation,
+            accumulated=ELEMENT_BYTES[typed["data_types.grad_accum_dtype"] or config.dtype],
+            reduced=ELEMENT_BYTES[typed["communication_data_type"] or config.dtype],
+            moments=4 if optimizer == "SGD" else 8,
             torch_optimizer=not params.get("fused") and (bool(params.get("torch_adam")) or optimizer == "SGD"),
-            copies=copies_gradients(dict(config)),
-            **elements,
+            clips=typed["gradient_clipping"] > 0,
+            copies=copies_gradients(typed.values),
+            overlap=zero["overlap_comm"],
+            owners=not zero["use_multi_rank_bucket_allreduce"] and zero["reduce_scatter"],
+            offload_optimizer=typed.offloads("offload_optimizer"),
+            offload_param=typed.offloads("offload_param"),
+            pins=offload.get("pin_memory", True) and not typed.on_nvme("offload_optimizer"),
+            reduce_bucket=zero["reduce_bucket_size"],
+            prefetch_bucket=zero["stage3_prefetch_bucket_size"],
+            persistence_threshold=zero["stage3_param_persistence_threshold"],
+            max_live=zero["stage3_max_live_parameters"],
+            max_reuse=zero["stage3_max_reuse_distance"],
+            sub_group=zero["sub_group_size"],
         )
+
+    @property
+    def element(self) -> int:
+        """Return e, the bytes of an element of the run's dtype."""
+        return ELEMENT_BYTES[self.dtype]
 
     @property
     def single_replica(self) -> bool:
@@ -201,7 +184,7 @@ class ZeroSettings:
     @property
     def separate_fp32_grads(self) -> bool:
         """Tell whether DeepSpeed's BF16_Optimizer runs: all gradients are added up in a tensor that is always there."""
-        return self.stage == 1 and self.bf16 and self.accumulates_wider and not self.offload_optimizer
+        return self.stage == 1 and self.dtype == "bf16" and self.accumulates_wider and not self.offload_optimizer
 
     @property
     def in_buckets(self) -> bool:

@@ -5,12 +5,11 @@ All are ranked by formulas; what is listed has been run dry, and accepted as a r
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,41 +35,6 @@ NEAREST = 8
 MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 OFFLOADS = ((0, False, False), (1, True, False), (3, True, True))
 """The least ZeRO stage of each offload, and whether it is of the optimizer and of the parameters."""
-
-
-@dataclass(frozen=True)
-class Candidate(Estimate):
-    """Settings of a run, with what they need and the time of their steps."""
-
-    def describe(self) -> str:
-        """Return the settings in words: `TP 2, SP, ZeRO-1, recompute none, micro 4 × 16`."""
-        workload, zero = self.workload, self.settings
-        parts = [f"TP {workload.tensor}"]
-        parts += ["SP"] if workload.sequence else []
-        parts += [f"ZeRO-{zero.stage}", *["reduced to owners"] * zero.owners]
-        parts += [f"recompute {workload.policy.mode}", f"micro {workload.batch} × {zero.accumulation}"]
-        away = ["optimizer"] * zero.offload_optimizer + ["parameters"] * zero.offload_param
-        parts += [f"offload {' and '.join(away)}"] if away else []
-        return ", ".join(parts)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything, with units in the names."""
-        workload, zero = self.workload, self.settings
-        return {
-            "tensor": workload.tensor,
-            "sequence": workload.sequence,
-            "stage": zero.stage,
-            "recompute": workload.policy.mode,
-            "micro": workload.batch,
-            "accumulation": zero.accumulation,
-            "offload_optimizer": zero.offload_optimizer,
-            "offload_param": zero.offload_param,
-            "owners": zero.owners,
-            "needed_bytes": self.needed,
-            "host_node_bytes": self.host_needed,
-            "peak_bytes": self.peak.as_json(),
-            "step_seconds": self.time.as_json(),
-        }
 
 
 class Search:
@@ -99,8 +63,8 @@ class Search:
         self.ranked.sort(key=lambda one: (max(0.0, one.short), one.time.total, one.needed))
         self.fitting = sum(one.fits for one in self.ranked)
 
-    def fastest(self, overrides: Sequence[str], top: int) -> tuple[list[Candidate], dict[str, Any]]:
-        """Return the fastest `top` candidates that fit in a dry run and load as a config, and the config of the first.
+    def fastest(self, overrides: Sequence[str], top: int) -> tuple[list[Estimate], dict[str, Any]]:
+        """Return the fastest `top` settings that fit in a dry run and load as a config, and the config of the first.
 
         If none of those that fit by formulas is left, the nearest of the others are run dry too.
 
@@ -109,30 +73,27 @@ class Search:
         """
         raw = read_json(self.config.path)
         apply_overrides(raw, overrides)
-        shown: list[Candidate] = []
-        too_large: list[Candidate] = []
-        best: dict[str, Any] = {}
+        shown: list[tuple[Estimate, dict[str, Any]]] = []
+        too_large: list[Estimate] = []
         refusal: ConfigError | None = None
-        for number, estimate in enumerate(self.ranked[: self.fitting + NEAREST]):
+        for number, by_formulas in enumerate(self.ranked[: self.fitting + NEAREST]):
             if len(shown) == top or (shown and number >= self.fitting):
                 break
-            candidate = self._dry_run(estimate)
-            if not candidate.fits:
-                too_large.append(candidate)
-                continue
-            written = changed(raw, candidate.workload, candidate.settings)
-            if (error := load_error(written, self.ranks)) is not None:
+            estimate = self._dry_run(by_formulas)
+            written = changed(raw, estimate.workload, estimate.settings)
+            if not estimate.fits:
+                too_large.append(estimate)
+            elif error := load_error(written, self.ranks):
                 refusal = error
-                continue
-            best = best or written
-            shown.append(candidate)
-        if not shown and refusal is not None:
+            else:
+                shown.append((estimate, written))
+        if shown:
+            return [estimate for estimate, _ in shown], shown[0][1]
+        if refusal is not None:
             raise UserError(f"--search: every setting that fits is refused, the last one because: {refusal}")
-        if not shown:
-            raise UserError(self._describe_nearest(too_large))
-        return shown, best
+        raise UserError(self._describe_nearest(too_large))
 
-    def _describe_nearest(self, too_large: Sequence[Candidate]) -> str:
+    def _describe_nearest(self, too_large: Sequence[Estimate]) -> str:
         device, nearest = self.device, min(too_large, key=lambda one: one.short)
         largest = sorted(nearest.peak.bytes.items(), key=lambda item: -item[1])[:3]
         listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
@@ -144,10 +105,10 @@ class Search:
             f"host memory, short by {nearest.short / GIB:.1f} GiB a device; use more or larger devices"
         )
 
-    def _candidates(self) -> Iterator[Candidate]:
+    def _candidates(self) -> Iterator[Estimate]:
         """Yield all settings that are free to change, with their memory by formulas."""
         config, device = self.config, self.device
-        hf_config, deepspeed_config = config.hf_config(), config.deepspeed_config()
+        run_settings = ZeroSettings.of(config, cpu=device.is_cpu)
         run_workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
         for tensor, sequence in itertools.product(_divisors(self.ranks), (False, True)):
             data = self.ranks // tensor
@@ -155,24 +116,16 @@ class Search:
             if left_over or (sequence and (tensor == 1 or run_workload.length % tensor)):
                 continue
             try:
-                model = model_of(hf_config, tensor, sequence)
+                model = model_of(config.hf_config(), tensor, sequence)
             except UserError:  # heads or MLP do not divide
                 continue
-            run_settings = ZeroSettings.of(deepspeed_config, data, cpu=device.is_cpu)
             # A fused attention keeps nothing that selective recomputation would save.
             fused = model.spec.attention != "eager" and not (device.is_cpu and model.spec.dropouts.attention)
             modes = [mode for mode in MODES if not (fused and mode == "selective")]
-            for micro, stage, recompute, offload, owners in itertools.product(
-                _divisors(samples), range(4), modes, OFFLOADS, (False, True)
-            ):
-                least_stage, optimizer, parameters = offload
-                settings = run_settings.with_stage(
-                    stage,
-                    accumulation=samples // micro,
-                    offload_optimizer=optimizer,
-                    offload_param=parameters,
-                    owners=owners,
-                )
+            choices = itertools.product(_divisors(samples), range(4), modes, OFFLOADS, (False, True))
+            for micro, stage, mode, (least_stage, optimizer, parameters), owners in choices:
+                changes = {"offload_optimizer": optimizer, "offload_param": parameters, "owners": owners}
+                settings = run_settings.with_stage(stage, data=data, accumulation=samples // micro, **changes)
                 if stage < least_stage or settings.to_owners != owners:
                     continue
                 workload = replace(
@@ -180,14 +133,13 @@ class Search:
                     batch=micro,
                     tensor=tensor,
                     sequence=sequence,
-                    policy=RecomputePolicy(mode=recompute),
-                    checkpointing=run_workload.checkpointing if recompute == "full" else {},
+                    policy=RecomputePolicy(mode=mode),
+                    checkpointing=run_workload.checkpointing if mode == "full" else {},
                 )
                 zero = ZeroMemory(model.parameters, settings)
-                moments = _estimated_moments(model, workload, zero)
-                yield Candidate(device, model, workload, RankMemory(zero, moments))
+                yield Estimate(device, model, workload, RankMemory(zero, _estimated_moments(model, workload, zero)))
 
-    def _dry_run(self, estimate: Candidate) -> Candidate:
+    def _dry_run(self, estimate: Estimate) -> Estimate:
         workload, spec = estimate.workload, estimate.model.spec
         key = (workload.tensor, workload.sequence, workload.batch, workload.policy.mode)
         if key not in self._dry_runs:
@@ -212,11 +164,8 @@ def _estimated_moments(model: Model, workload: Workload, zero: ZeroMemory) -> li
     gradient = (4 if accumulates_in_fp32(length, positions, dtype) else workload.element) * shard * model.spec.hidden
     block = workload.element * positions * batch * shard
     stream = 4 * workload.element * paper.layer.residual
-    most = (
-        max(zero.gathered_by_layer, key=lambda place: zero.gathered_by_layer[place])[1]
-        if zero.settings.stage == 3
-        else 0
-    )
+    gathered = zero.gathered_by_layer if zero.settings.stage == 3 else {("backward", 0): 0.0}
+    _, most = max(gathered, key=lambda place: gathered[place])
     total = float(zero.parameters.total)
     return [
         Moment("forward", layers, saved + gradient, block, 0.0),
@@ -239,31 +188,34 @@ def changed(raw: Mapping[str, Any], workload: Workload, settings: ZeroSettings) 
     Args:
         raw: the object of the file, overrides applied.
     """
-    config = copy.deepcopy(dict(raw))
-    config["train_batch_size"] = workload.batch * settings.accumulation * settings.data
-    config["train_micro_batch_size_per_gpu"] = workload.batch
-    config["gradient_accumulation_steps"] = settings.accumulation
-    zero = dict(config.get("zero_optimization", {}))
+    zero = dict(raw.get("zero_optimization", {}))
+    before = int(zero.get("stage", 0))
     if settings.stage != 3:
         zero = {key: value for key, value in zero.items() if not key.startswith("stage3_")}
     zero.pop("use_multi_rank_bucket_allreduce", None)
     if settings.owners:
         zero |= {"use_multi_rank_bucket_allreduce": False, "reduce_scatter": True}
-    before = int(zero.get("stage", 0))
     if before != settings.stage and 3 in (before, settings.stage):
         zero.pop("overlap_comm", None)
-    for key, wanted in (("offload_optimizer", settings.offload_optimizer), ("offload_param", settings.offload_param)):
-        if not wanted:
+    for key in ("offload_optimizer", "offload_param"):
+        if not getattr(settings, key):
             zero.pop(key, None)
         elif (zero.get(key) or {}).get("device", "none") == "none":
             zero[key] = {"device": "cpu", "pin_memory": True}
-    config["zero_optimization"] = {**zero, "stage": settings.stage}
+    config: dict[str, Any] = {
+        **raw,
+        "train_batch_size": workload.batch * settings.accumulation * settings.data,
+        "train_micro_batch_size_per_gpu": workload.batch,
+        "gradient_accumulation_steps": settings.accumulation,
+        "zero_optimization": {**zero, "stage": settings.stage},
+        "zero_tp": {
+            **raw["zero_tp"],
+            "parallel": {"tensor": workload.tensor, "sequence": workload.sequence},
+            "recompute": workload.policy.mode,
+        },
+    }
     if workload.policy.mode != "full":
         config.pop("activation_checkpointing", None)
-    block = dict(config["zero_tp"])
-    block["parallel"] = {"tensor": workload.tensor, "sequence": workload.sequence}
-    block["recompute"] = workload.policy.mode
-    config["zero_tp"] = block
     return config
 
 

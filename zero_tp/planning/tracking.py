@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -28,7 +27,7 @@ class Allocation:
     Attributes:
         bytes: its size.
         allocated, freed: positions in the order of all allocations and frees; `freed` is None while something holds it.
-        operation, shape, dtype: what allocated it, and of the tensor that it was allocated for.
+        operation, shape: what allocated it, and of the tensor that it was allocated for.
         category: set by `Allocations.mark`, else None.
     """
 
@@ -36,7 +35,6 @@ class Allocation:
     allocated: int
     operation: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
     freed: int | None = None
     category: str | None = None
 
@@ -87,7 +85,7 @@ class Allocations(TorchDispatchMode):
         if known is not None:
             return known[0]
         self.clock += 1
-        allocation = Allocation(storage.nbytes(), self.clock, operation, tuple(tensor.shape), tensor.dtype)
+        allocation = Allocation(storage.nbytes(), self.clock, operation, tuple(tensor.shape))
         self.all.append(allocation)
         address = storage._cdata
 
@@ -134,14 +132,17 @@ class Moment(NamedTuple):
     transients: float
     gradients: float
 
+    def after(self, start: Moment, layer: int) -> Moment:
+        """Return a moment of a layer that begins with what there is at `start`."""
+        sizes = (start.activations + self.activations, start.transients + self.transients)
+        return Moment(self.phase, layer, *sizes, start.gradients + self.gradients)
+
 
 class DryRunPart(NamedTuple):
-    """A stretch of a pass: its moments, and the changes over all of it, relative to its start."""
+    """A stretch of a pass: its moments and its end, relative to its start."""
 
     moments: list[Moment]
-    activations: int
-    transients: int
-    gradients: int
+    end: Moment
 
 
 def measure(model: ParallelModel, batch: AnyBatch) -> list[DryRunPart]:
@@ -159,7 +160,7 @@ def measure(model: ParallelModel, batch: AnyBatch) -> list[DryRunPart]:
         allocations.mark(model.parameters(), "parameters")
         allocations.mark(model.buffers(), "parameters")
 
-        def let_go(parameter: nn.Parameter) -> None:
+        def drop_gradient(parameter: nn.Parameter) -> None:
             parameter.grad = None
             done.append((allocations.clock, 2, parameter.numel()))
 
@@ -169,7 +170,7 @@ def measure(model: ParallelModel, batch: AnyBatch) -> list[DryRunPart]:
             inputs[0].register_hook(lambda _: ends.append(allocations.clock))
 
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(let_go)
+            parameter.register_post_accumulate_grad_hook(drop_gradient)
         layers = [*model.transformer.layers, model.transformer.final_norm]
         for layer in layers:
             layer.register_forward_pre_hook(begins)
@@ -188,26 +189,22 @@ def _cut(
     allocations: Allocations, ends: Sequence[int], turned: int, done: Sequence[tuple[int, int, int]]
 ) -> list[DryRunPart]:
     """Return the parts between the clocks `ends`. Activations are allocated before `turned` and freed after it."""
-
-    def is_activation(one: Allocation) -> bool:
-        return one.allocated <= turned and (one.freed is None or one.freed > turned)
-
-    sizes = [[0, 0, 0] for _ in ends[1:]]  # transients, activations, gradients
+    events: list[tuple[int, int, Allocation | int]] = [*done]
+    events += [(clock, sign, one) for clock, one, sign in allocations.timeline() if one.category is None]
+    sizes = [[0, 0, 0] for _ in ends[1:]]  # activations, transients, gradients
     moments: list[list[Moment]] = [[] for _ in ends[1:]]
-    events: list[tuple[int, int, Allocation | int]] = [
-        (clock, sign, one) for clock, one, sign in allocations.timeline() if one.category is None and clock > ends[0]
-    ]
-    for clock, sign, one in sorted([*events, *done], key=lambda event: event[:2]):
-        number = min(len(sizes), bisect.bisect_left(ends, clock)) - 1
-        size = sizes[number]
-        if isinstance(one, int):
-            size[2] += one
+    for clock, sign, one in sorted(events, key=lambda event: event[:2]):
+        if clock <= ends[0]:
             continue
-        size[is_activation(one)] += sign * one.bytes
+        number = min(len(sizes), bisect.bisect_left(ends, clock)) - 1
+        if isinstance(one, int):
+            sizes[number][2] += one
+            continue
+        is_activation = one.allocated <= turned and (one.freed is None or one.freed > turned)
+        sizes[number][0 if is_activation else 1] += sign * one.bytes
         if sign > 0:
-            phase = "forward" if clock <= turned else "backward"
-            moments[number].append(Moment(phase, 0, size[1], size[0], size[2]))
-    return [DryRunPart(part, size[1], size[0], size[2]) for part, size in zip(moments, sizes, strict=True)]
+            moments[number].append(Moment("forward" if clock <= turned else "backward", 0, *sizes[number]))
+    return [DryRunPart(part, Moment("", 0, *size)) for part, size in zip(moments, sizes, strict=True)]
 
 
 def joined(parts: Sequence[DryRunPart], order: Sequence[int]) -> list[Moment]:
@@ -220,16 +217,8 @@ def joined(parts: Sequence[DryRunPart], order: Sequence[int]) -> list[Moment]:
     stretches = [(-1, parts[0]), *((layer, parts[1 + number]) for layer, number in enumerate(order))]
     stretches += [(last, parts[len(parts) // 2])]
     stretches += [(layer, parts[-2 - order[layer]]) for layer in reversed(range(last))]
-    moments: list[Moment] = []
-    activations = transients = gradients = 0.0
+    moments, start = list[Moment](), Moment("", -1, 0.0, 0.0, 0.0)
     for layer, part in [*stretches, (-1, parts[-1])]:
-        moments += [
-            Moment(
-                phase, layer, activations + more_activations, transients + more_transients, gradients + more_gradients
-            )
-            for phase, _, more_activations, more_transients, more_gradients in part.moments
-        ]
-        activations += part.activations
-        transients += part.transients
-        gradients += part.gradients
+        moments += [moment.after(start, layer) for moment in part.moments]
+        start = part.end.after(start, layer)
     return moments

@@ -49,21 +49,17 @@ class Parameters:
     modules: tuple[tuple[int, ...], ...]
     layers: tuple[int, ...]
 
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        return self.matrices + self.flats
-
-    @cached_property
-    def total(self) -> int:
-        return sum(self.sizes)
-
     @property
     def groups(self) -> list[tuple[int, ...]]:
         return [group for group in (self.matrices, self.flats) if group]
 
     @cached_property
+    def total(self) -> int:
+        return sum(map(sum, self.groups))
+
+    @cached_property
     def largest(self) -> int:
-        return max(self.sizes)
+        return max(map(max, self.groups))
 
 
 @dataclass(frozen=True)
@@ -95,17 +91,12 @@ class ZeroMemory:
 
     @cached_property
     def partition_parameters(self) -> list[int]:
-        """Return the elements of each parameter that rank 0's partition reaches into."""
+        """Return the elements of each parameter that rank 0's partition reaches into: its gradient buffer has all."""
         sizes = []
         for group, length in zip(self.parameters.groups, self.partitions, strict=True):
             starts = itertools.accumulate(group, initial=0)
             sizes += [size for size, start in zip(group, starts, strict=False) if start < length]
         return sizes
-
-    @cached_property
-    def grad_buffer_numel(self) -> int:
-        """Return the elements of rank 0's gradient buffer: whole parameters."""
-        return sum(self.partition_parameters)
 
     @cached_property
     def states(self) -> StateBytes:
@@ -122,7 +113,8 @@ class ZeroMemory:
                 sums = zero.accumulated / e * whole if zero.separate_fp32_grads else 0.0
                 return StateBytes(parameters=whole, optimizer=master_moments, buffers=sums)
             return StateBytes(whole, buffers=e * largest, host=zero.moments * part + self._host_copies)
-        persistent = e * sum(size for size in self.parameters.sizes if size <= zero.persistence_threshold)
+        sizes = itertools.chain(*self.parameters.groups)
+        persistent = e * sum(size for size in sizes if size <= zero.persistence_threshold)
         device = 0.0 if zero.offload_param else e * part
         states = StateBytes(device, gathered=persistent, buffers=e * self.bucket, host=self._host_copies)
         if zero.offload_optimizer:
@@ -184,44 +176,39 @@ class ZeroMemory:
         """Return the bytes of the buffer in which stages 1 and 2 keep this rank's reduced gradients until the step."""
         if self.settings.accumulates_wider:
             return float(self.settings.accumulated * self.partition)
-        return 0.0 if self.settings.offload_optimizer else self.settings.element * self.grad_buffer_numel
+        return 0.0 if self.settings.offload_optimizer else float(self.settings.element * sum(self.partition_parameters))
 
     @cached_property
     def gathered_by_layer(self) -> dict[tuple[str, int], float]:
         """Return the most bytes gathered, by ("forward" or "backward", the layer's number)."""
-        zero, parameters = self.settings, self.parameters
+        zero = self.settings
         limits = (zero.persistence_threshold, zero.prefetch_bucket, zero.max_live, zero.max_reuse)
-        most = most_gathered(parameters.modules, parameters.layers, *limits)
-        return {where: zero.element * elements for where, elements in most.items()}
+        most = most_gathered(self.parameters.modules, self.parameters.layers, *limits)
+        return {place: zero.element * elements for place, elements in most.items()}
 
     # ---- over a step -------------------------------------------------------------------------------------------------
 
-    def during(self, phase: str, done: float, layer: int, micro: int = 0, transients: float = 0.0) -> StateBytes:
-        """Return the bytes at a moment inside a micro-batch.
+    def during(self, phase: str, done: float, layer: int, transients: float = 0.0) -> StateBytes:
+        """Return the bytes at a moment inside the last micro-batch of a step.
 
         Args:
             phase: "forward" or "backward".
             done: elements whose gradients are done in this micro-batch.
             layer: the layer's number, -1 before the first and L after the last.
-            micro: the micro-batch's number in the step.
             transients: of the activations at that moment.
         """
         zero, states, e = self.settings, self.states, self.settings.element
-        buckets = e * self.bucket * (2 if zero.overlap else 1)
-        total = self.parameters.total
+        total, accumulates = self.parameters.total, zero.accumulation > 1
         if zero.stage == 3:
             return states._replace(gathered=states.gathered + self.gathered_by_layer[phase, layer])
-        with_gradients = total if micro else min(done, total)
+        with_gradients = total if accumulates else min(done, total)
         if zero.stage == 0 or zero.single_replica or zero.separate_fp32_grads:
             return states._replace(gradients=e * with_gradients)
-        if zero.stage == 1 and not (zero.overlap and micro == zero.accumulation - 1):
-            there = phase == "backward" or micro > 0
-            wider = self._sum / e
-            return states._replace(
-                gradients=self._sum * with_gradients, buffers=states.buffers + (wider * buckets if there else 0)
-            )
+        if zero.stage == 1 and not zero.overlap:
+            bucket = self._sum * self.bucket if phase == "backward" or accumulates else 0
+            return states._replace(gradients=self._sum * with_gradients, buffers=states.buffers + bucket)
         before = 0.0
-        if micro and (zero.accumulates_wider or not zero.offload_optimizer):
+        if accumulates and (zero.accumulates_wider or not zero.offload_optimizer):
             before = self._sum * total if zero.stage == 1 else self._own
         if phase == "forward":
             return states._replace(gradients=before)
@@ -229,6 +216,7 @@ class ZeroMemory:
         if done > self.bucket:  # one bucket at least has been reduced
             gradients = self._with_own(before)
             flattened = 0 if zero.overlap else e * self.bucket
+        buckets = e * self.bucket * (2 if zero.overlap else 1)
         norm = NORM_BYTES * self.parameters.largest if zero.offload_optimizer and zero.stage == 2 else 0
         # Flattening and norms happen in hooks, when the layer's own transients are gone.
         excess = max(0.0, max(flattened, norm) - transients)
@@ -241,25 +229,24 @@ class ZeroMemory:
     def end_of_backward(self) -> StateBytes:
         """Return the bytes when the last buckets are reduced, without activations."""
         zero, states, e = self.settings, self.states, self.settings.element
-        total, bucket = self.parameters.total, e * self.bucket
+        total = self.parameters.total
         if zero.stage in (0, 3) or zero.single_replica or zero.separate_fp32_grads:
-            states = self.during("backward", total, -1, zero.accumulation - 1)
+            states = self.during("backward", total, -1)
             flat = e if zero.stage == 0 else 0
             if zero.separate_fp32_grads:
                 flat = self._sum + zero.reduced  # as they are added up, and as they are sent
             flattened = flat * min(total, ALLREDUCE_BUCKET) if zero.data > 1 else 0
             return states._replace(buffers=states.buffers + flattened)
-        fill = e * min(self.bucket, total)
         if zero.stage == 1 and not zero.overlap:
             # Each gradient moves into the bucket; when the first is full, this rank's buffer is made.
             fills = itertools.accumulate(self.parameters.matrices, initial=0)
             first_fill = max(filled for filled in fills if filled <= self.bucket)
             gradients = max(self._sum * total, self._sum * (total - first_fill) + self._own)
-            return states._replace(gradients=gradients, buffers=states.buffers + bucket * self._sum / e)
+            return states._replace(gradients=gradients, buffers=states.buffers + self._sum * self.bucket)
         before = self._own if zero.accumulation > 1 else 0
-        flattened = 0 if zero.overlap else fill
-        buckets = bucket * (2 if zero.overlap else 1)
-        return states._replace(gradients=self._with_own(before), buffers=states.buffers + buckets + flattened)
+        # Two buckets overlap; one is flattened.
+        second = e * (self.bucket if zero.overlap else min(self.bucket, total))
+        return states._replace(gradients=self._with_own(before), buffers=states.buffers + e * self.bucket + second)
 
     def converting(self) -> StateBytes:
         """Return the most while gradients become those of the masters, before the optimizer steps.
