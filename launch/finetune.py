@@ -188,10 +188,10 @@ def load_splits(options: argparse.Namespace, tokenizer: Any) -> tuple[Split, Spl
 def open_padding_tokenizer(model: Path) -> Any:
     """Return the model's tokenizer, which pads with its end of text where it has no token for padding."""
     tokenizer = open_tokenizer(model)
-    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
         remedy = 'name one of its tokens as "pad_token" in tokenizer_config.json'
         raise UserError(f"--model {model}: its tokenizer has neither a padding token nor an end of text; {remedy}")
-    if tokenizer.pad_token is None:
+    if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
