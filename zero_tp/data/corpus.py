@@ -728,9 +728,8 @@ def _write_corpora(
             numbers, sizes = documents.slice_of(number), np.frombuffer(block.read("sizes"), np.int64)
             ids = np.frombuffer(block.read("tokens"), dtype)
             starts = np.frombuffer(block.read("sentences"), np.bool_) if encoder.language is not None else None
-            in_output, held_out, facts = (
-                array[numbers] for array in (documents.in_output, documents.held_out, documents.facts)
-            )
+            in_output, held_out = documents.in_output[numbers], documents.held_out[numbers]
+            facts = documents.facts[numbers]
             for split, chosen in (("train", in_output & ~held_out), ("validation", held_out)):
                 of_chosen = np.repeat(chosen, sizes)
                 chosen_ids = ids[of_chosen]
