@@ -60,8 +60,8 @@ class OutputLayer(ElementwiseModule):
         """
         common: dict[str, Any] = {"bias": self.bias, "vocabulary": self.vocabulary, "group": self.group}
         if labels is not None and not per_token:
-            options = {"sequence": sequence, "divisor": divisor, "choosing": choosing, "ops": self.elementwise}
-            return vocab_parallel_cross_entropy(hidden, self.weight, labels, **common, **options)
+            common |= {"sequence": sequence, "divisor": divisor, "choosing": choosing, "ops": self.elementwise}
+            return vocab_parallel_cross_entropy(hidden, self.weight, labels, **common)
         whole = gather_from_sequence_region(hidden, self.group) if sequence else hidden
         if labels is None:
             chosen = whole[-keep:] if isinstance(keep, int) else whole[keep]  # whole[-0:] is all
