@@ -82,11 +82,7 @@ def test_the_loss_is_balanced_only_where_the_config_says_so() -> None:
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise: 0.1 is refused"),
         ("qwen2_moe", {"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers: no layer has experts"),
         ("qwen3_moe", {"decoder_sparse_step": 4}, "decoder_sparse_step: no layer has experts"),
-        (
-            "qwen2_moe",
-            {"use_sliding_window": True, "sliding_window": 0},
-            "sliding_attention needs a positive sliding_window",
-        ),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window: 0 is not positive"),
         ("qwen2_moe", {"num_key_value_heads": None}, "num_key_value_heads: null: transformers computes nothing"),
         ("olmoe", {"clip_qkv": -1.0}, "clip_qkv: -1.0 is not positive"),
     ],

@@ -168,12 +168,13 @@ def grouped_heads(config: PretrainedConfig) -> tuple[int, int, int]:
 
 def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
     """Return each layer's window, from `layer_types`."""
-    types, key = list(config.layer_types), f"{MODEL_KEY}.layer_types"
-    if len(types) != config.num_hidden_layers:
-        raise ConfigError(key, f"{len(types)} entries for {config.num_hidden_layers} layers", "give one for each")
-    if SLIDING in types and (config.sliding_window or 0) < 1:
-        raise ConfigError(key, f"{SLIDING} needs a positive sliding_window, and use_sliding_window: true")
-    return tuple(config.sliding_window if kind == SLIDING else None for kind in types)
+    types, layers, window = list(config.layer_types), config.num_hidden_layers, config.sliding_window
+    if len(types) != layers:
+        raise ConfigError(f"{MODEL_KEY}.layer_types", f"{len(types)} entries for {layers} layers", "give one for each")
+    if SLIDING in types and (window or 0) < 1:
+        problem = f"{window} is not positive, as {SLIDING} needs it"
+        raise ConfigError(f"{MODEL_KEY}.sliding_window", problem, "give 1 or more, and use_sliding_window: true")
+    return tuple(window if kind == SLIDING else None for kind in types)
 
 
 OURS, THEIRS = "transformer.layers.{layer}.", "model.layers.{layer}."

@@ -64,7 +64,8 @@ class TransformerSpec:
         hidden, layers, heads, kv_heads, head_size, mlp_size, vocabulary: sizes (h, L, a, k, d, 4h, v); each of k pairs
             of keys and values serves a/k heads (arXiv 2305.13245).
         positions: longest sequence that the model is made for; learned positions end there.
-        norm, layer, position: names in the tables NORMS, LAYERS, POSITIONS. mlps: of each layer, a name in MLPS.
+        norm, layer: names in the tables NORMS, LAYERS. mlps: of each layer, a name in MLPS.
+        position: "learned" or "rotary".
         experts: of the MLPs "experts"; `mlp_size` is the width of the others.
         rotary: with the position "rotary".
         activation: the MLP's elementwise function.

@@ -18,7 +18,7 @@ from zero_tp.models import flash
 from zero_tp.models.context import AttentionMask, ForwardContext, Packed, Pieces
 from zero_tp.models.norm import NORMS, SplitRMSNorm
 from zero_tp.models.position import rotate
-from zero_tp.models.projection import heads_of_ranks, projection
+from zero_tp.models.projection import FusedProjection, GroupedProjection, heads_of_ranks
 from zero_tp.parallel.elementwise import ElementwiseModule
 from zero_tp.parallel.linear import RowParallelLinear
 from zero_tp.parallel.parameter import Normal, ParameterMaker
@@ -184,6 +184,8 @@ class Attention(ElementwiseModule):
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, number: int):
         super().__init__()
         self.number, self.window, self.clip = number, spec.windows[number], spec.clip
+        fused = spec.kv_heads == spec.heads
+        projection: type[FusedProjection | GroupedProjection] = FusedProjection if fused else GroupedProjection
         self.qkv = projection(make.child("qkv"), spec)
         self.core = CORES[spec.attention](spec, streams)
         self.output = RowParallelLinear(

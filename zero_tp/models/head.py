@@ -35,10 +35,8 @@ class OutputLayer(ElementwiseModule):
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, embedding: nn.Parameter, *, bias: bool = False):
         super().__init__()
         self.vocabulary, self.group = spec.vocabulary, make.topology.tensor_group
-        rows = split_vocabulary(spec.vocabulary)
-        self.weight = embedding
-        if not spec.tied:
-            self.weight = make.make("weight", (spec.vocabulary, spec.hidden), rows, Normal(spec.init_std))
+        rows, init = split_vocabulary(spec.vocabulary), Normal(spec.init_std)
+        self.weight = embedding if spec.tied else make.make("weight", (spec.vocabulary, spec.hidden), rows, init)
         self.bias = make.make("bias", (spec.vocabulary,), rows, ConstantInit(0.0)) if bias else None
 
     def forward(
@@ -60,13 +58,8 @@ class OutputLayer(ElementwiseModule):
         """
         common: dict[str, Any] = {"bias": self.bias, "vocabulary": self.vocabulary, "group": self.group}
         if labels is not None and not per_token:
-            options: dict[str, Any] = {
-                "sequence": sequence,
-                "divisor": divisor,
-                "choosing": choosing,
-                "ops": self.elementwise,
-            }
-            return vocab_parallel_cross_entropy(hidden, self.weight, labels, **common, **options)
+            common |= {"sequence": sequence, "divisor": divisor, "choosing": choosing, "ops": self.elementwise}
+            return vocab_parallel_cross_entropy(hidden, self.weight, labels, **common)
         whole = gather_from_sequence_region(hidden, self.group) if sequence else hidden
         if labels is None:
             chosen = whole[-keep:] if isinstance(keep, int) else whole[keep]  # whole[-0:] is all

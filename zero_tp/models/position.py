@@ -30,9 +30,6 @@ class LearnedVectors(nn.Module):
         return F.embedding(numbers, self.weight)
 
 
-POSITIONS: dict[str, type[LearnedVectors] | None] = {"learned": LearnedVectors, "rotary": None}
-"""What is added to the word embedding; rotary positions add nothing."""
-
 Rotation = tuple[Tensor, Tensor]
 """Cosine and sine of every position's angles, [b or 1, 1, s, r]."""
 

@@ -93,8 +93,3 @@ class GroupedProjection(nn.Module):
         # An index tensor would be copied to the device, which synchronises.
         heads = zip(key_or_value.split(1, 1), self.uses, strict=True)
         return torch.cat([head.expand(-1, uses, -1, -1) for head, uses in heads], 1)
-
-
-def projection(make: ParameterMaker, spec: TransformerSpec) -> FusedProjection | GroupedProjection:
-    """Return the projection for the spec's heads."""
-    return (FusedProjection if spec.kv_heads == spec.heads else GroupedProjection)(make, spec)

@@ -73,9 +73,9 @@ class RouterBalance:
             self.sums += own.sum(0)
             self.rows = self.rows + rows
         if probabilities.requires_grad:
-            probabilities.register_hook(self._with_own)
+            probabilities.register_hook(self._add_gradient)
 
-    def _with_own(self, gradient: Tensor) -> Tensor:
+    def _add_gradient(self, gradient: Tensor) -> Tensor:
         if self.gradient is None:  # the loss was not used
             return gradient
         return gradient + (self.gradient if self._counted is None else self._counted * self.gradient)

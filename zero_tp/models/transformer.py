@@ -16,7 +16,7 @@ from zero_tp.models.context import AttentionMask, ForwardContext, ForwardInputs,
 from zero_tp.models.mlp import MLP, GatedMLP
 from zero_tp.models.moe import Experts
 from zero_tp.models.norm import NORMS
-from zero_tp.models.position import POSITIONS, LearnedVectors, rotation
+from zero_tp.models.position import LearnedVectors, rotation
 from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
@@ -35,11 +35,9 @@ class Embedding(nn.Module):
         self.word = VocabParallelEmbedding(
             make.child("word"), spec.vocabulary, spec.hidden, init=init, padding_token=spec.padding_token
         )
-        position = POSITIONS[spec.position]
-        self.position = None
-        if position is not None:
-            self.position = position(make.child("position"), spec.positions, spec.hidden, init=init)
-        self.token_type = None
+        self.position = self.token_type = None
+        if spec.position == "learned":
+            self.position = LearnedVectors(make.child("position"), spec.positions, spec.hidden, init=init)
         if spec.token_types:
             self.token_type = LearnedVectors(make.child("token_type"), spec.token_types, spec.hidden, init=init)
         self.norm: nn.Module = nn.Identity()

@@ -125,12 +125,6 @@ def agree_on_tokens(group: Group, *tokens: Tensor) -> bool:
     return not differ_over(group, checksum({str(number): tensor for number, tensor in enumerate(tokens)})).item()
 
 
-def _from_first(state: Tensor, group: Group, device: torch.device) -> Tensor:
-    shared = state.to(device, copy=True)  # the broadcast writes into it
-    dist.broadcast(shared, group_src=0, group=group)
-    return shared.cpu()
-
-
 @contextmanager
 def random_numbers_of_first(group: Group, device: torch.device) -> Iterator[None]:
     """Let torch's default generators draw the numbers of the group's first rank on every rank.
@@ -145,7 +139,9 @@ def random_numbers_of_first(group: Group, device: torch.device) -> Iterator[None
         generators.append(torch.cuda.default_generators[device.index or 0])
     before = [generator.get_state() for generator in generators]
     for generator, state in zip(generators, before, strict=True):
-        generator.set_state(_from_first(state, group, device))
+        shared = state.to(device, copy=True)  # the broadcast writes into it
+        dist.broadcast(shared, group_src=0, group=group)
+        generator.set_state(shared.cpu())
     try:
         yield
     finally:

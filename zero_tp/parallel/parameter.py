@@ -9,7 +9,7 @@ each block once among them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
@@ -58,21 +58,6 @@ class SeededInit:
 
     seed: int
 
-    def _rows(self, name: str, first: int, last: int, total: int, width: int, init: Normal) -> Iterator[Tensor]:
-        """Yield rows [first, last) of the [total, width] matrix called `name`, block by block, fp32."""
-        for block in range(first // BLOCK_ROWS, -(-last // BLOCK_ROWS)):
-            start = block * BLOCK_ROWS
-            stop = min(start + BLOCK_ROWS, total)
-            digest = hashlib.sha256(f"{self.seed}/{name}/{block}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            # torch.normal: zero.Init patches torch.empty and its like to make tensors in the run's dtype.
-            drawn = torch.normal(
-                0.0, init.std, (stop - start, width), generator=generator, dtype=torch.float32, device="cpu"
-            )
-            if init.zero_row is not None and start <= init.zero_row < stop:
-                drawn[init.zero_row - start] = 0.0
-            yield drawn[max(first - start, 0) : min(last, stop) - start]
-
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
     ) -> None:
@@ -83,13 +68,21 @@ class SeededInit:
             self._draw(part.movedim(layout.dim, 0), name, start, whole[layout.dim], init)
 
     def _draw(self, rows: Tensor, name: str, start: int, total: int, init: Normal) -> None:
-        """Write rows from `start` on, of the `total` that the parameter called `name` has, into `rows`."""
-        if not len(rows):
-            return
-        width = rows.numel() // len(rows)
-        for drawn in self._rows(name, start, start + len(rows), total, width, init):
-            target, rows = rows[: len(drawn)], rows[len(drawn) :]
-            target.copy_(drawn.view(target.shape))
+        """Write rows from `start` on, of the `total` of the parameter called `name`, into `rows`; fp32, by blocks."""
+        stop = start + len(rows)
+        for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
+            first, last = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, total)
+            target = rows[max(first - start, 0) : last - start]
+            if not len(target):
+                continue
+            digest = hashlib.sha256(f"{self.seed}/{name}/{block}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            # torch.normal: zero.Init patches torch.empty and its like to make tensors in the run's dtype.
+            shape = (last - first, target[0].numel())
+            drawn = torch.normal(0.0, init.std, shape, generator=generator, dtype=torch.float32, device="cpu")
+            if init.zero_row is not None and first <= init.zero_row < last:
+                drawn[init.zero_row - first] = 0.0
+            target.copy_(drawn[max(start - first, 0) : stop - first].view(target.shape))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ ones in split regions (attention; everything under SP): arXiv 1909.08053, sectio
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -65,11 +65,9 @@ class RandomStreams:
             for name in (SHARED, PER_RANK)
         }
 
-    @contextmanager
-    def use(self, name: str) -> Iterator[None]:
+    def use(self, name: str) -> AbstractContextManager[None]:
         """Draw from the stream `name` (SHARED or PER_RANK) inside; then restore the default generator."""
-        with self._active(self._generators[name]):
-            yield
+        return self._active(self._generators[name])
 
     def snapshot(self) -> dict[str, torch.Generator]:
         """Return copies of the streams, for `replaying`."""
