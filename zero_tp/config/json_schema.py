@@ -45,8 +45,7 @@ def json_schema() -> Json:
     definitions, model_block = schema["$defs"], schema["$defs"]["ZeroTP"]["properties"]["model"]
     _adapt(schema["properties"])
     for name in ("zero_optimization", "bf16", "fp16"):
-        block: Any = model.model_fields[name].annotation
-        _adapt(definitions[block.__name__]["properties"], f"{name}.")
+        _adapt(definitions[schema["properties"][name]["$ref"].rpartition("/")[2]]["properties"], f"{name}.")
     definitions["SchedulerBlock"]["properties"]["type"] = {"enum": list(SCHEDULES)}
     _add_cases(definitions["SchedulerBlock"], "type", {name: _with_params(block) for name, block in SCHEDULES.items()})
     adam: type[BaseModel] = create_model("Adam", __base__=(TorchAdam, FusedAdam, CPUAdam))
