@@ -55,6 +55,11 @@ def test_a_rank_that_hangs_is_named_by_one(ranks: Pools) -> None:
     assert [line.split(" (")[0] for line in lines] == [f"rank {number}" for number in range(4)]
     assert "in step 3, forward for" in lines[2] and "called by forward (zero_tp/models/" in lines[2]
     assert re.search(r"at .*\(zero_tp/parallel/collectives\.py:", lines[3])
+    # Ranks 2 and 3 are a TP group: rank 3 has enqueued the collective that rank 2 does not come to.
+    late, waiting = (re.findall(r"group \d+ (\d+)/(\d+)", lines[number]) for number in (2, 3))
+    assert late[-1] == waiting[-1] or late[-2] == waiting[-2], "of one of the two groups"
+    ahead = [now for before, now in zip(late, waiting, strict=True) if now[0] != before[0]]
+    assert ahead and all(int(enqueued) > int(completed) for enqueued, completed in ahead)
     assert last == (
         "error: no progress in step 3 for 0.025 minutes, by zero_tp.training.timeout_minutes: "
         "ranks 0, 1 and 3 wait for rank 2"
@@ -95,5 +100,6 @@ def test_a_run_with_a_stopped_rank_ends_by_its_limit(stopped: int, limits: str, 
     [line] = [line for line in last if line.startswith("error: ")]
     assert re.fullmatch(f"error: {error}", line), errors
     if "step" in limits:
-        assert len(re.findall(r"^rank [01] \(.* in step ", errors, re.MULTILINE)) == 2, errors
+        positions = r"^rank [01] \(.*; collectives enqueued/completed: world \d+/\d+"
+        assert len(re.findall(positions, errors, re.MULTILINE)) == 2, errors
     assert "Traceback" not in errors

@@ -48,6 +48,7 @@ class RankStatus:
         message: number of this message.
         frame: the function that its main thread is in, once half of a limit has passed.
         waiting: whether that function waits for other ranks; None before.
+        collectives: likewise, what each process group has enqueued and completed (`collective_progress`).
     """
 
     count: int = 0
@@ -59,10 +60,12 @@ class RankStatus:
     message: int = 0
     frame: str = ""
     waiting: bool | None = None
+    collectives: str = ""
 
     def describe(self) -> str:
         where = f"{self.phase}{f' {self.step}' if self.step else ''}{f', {self.doing}' if self.doing else ''}"
-        return f"({self.host}) in {where} for {self.seconds:.0f} s{f', at {self.frame}' if self.frame else ''}"
+        counts = f"; collectives enqueued/completed: {self.collectives}" if self.collectives else ""
+        return f"({self.host}) in {where} for {self.seconds:.0f} s{f', at {self.frame}' if self.frame else ''}{counts}"
 
 
 class Watchdog:
@@ -79,6 +82,7 @@ class Watchdog:
         self._heartbeat: float | None = None
         self._rank, self._world = 0, 1
         self._round_seconds = ROUND_SECONDS
+        self._groups: Sequence[str] = ()
         self._store: Any = None
         self._requests = ThreadPoolExecutor(1, "store")  # a store whose machine is gone never answers
         self._messages = 0
@@ -100,9 +104,13 @@ class Watchdog:
         self.enter("start")
         self._thread.start()
 
-    def connect(self, store: dist.Store) -> None:
-        """Begin to write to the job's store, by a connection that nothing else uses any more."""
-        self._store = store
+    def connect(self, store: dist.Store, groups: Sequence[str] = ()) -> None:
+        """Begin to write to the job's store, by a connection that nothing else uses any more.
+
+        Args:
+            groups: names of this rank's process groups, in the order of their creation.
+        """
+        self._store, self._groups = store, groups
         self._exchange(())  # other ranks miss only a rank that they have seen
 
     def leave(self) -> None:
@@ -198,7 +206,8 @@ class Watchdog:
         if limit is None or seconds <= limit / 2:
             return status
         frame, waiting = _describe_frame(self._main)
-        return replace(status, frame=frame, waiting=waiting)
+        counts = "" if self._store is None else collective_progress(self._groups)
+        return replace(status, frame=frame, waiting=waiting, collectives=counts)
 
     # --- the job's store --------------------------------------------------------------------------------------------
 
@@ -272,6 +281,29 @@ def _describe_frame(thread: int) -> tuple[str, bool]:
                 waiting,
             )
     return f"{name} ({Path(file).name})", waiting
+
+
+def collective_progress(groups: Sequence[str]) -> str:
+    """Return how many collectives each process group has enqueued and completed: `TP 42/41, DP 7/7`.
+
+    torch's flight recorder counts them, unless `TORCH_FR_BUFFER_SIZE` is 0. It waits for no device.
+
+    Args:
+        groups: names in the order of their creation, by which the recorder numbers them.
+    """
+    from torch._C import _distributed_c10d
+
+    status: dict[str, Any] = {}
+    # A build with NCCL records NCCL's collectives apart from those of the other backends.
+    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if hasattr(_distributed_c10d, dump):
+            status |= json.loads(getattr(_distributed_c10d, dump)(False)).get("pg_status", {})
+    names = dict(enumerate(groups))
+    return ", ".join(
+        f"{names.get(int(number), f'group {number}')} "
+        f"{counts['last_enqueued_collective']}/{counts['last_completed_collective']}"
+        for number, counts in sorted(status.items(), key=lambda group: int(group[0]))
+    )
 
 
 def _dump_flight_recorder(rank: int) -> list[str]:

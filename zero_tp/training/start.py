@@ -64,7 +64,7 @@ def start_training(
     with run_directory(inputs.directory) if is_first else nullcontext() as owner:
         topology, device = connect_deepspeed(config, environment)
         if environment.world > 1:
-            watch.connect(environment.store.join())
+            watch.connect(environment.store.join(), topology.group_names)
         _check_shared(inputs.directory, owner)
         require_same_on_all_ranks({f"the ranks do not read the same {what}": it for what, it in inputs.read().items()})
         check_owner = owner.check if owner is not None else lambda: None
