@@ -257,6 +257,8 @@ class PartitionedParameters(ZeroEngine):
                 yield name, weight
 
     def construction(self) -> AbstractContextManager[Any]:
+        # zero.Init asks deepspeed.comm for the DP size before it puts it on torch's process group.
+        deepspeed.init_distributed(verbose=False)
         return deepspeed.zero.Init(
             # With mpu= alone it ignores the DP group and overwrites the other TP ranks' shards; mpu= is for reading the
             # batch sizes.
