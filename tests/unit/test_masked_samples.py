@@ -322,7 +322,7 @@ def test_what_is_too_short_is_refused(tmp_path: Path, corpora: dict[str, Path]) 
             writer.add_document([7, 8])
     for make in (
         lambda: MaskedSamples({str(tmp_path / "c"): 1.0}, pairs, 1),
-        lambda: pairs_validation(tmp_path, pairs),
+        lambda: MaskedValidation([str(tmp_path / "c")], pairs),
     ):
         with pytest.raises(UserError, match=r"c: no document has the 3 tokens that .* needs for two segments"):
             make()
@@ -332,10 +332,6 @@ def test_what_is_too_short_is_refused(tmp_path: Path, corpora: dict[str, Path]) 
     with IndexedWriter(tmp_path / "d", 2000) as writer:
         writer.add_document([100, 101, 102])
     segments(MaskedSamples({str(tmp_path / "d"): 1.0}, row, 1)[0], row.masking.vocabulary)
-
-
-def pairs_validation(folder: Path, pairs: SegmentPairs) -> MaskedValidation:
-    return MaskedValidation([str(folder / "c")], pairs)
 
 
 def test_validation_has_the_same_masks_on_every_split(corpora: dict[str, Path]) -> None:
