@@ -129,7 +129,7 @@ def test_nothing_is_fetched_for_a_wrong_file(tmp_path: Path, monkeypatch: pytest
         asked.append(words)
         raise OSError("no network")
 
-    monkeypatch.setattr("zero_tp.weights.weight_files._snapshot", snapshot)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     config = changed(zero_tp__model={"from_pretrained": "somebody/tiny"})
     assert errors(tmp_path, config) == ["zero_tp.model.from_pretrained"] and len(asked) == 1
     assert errors(tmp_path, config | {"nonsense": 1}) == ["nonsense"] and len(asked) == 1

@@ -206,7 +206,7 @@ def test_bad_model_directories(model_directory: Path, text_file: Path, tmp_path:
         (copy / "config.json").write_text(json.dumps(config | changes))
 
     with_config(vocab_size=279)
-    refuses("tokenizer has 280 tokens, the model only 279")
+    refuses("tokenizer has 280 tokens with ids up to 279, the model only 279")
     with_config(model_type="no-such-type")
     refuses("no-such-type")
     with_config(model_type="t5")

@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.errors import ConfigError, UserError, first_line, shown
+from zero_tp.errors import ConfigError, UserError, class_in_words, first_line, shown
 from zero_tp.strict_json import InvalidJson, read_object
 
 if TYPE_CHECKING:
@@ -76,7 +76,9 @@ def resolve(model: str | Path, key: str = "", *, weights: bool = True, allow_pic
         )
     except Exception as error:  # its own types, those of its HTTP client, and the system's
         option = f" --revision {revision}" if revision else ""
-        problem = f"no directory {model}, and the Hugging Face hub does not give it ({first_line(error)})"
+        own = type(error).__module__.startswith("huggingface_hub")  # whose names say it, and whose texts are long
+        reason = class_in_words(error) if own else first_line(error)
+        problem = f"no directory {model}, and the Hugging Face hub does not give it ({reason})"
         fetch = f"hf download {name}{option} --exclude '*/*' --local-dir DIR"
         remedy = f"give a Hugging Face model directory; where there is a network, `{fetch}` makes one"
         raise ConfigError(key or str(model), problem, remedy) from error

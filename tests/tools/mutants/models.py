@@ -116,8 +116,8 @@ MUTANTS: dict[str, Mutant] = {
     "kv-heads-of-other-queries": Mutant(
         "With fewer KV heads than TP every rank uses the first ones.",
         PROJECTION + "GroupedProjection.__init__",
-        "range(start, start + local)",
-        "range(local)",
+        "(own.start * spec.head_size, own.stop * spec.head_size)",
+        "(0, len(own) * spec.head_size)",
         (FEWER_HEADS,),
     ),
 }
