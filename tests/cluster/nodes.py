@@ -21,9 +21,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launched import ROOT
-from tests.pool_rank import die_with_parent
-from tests.waits import patience, wait_until
+from tests.support.launched import ROOT
+from tests.support.pool_rank import die_with_parent
+from tests.support.waits import patience, wait_until
 
 SHARED = Path("/srv")
 TOOLS = (

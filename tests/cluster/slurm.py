@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tests.cluster.nodes import Node, Rack
-from tests.waits import wait_until
+from tests.support.waits import wait_until
 
 SETTINGS = {
     "ClusterName": "rack",

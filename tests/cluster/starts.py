@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from tests.cluster.nodes import SHARED, Node, Rack
 from tests.cluster.slurm import VARIABLES
-from tests.launched import ROOT, free_port, furnish
-from tests.waits import patience
+from tests.support.launched import ROOT, free_port, furnish
+from tests.support.waits import patience
 
 SCRIPT = str(ROOT / "launch/pretrain.py")
 HOSTFILE = f"{SHARED}/hostfile"

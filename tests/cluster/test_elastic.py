@@ -13,8 +13,8 @@ from tests.cluster.slurm import VARIABLES, serve
 from tests.cluster.starts import Launch, agent, alone, sbatch
 from tests.cluster.test_ends import kill_all, none_left, steps, trained
 from tests.cluster.test_starting import losses
-from tests.launched import free_port
-from tests.waits import wait_until
+from tests.support.launched import free_port
+from tests.support.waits import wait_until
 from zero_tp.checkpoint.directory import complete_steps
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]

@@ -13,8 +13,8 @@ import pytest
 from tests.cluster.nodes import SHARED, Node, Rack
 from tests.cluster.slurm import VARIABLES
 from tests.cluster.starts import STARTS, Ended, Launch, Start, sbatch, srun, torchrun
-from tests.launched import ROOT, metrics_of
-from tests.waits import wait_until
+from tests.support.launched import ROOT, metrics_of
+from tests.support.waits import wait_until
 from zero_tp.checkpoint.directory import complete_steps
 from zero_tp.process.environment import is_alive
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 ENDED = ("deepspeed, pdsh", "deepspeed, no ssh", "torchrun", "srun")
 """accelerate's ranks are torchrun's, and sbatch's are srun's."""
-PROMISE_RANK = str(ROOT / "tests/distributed/_promise_rank.py")
+PROMISE_RANK = str(ROOT / "tests/support/promise_rank.py")
 LONG = ["--deepspeed_config", "small.json", "--set", "zero_tp.training.steps=100000"]
 LONG += ["--set", "zero_tp.checkpoint.interval=null", "--set", "zero_tp.evaluation.interval=null"]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.nodes import Rack
 from tests.cluster.starts import Ended, torchrun
 from tests.cluster.test_ends import LONG, kill_all, none_left, say_once, trained
-from tests.waits import patience
+from tests.support.waits import patience
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 __all__ = ["none_left"]

@@ -12,7 +12,7 @@ import pytest
 from tests.cluster.nodes import SHARED, Node, Rack
 from tests.cluster.starts import alone
 from tests.cluster.test_ends import LONG, kill_all, say_once, steps, trained
-from tests.waits import patience, wait_until
+from tests.support.waits import patience, wait_until
 from zero_tp.files import VIEW_SECONDS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]

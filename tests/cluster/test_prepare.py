@@ -14,9 +14,9 @@ import pytest
 
 from tests.cluster.nodes import SHARED, Rack
 from tests.cluster.slurm import VARIABLES
-from tests.corpora import content_of, texts_of, write_jsonl
-from tests.launched import ROOT
-from tests.waits import wait_until
+from tests.support.corpora import content_of, texts_of, write_jsonl
+from tests.support.launched import ROOT
+from tests.support.waits import wait_until
 from zero_tp.data import PrepareSettings, prepare
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.nodes import Rack
 from tests.cluster.starts import STARTS, Start, alone, srun
-from tests.launched import metrics_of
+from tests.support.launched import metrics_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 

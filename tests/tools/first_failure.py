@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import zero_tp
-from tests.pools import RankError
+from tests.support.pools import RankError
 
 VARIABLE = "ZERO_TP_FIRST_FAILURE"
 

@@ -35,10 +35,10 @@ from typing import Any
 
 import psutil
 
-from tests.launched import environment, free_port, furnish, launch, metrics_of
-from tests.skipping_rank import EVERY
+from tests.support.launched import environment, free_port, furnish, launch, metrics_of
+from tests.support.skipping_rank import EVERY
+from tests.support.waits import patience, wait_until
 from tests.tools.fuzz import commands
-from tests.waits import patience, wait_until
 from zero_tp.checkpoint.directory import (
     TEMPORARY,
     check_content,
@@ -61,7 +61,7 @@ END_SECONDS = 5.0  # until the ranks that are left are killed, as a launcher doe
 # --- a training run ---------------------------------------------------------------------------------------------------
 
 
-SCRIPT = "tests/skipping_rank.py"
+SCRIPT = "tests/support/skipping_rank.py"
 ROWS = 4  # of a global batch
 ACCUMULATIONS = (1, 2, 4)
 LEAST, FARTHER = 1e-5, 100.0
@@ -317,7 +317,7 @@ def main() -> None:
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     os.environ.update(environment())
-    importlib.import_module("tests.preloaded")
+    importlib.import_module("tests.support.preloaded")
     folder = Path(tempfile.mkdtemp(prefix="zero_tp-kills-"))  # no TemporaryDirectory: a fork's end would remove it
     try:
         kill_and_compare(furnish(folder), options.kills, random.Random(options.seed))

@@ -22,9 +22,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.waits import patience
 from tests.tools.first_failure import VARIABLE
 from tests.tools.mutants import MUTANTS, Mutant, Unfit
-from tests.waits import patience
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PASSED = "survived"

@@ -101,7 +101,7 @@ def move(directory: Path) -> None:
     import torch
     from transformers import AutoConfig
 
-    from tests.checkpoints import rewritten, write_checkpoint
+    from tests.support.checkpoints import rewritten, write_checkpoint
     from zero_tp.checkpoint.directory import MANIFEST, read_manifest, step_directory
     from zero_tp.checkpoint.reader import CheckpointReader
 

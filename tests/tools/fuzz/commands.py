@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tests.waits import patience
+from tests.support.waits import patience
 from zero_tp.commands.check import MISSING
 from zero_tp.errors import BAD_INPUT, visible
 

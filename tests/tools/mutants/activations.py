@@ -7,11 +7,11 @@ from tests.tools.mutants.mutant import Mutant
 STORES = "zero_tp/activations/stores.py::"
 RECOMPUTE = "zero_tp/activations/recompute.py::"
 
-REPLAY = "tests/distributed/test_dropout_masks.py::test_recomputation_replays_the_masks[full-sdpa-True]"
-RECOMPUTE_TP = "tests/distributed/test_recompute.py::test_recomputing_changes_no_bit[2-False-1]"
-RECOMPUTE_SP = "tests/distributed/test_recompute.py::test_recomputing_changes_no_bit[2-True-1]"
-EARLY = "tests/distributed/test_stores.py::test_tensors_come_back[early]"
-LATE = "tests/distributed/test_stores.py::test_tensors_come_back[late]"
+REPLAY = "tests/parallel/test_dropout_masks.py::test_recomputation_replays_the_masks[full-sdpa-True]"
+RECOMPUTE_TP = "tests/activations/test_recompute.py::test_recomputing_changes_no_bit[2-False-1]"
+RECOMPUTE_SP = "tests/activations/test_recompute.py::test_recomputing_changes_no_bit[2-True-1]"
+EARLY = "tests/activations/test_stores.py::test_tensors_come_back[early]"
+LATE = "tests/activations/test_stores.py::test_tensors_come_back[late]"
 
 MUTANTS: dict[str, Mutant] = {
     "dropout-not-replayed": Mutant(

@@ -7,8 +7,8 @@ from tests.tools.mutants.mutant import Mutant
 DIRECTORY = "zero_tp/checkpoint/directory.py::"
 SAVE = "zero_tp/checkpoint/save.py::"
 
-BRANCHES = "tests/distributed/test_branches.py::test_"
-SAVES = "tests/distributed/test_saves.py::test_"
+BRANCHES = "tests/checkpoint/test_branches.py::test_"
+SAVES = "tests/checkpoint/test_saves.py::test_"
 
 MUTANTS: dict[str, Mutant] = {
     "a-failed-write-is-saved": Mutant(
@@ -30,21 +30,21 @@ MUTANTS: dict[str, Mutant] = {
         DIRECTORY + "check_content",
         "sha256 != listed.sha256",
         "False",
-        ("tests/distributed/test_damage.py::test_damage_is_named_and_the_checkpoint_before_is_offered[flipped bit]",),
+        ("tests/checkpoint/test_damage.py::test_damage_is_named_and_the_checkpoint_before_is_offered[flipped bit]",),
     ),
     "exports-read-damaged-files": Mutant(
         "An export reads a checkpoint's file whatever its hash is.",
         "zero_tp/checkpoint/convert.py::to_huggingface",
         "check_content(checkpoint, manifest.files)",
         "pass",
-        ("tests/unit/test_manifest.py::test_an_export_of_damaged_masters_is_no_export",),
+        ("tests/checkpoint/test_manifest.py::test_an_export_of_damaged_masters_is_no_export",),
     ),
     "half-removed-is-complete": Mutant(
         "A checkpoint whose removal was killed keeps its manifest.",
         DIRECTORY + "_remove",
         "(checkpoint / MANIFEST).unlink()",
         "pass",
-        ("tests/unit/test_run_directory.py::test_a_checkpoint_that_is_half_removed_is_not_complete",),
+        ("tests/checkpoint/test_run_directory.py::test_a_checkpoint_that_is_half_removed_is_not_complete",),
     ),
     "the-saved-step-is-pruned": Mutant(
         "The step that was just saved is removed, because older branches have higher numbers.",

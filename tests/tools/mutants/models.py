@@ -8,11 +8,11 @@ TRANSFORMER = "zero_tp/models/transformer.py::"
 PROJECTION = "zero_tp/models/projection.py::"
 MOE = "zero_tp/models/moe.py::"
 
-GRADIENTS = "tests/distributed/test_model.py::test_loss_logits_and_every_gradient"
-MASKS = "tests/distributed/test_random.py::test_masks_over_a_grid"
-FEWER_HEADS = "tests/distributed/test_decoders.py::test_each_family[fewer KV heads than TP-sdpa-4]"
+GRADIENTS = "tests/models/test_model.py::test_loss_logits_and_every_gradient"
+MASKS = "tests/parallel/test_random.py::test_masks_over_a_grid"
+FEWER_HEADS = "tests/architectures/test_decoders.py::test_each_family[fewer KV heads than TP-sdpa-4]"
 
-EXPERTS = "tests/distributed/test_experts.py::test_both_losses_and_every_gradient[{}-random]"
+EXPERTS = "tests/models/test_experts.py::test_both_losses_and_every_gradient[{}-random]"
 
 MUTANTS: dict[str, Mutant] = {
     "norm-gradients-not-summed": Mutant(

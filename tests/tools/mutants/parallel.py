@@ -9,18 +9,17 @@ LOSS = "zero_tp/parallel/loss.py::"
 RANDOM = "zero_tp/parallel/random.py::RandomStreams."
 SEED = "zero_tp/topology.py::Topology.seed"
 
-TESTS = "tests/distributed/"
-LAYERS = TESTS + "test_layers.py::test_"
+LAYERS = "tests/parallel/test_layers.py::test_"
 COLUMN_SP = LAYERS + "linear_layers_equal_torch[column-parts0-True-2-True]"
 ROW_SP = LAYERS + "linear_layers_equal_torch[row-parts2-True-2-True]"
 ROW_TP = LAYERS + "linear_layers_equal_torch[row-parts2-True-2-False]"
-GRADIENTS_SP = TESTS + "test_model.py::test_loss_logits_and_every_gradient[-2-True]"
-NCCL = TESTS + "test_nccl.py::test_a_step_computes_the_same_on_every_schedule[gpt2-SP-full]"
-MASKS = TESTS + "test_random.py::test_masks_over_a_grid[False]"
-REPLAY = TESTS + "test_dropout_masks.py::test_recomputation_replays_the_masks[full-sdpa-True]"
-RESUME = TESTS + "test_checkpoint.py::test_a_resumed_run_is_the_run_that_never_stopped[4-2-1-fp32-none]"
-STEP = TESTS + "test_engine.py::test_loss_and_gradient_norm_of_a_step"
-FROZEN = TESTS + "test_loss.py::test_frozen_weight_or_hidden_states[hidden-True]"
+GRADIENTS_SP = "tests/models/test_model.py::test_loss_logits_and_every_gradient[-2-True]"
+NCCL = "tests/parallel/test_nccl.py::test_a_step_computes_the_same_on_every_schedule[gpt2-SP-full]"
+MASKS = "tests/parallel/test_random.py::test_masks_over_a_grid[False]"
+REPLAY = "tests/parallel/test_dropout_masks.py::test_recomputation_replays_the_masks[full-sdpa-True]"
+RESUME = "tests/checkpoint/test_checkpoint.py::test_a_resumed_run_is_the_run_that_never_stopped[4-2-1-fp32-none]"
+STEP = "tests/training/test_engine.py::test_loss_and_gradient_norm_of_a_step"
+FROZEN = "tests/parallel/test_loss.py::test_frozen_weight_or_hidden_states[hidden-True]"
 
 MUTANTS: dict[str, Mutant] = {
     # ---- linear layers -----------------------------------------------------------------------------------------------
@@ -93,7 +92,7 @@ MUTANTS: dict[str, Mutant] = {
         "zero_tp/parallel/gradients.py::_hooked",
         "total.start(gradient, async_op=False).wait()[0]",
         "total.start(gradient)._tensor[0]",
-        (TESTS + "test_asynchronous.py::test_an_asynchronous_device_gives_the_same_run[3]",),
+        ("tests/zero/test_asynchronous.py::test_an_asynchronous_device_gives_the_same_run[3]",),
     ),
     # ---- gradients, layouts, initial weights -------------------------------------------------------------------------
     "foreign-tokens-look-up-row-zero": Mutant(
@@ -115,7 +114,7 @@ MUTANTS: dict[str, Mutant] = {
         "zero_tp/parallel/gradients.py::gradient_norm",
         "isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0",
         "True",
-        (TESTS + "test_engine.py::test_norm_and_clipping_without_zero[0.1]",),
+        ("tests/training/test_engine.py::test_norm_and_clipping_without_zero[0.1]",),
     ),
     "unmarked-shards": Mutant(
         "No shard carries the mark that DeepSpeed's gradient norm reads: it counts those of TP rank 0 only.",
@@ -129,14 +128,14 @@ MUTANTS: dict[str, Mutant] = {
         "zero_tp/parallel/layout.py::Sharded.unshard",
         "lengths = self.piece_sizes(len(shards))",
         "return torch.cat(list(shards), self.dim).narrow(self.dim, 0, sum(self.parts))",
-        (TESTS + "test_weights.py::test_saved_models_open_in_transformers[changes0-2]",),
+        ("tests/weights/test_weights.py::test_saved_models_open_in_transformers[changes0-2]",),
     ),
     "drawn-elsewhere-and-lost": Mutant(
         "A weight misses the blocks that the other data-parallel ranks drew.",
         "zero_tp/parallel/parameter.py::ShardedSeededInit._draw",
         "others.copy_(gathered)",
         "pass",
-        (TESTS + "test_engine.py::test_data_parallel_ranks_draw_each_weight_once_among_them[1-1-bf16]",),
+        ("tests/training/test_engine.py::test_data_parallel_ranks_draw_each_weight_once_among_them[1-1-bf16]",),
     ),
     # ---- random streams ----------------------------------------------------------------------------------------------
     "one-stream-for-all-ranks": Mutant(
@@ -194,6 +193,6 @@ MUTANTS: dict[str, Mutant] = {
         LOSS + "_add_product_",
         "total[rows].add_(first[:, rows].t() @ second)",
         "total[rows].copy_(first[:, rows].t() @ second)",
-        (TESTS + "test_loss.py::test_bf16[24-5-10-False]",),
+        ("tests/parallel/test_loss.py::test_bf16[24-5-10-False]",),
     ),
 }

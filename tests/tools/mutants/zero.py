@@ -6,10 +6,10 @@ from tests.tools.mutants.mutant import Mutant
 
 STAGES = "zero_tp/zero/stages.py::"
 
-ENGINE = "tests/distributed/test_engine.py::test_"
-FP16 = "tests/distributed/test_fp16.py::test_a_run_in_fp16_is_that_of_torchs_scaler"
-ASYNCHRONOUS = "tests/distributed/test_asynchronous.py::test_an_asynchronous_device_gives_the_same_run[3]"
-SPIKE = "tests/distributed/test_spikes.py::test_a_spike_is_skipped_alike_on_a_run_and_one_that_was_resumed"
+ENGINE = "tests/training/test_engine.py::test_"
+FP16 = "tests/zero/test_fp16.py::test_a_run_in_fp16_is_that_of_torchs_scaler"
+ASYNCHRONOUS = "tests/zero/test_asynchronous.py::test_an_asynchronous_device_gives_the_same_run[3]"
+SPIKE = "tests/training/test_spikes.py::test_a_spike_is_skipped_alike_on_a_run_and_one_that_was_resumed"
 
 MUTANTS: dict[str, Mutant] = {
     "zero-init-with-mpu-alone": Mutant(

@@ -1,0 +1,168 @@
+"""What one layer keeps for backward on each rank, against arXiv 2205.05198's byte counts and ours for sdpa."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import GPT2Config
+
+from benchmarks.papers.kept import kept_by_backward, kept_by_layer
+from tests.support.compare import grid
+from tests.support.pools import Pools
+from tests.tiers import THOROUGH, in_tiers
+from zero_tp.activations.activation_memory import ActivationMemory
+from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.models.context import ForwardInputs
+from zero_tp.planning.formulas import Layer, eager_core, saved, saved_full, saved_selective, sdpa_fused_core
+from zero_tp.planning.tracking import Allocation
+from zero_tp.topology import Topology
+
+
+def sdpa_maths_core(layer: Layer) -> float:
+    """Return 12as²b/t + 6sbh/t: torch's maths path, which it takes on the CPU where attention has dropout.
+
+    It computes in fp32: softmax output 4, dropout mask 4, dropout output 4 bytes a score; and Q, K, V are kept in fp32
+    in place of 16 bits, 12sbh/t instead of 6.
+    """
+    return 12 * layer.scores + 6 * layer.sbh / layer.t
+
+
+SHAPES = 2  # drawn for each test
+GRIDS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
+# zero_tp.attention, dropout on the softmax (with it torch takes its maths path on the CPU), what the core keeps.
+CORES: dict[str, tuple[str, float, Callable[[Layer], float]]] = {
+    "eager": ("eager", 0.1, eager_core),
+    "fused": ("sdpa", 0.0, sdpa_fused_core),
+    "maths": ("sdpa", 0.1, sdpa_maths_core),
+}
+SELECTIVE: list[list[str]] = [
+    ["attention_core"],
+    ["mlp_activation"],
+    ["norm"],
+    ["attention_core", "mlp_activation", "norm"],
+]
+FULL = {"mode": "full"}
+
+
+def drawn(seed: int) -> list[Layer]:
+    draw = random.Random(seed)
+    return [
+        Layer(
+            s=draw.choice((256, 320, 384)), b=draw.choice((2, 3)), h=draw.choice((256, 384, 512)), a=draw.choice((4, 8))
+        )
+        for _ in range(SHAPES)
+    ]
+
+
+def model_of(layer: Layer, core: str, topology: Topology) -> ZeroTPForCausalLM:
+    attention, dropout, _ = CORES[core]
+    config = GPT2Config(
+        n_layer=1,
+        n_embd=layer.h,
+        n_head=layer.a,
+        n_positions=layer.s,
+        vocab_size=8,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    config._attn_implementation = attention
+    return ZeroTPForCausalLM(config, topology, dtype=torch.bfloat16).train()
+
+
+def rows(layer: Layer, core: str) -> dict[str, tuple[dict[str, Any], dict[str, Any], float]]:
+    """Policy, activation_checkpointing block, and the bytes that the formulas give, by name."""
+    keeps = CORES[core][2]
+    found: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+        "none": ({"mode": "none"}, {}, saved(layer, keeps)),
+        "full": (FULL, {}, saved_full(layer)),
+    }
+    for modules in SELECTIVE:
+        policy = {"mode": "selective", "modules": modules}
+        found[f"selective {modules}"] = (policy, {}, saved_selective(layer, keeps, modules))
+    if layer.t > 1 and not layer.sequence:
+        found["full, P_a"] = (FULL, {"partition_activations": True}, saved_full(layer, partitioned=True))
+    return found
+
+
+def measure(shapes: list[Layer], tensor: int, sequence: bool) -> list[tuple[str, float, list[Allocation]]]:
+    """On every rank: each row's name, the formula's bytes, and what is kept."""
+    topology = grid(tensor, sequence) if tensor > 1 else Topology(world=1)
+    found = []
+    for shape in shapes:
+        layer = replace(shape, t=tensor, sequence=sequence)
+        for core in CORES:
+            for name, (policy, settings, expected) in rows(layer, core).items():
+                model = model_of(layer, core, topology)
+                ActivationMemory(model, RecomputePolicy(**policy), settings, torch.device("cpu"))
+                storages = kept_by_layer(model, 0, layer.s, layer.b)
+                found.append((f"{core}, {name}, {layer}", expected, storages))
+    return found
+
+
+@THOROUGH
+@pytest.mark.parametrize(("tensor", "sequence"), in_tiers(GRIDS, [(2, True)]))
+def test_a_layer_keeps_what_the_formulas_say(ranks: Pools, seed: int, tensor: int, sequence: bool) -> None:
+    shapes = drawn(seed)
+    everyone = ranks(tensor).run(measure, shapes, tensor, sequence) if tensor > 1 else [measure(shapes, 1, False)]
+    for found in everyone:
+        for name, expected, storages in found:
+            bytes_kept = sum(storage.bytes for storage in storages)
+            listing = "\n".join(map(str, storages))
+            assert bytes_kept == pytest.approx(expected, rel=0.02), f"{name}: {bytes_kept / expected:.4f}\n{listing}"
+
+
+def saved_by_autograd(function: Callable[[Tensor], Tensor], stream: Tensor, weights: set[int]) -> int:
+    """Bytes of the storages that autograd packs, weights left out: another count, where no policy keeps anything."""
+    packed: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in weights:
+            packed[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        function(stream.requires_grad_())
+    return sum(tensor.untyped_storage().nbytes() for tensor in packed.values())
+
+
+def both_ways(layer: Layer) -> dict[str, tuple[int, int]]:
+    topology = grid(layer.t, layer.sequence) if layer.t > 1 else Topology(world=1)
+    found = {}
+    for core in CORES:
+        model = model_of(layer, core, topology)
+        stream = torch.randn(int(layer.residual) // layer.b // layer.h, layer.b, layer.h, dtype=torch.bfloat16)
+        context = model.transformer.context(layer.s, stream, ForwardInputs(), sequence=layer.sequence)
+        function = partial(model.transformer.layers[0], context=context)
+        weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        counted = sum(storage.bytes for storage in kept_by_backward(function, stream))
+        found[core] = (counted, saved_by_autograd(function, stream, weights))
+    return found
+
+
+@THOROUGH
+@pytest.mark.parametrize(("tensor", "sequence"), GRIDS[:3])
+def test_storages_alive_are_those_that_autograd_packs(ranks: Pools, seed: int, tensor: int, sequence: bool) -> None:
+    layer = replace(drawn(seed)[0], t=tensor, sequence=sequence)
+    for found in ranks(tensor).run(both_ways, layer) if tensor > 1 else [both_ways(layer)]:
+        for core, (counted, packed) in found.items():
+            assert counted == packed, core
+
+
+def test_what_is_not_kept_is_not_counted() -> None:
+    def function(tensor: Tensor) -> Tensor:
+        return ((tensor + 1).exp() * 3).reshape(-1)  # exp keeps its output, the others nothing
+
+    kept_storages = kept_by_backward(function, torch.zeros(5, 7))
+    assert [(storage.bytes, storage.shape) for storage in kept_storages] == [(5 * 7 * 4, (5, 7))]
+    assert kept_by_backward(torch.sin, torch.zeros(3))[0].bytes == 12  # its input
+    assert kept_by_backward(torch.exp, torch.zeros(3))[0].bytes == 12  # its output

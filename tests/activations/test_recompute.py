@@ -1,0 +1,182 @@
+"""Recomputation changes no bit: losses, gradient norms and weights equal those of a run that keeps everything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, PretrainedConfig
+
+from tests.support.encoders import config_of, rows_for
+from tests.support.pools import Pools
+from tests.support.tiny_models import bert_fields
+from tests.tiers import THOROUGH, in_tiers
+from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.data.batch import MaskedBatch
+from zero_tp.topology import Topology
+
+STEPS, ACCUMULATION, BATCH, SEQUENCE = 2, 2, 8, 12
+
+P_A, CPU = {"partition_activations": True}, {"cpu_checkpointing": True}
+CONTIGUOUS = {"contiguous_memory_optimization": True}
+ALL_MODULES = ["attention_core", "mlp_activation", "norm"]
+POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "attention_core": ({"mode": "selective"}, {}),
+    "mlp_activation": ({"mode": "selective", "modules": ["mlp_activation"]}, {}),
+    "norm": ({"mode": "selective", "modules": ["norm"]}, {}),
+    "all modules": ({"mode": "selective", "modules": ALL_MODULES}, {}),
+    "full": ({"mode": "full"}, {}),
+    "full, first layer": ({"mode": "full", "layers": 1}, {}),
+    "full, every other layer": ({"mode": "full", "every": 2}, {}),
+    "full, first micro-batch kept": ({"mode": "full", "keep_micro_batches": 1}, {}),
+    "full, partitioned": ({"mode": "full"}, P_A),
+    "full, on the host": ({"mode": "full"}, CPU),
+    "full, partitioned on the host": ({"mode": "full"}, P_A | CPU),
+    "full, contiguous": ({"mode": "full"}, CONTIGUOUS),
+    "full, every other layer, contiguous": ({"mode": "full", "every": 2}, CONTIGUOUS),
+    "full, first layer, first micro-batch kept, contiguous": (
+        {"mode": "full", "layers": 1, "keep_micro_batches": 1},
+        CONTIGUOUS,
+    ),
+    "full, partitioned, contiguous on the host": ({"mode": "full"}, P_A | CONTIGUOUS | CPU | {"number_checkpoints": 4}),
+}
+
+
+def model_of(kind: str, dropout: float) -> PretrainedConfig:
+    """A small model's config; `bert` norms the sums, after the dropouts of what is added."""
+    if kind != "gpt2":
+        places = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+        fields = bert_fields(model_type=kind, num_hidden_layers=3, **dict.fromkeys(places, dropout))
+        return config_of({**fields, "max_position_embeddings": SEQUENCE, "pad_token_id": 0})
+    return GPT2Config(
+        n_layer=3,
+        n_embd=24,
+        n_head=4,
+        vocab_size=101,
+        n_positions=SEQUENCE,
+        embd_pdrop=dropout,
+        resid_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def batches(config: PretrainedConfig, topology: Topology, seed: int) -> list[Any]:
+    """This rank's micro-batches of a step."""
+
+    def own(rows: Tensor) -> tuple[Tensor, ...]:
+        return rows.chunk(topology.data)[topology.data_rank].chunk(ACCUMULATION)
+
+    if config.model_type == "gpt2":
+        generator = torch.Generator().manual_seed(seed)
+        windows = torch.randint(0, config.vocab_size, (BATCH, SEQUENCE + 1), generator=generator)
+        return [(window[:, :-1], window[:, 1:]) for window in own(windows)]
+    parts = {name: own(rows) for name, rows in rows_for(vars(config), seed, BATCH, SEQUENCE).items()}
+    return [MaskedBatch({name: part[number] for name, part in parts.items()}) for number in range(ACCUMULATION)]
+
+
+def run(
+    kind: str, seed: int, tensor: int, sequence: bool, stage: int, attention: str, dropout: float, names: list[str]
+) -> dict[str, Any]:
+    """On every rank: each policy's losses, norms and weights."""
+    from tests.support.native import native_tensors
+    from zero_tp.training.engine import TrainingEngine
+
+    config = model_of(kind, dropout)
+    config._attn_implementation = attention
+    topology = Topology(tensor, sequence)
+    found = {}
+    for name in names:
+        policy, settings = ({"mode": "none"}, {}) if name == "none" else POLICIES[name]
+        deepspeed_config = {
+            "train_micro_batch_size_per_gpu": BATCH // topology.data // ACCUMULATION,
+            "gradient_accumulation_steps": ACCUMULATION,
+            "gradient_clipping": 0.5,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+            "zero_optimization": {"stage": stage},
+            "activation_checkpointing": settings,
+        }
+        engine = TrainingEngine(config, topology, deepspeed_config, seed=seed, recompute=RecomputePolicy(**policy))
+        losses, norms = [], []
+        for step in range(STEPS):
+            losses.append(engine.train_step(batches(config, topology, seed + step)))
+            norms.append(engine.gradient_norm)
+        weights: dict[str, Tensor] = {key: tensor.clone() for key, tensor in native_tensors(engine.model)}
+        found[name] = (losses, norms, weights, engine.activations.notes)
+    return found
+
+
+def counted_and_run(seed: int, tensor: int, sequence: bool) -> dict[str, tuple[float, float]]:
+    """On every rank: each policy's FLOPs of one step, as the library says, and as torch counts them on this rank."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from zero_tp.models.flops import hardware_flops
+    from zero_tp.training.engine import TrainingEngine
+
+    sizes: dict[str, Any] = {"n_layer": 3, "n_embd": 24, "n_head": 4, "n_positions": SEQUENCE}
+    config = GPT2Config(**sizes, vocab_size=100, bos_token_id=0, eos_token_id=0)
+    config._attn_implementation = "eager"  # torch counts no fused kernel of a CPU
+    topology = Topology(tensor, sequence)
+    found = {}
+    for name in ["none", *(name for name in POLICIES if not POLICIES[name][1])]:
+        policy = RecomputePolicy(**({"mode": "none"} if name == "none" else POLICIES[name][0]))
+        deepspeed_config = {
+            "train_micro_batch_size_per_gpu": BATCH // topology.data // ACCUMULATION,
+            "gradient_accumulation_steps": ACCUMULATION,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        }
+        engine = TrainingEngine(config, topology, deepspeed_config, seed=seed, recompute=policy)
+        windows = torch.randint(0, config.vocab_size, (BATCH // topology.data, SEQUENCE + 1))
+        with FlopCounterMode(display=False) as ran:
+            engine.train_step([(window[:, :-1], window[:, 1:]) for window in windows.chunk(ACCUMULATION)])
+        again = policy.recomputed_layers_and_cores(config.n_layer, ACCUMULATION)
+        said = hardware_flops(engine.model.spec, BATCH, SEQUENCE, recomputed=again)
+        found[name] = (said, float(ran.get_total_flops()))
+    return found
+
+
+@THOROUGH
+@pytest.mark.parametrize(("tensor", "sequence"), in_tiers([(1, False), (2, False), (2, True)], [(2, True)]))
+def test_hardware_flops_are_those_that_torch_counts(ranks: Pools, seed: int, tensor: int, sequence: bool) -> None:
+    every = ranks(2).run(counted_and_run, seed, tensor, sequence)
+    for name in every[0]:
+        assert sum(ran[name][1] for ran in every) == every[0][name][0], name
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(0, marks=pytest.mark.heavy),
+        1,
+        pytest.param(2, marks=pytest.mark.heavy),
+        pytest.param(3, marks=THOROUGH),
+    ],
+)
+@THOROUGH
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True)])
+def test_recomputing_changes_no_bit(ranks: Pools, seed: int, tensor: int, sequence: bool, stage: int) -> None:
+    compare(ranks, "gpt2", seed, tensor, sequence, stage)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("kind", ["bert", "megatron-bert"])
+def test_recomputing_an_encoder_changes_no_bit(ranks: Pools, seed: int, kind: str, sequence: bool) -> None:
+    compare(ranks, kind, seed, 2, sequence, 2)
+
+
+def compare(ranks: Pools, kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> None:
+    """Of every policy, with dropout: the masks are drawn again as they were."""
+    attention = ("sdpa", "eager")[seed % 2]
+    for found in ranks(2).run(run, kind, seed, tensor, sequence, stage, attention, 0.2, ["none", *POLICIES]):
+        losses, norms, weights, _ = found["none"]
+        for name in POLICIES:
+            assert found[name][0] == losses, name
+            assert found[name][1] == norms, name
+            for key, expected in weights.items():
+                assert torch.equal(found[name][2][key], expected), (name, key)
+            noted = "nothing to partition" in " ".join(found[name][3])
+            assert noted == ("partitioned" in name and (sequence or tensor == 1))

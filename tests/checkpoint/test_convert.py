@@ -1,0 +1,208 @@
+"""launch/convert.py: exports that hold one parameter in memory, and what inspect says. Checkpoints of any topology."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from tests.support.checkpoints import drawn, rewritten, write_checkpoint
+from tests.support.memory import PeakMemory
+from tests.support.native import to_ours, to_theirs
+from zero_tp import commands
+from zero_tp.checkpoint.convert import to_huggingface
+from zero_tp.checkpoint.directory import MANIFEST, find_checkpoint, passed_over
+from zero_tp.checkpoint.inspect import inspect
+from zero_tp.errors import UserError
+from zero_tp.evaluation import model_directory
+from zero_tp.huggingface import ZeroTPForCausalLM
+
+ROOT = Path(__file__).parents[2]
+VOCABULARY = 61  # no TP size divides it
+SIZES: dict[str, Any] = {
+    "n_layer": 2,
+    "n_head": 8,
+    "n_embd": 32,
+    "n_positions": 16,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def config(**changes: Any) -> GPT2Config:
+    return GPT2Config(**{**SIZES, "vocab_size": VOCABULARY, **changes})
+
+
+def expected(of: GPT2Config) -> dict[str, Tensor]:
+    shapes = to_ours(of, AutoModelForCausalLM.from_config(of).state_dict())
+    return to_theirs(of, {name: drawn(name, "master", like.shape) for name, like in shapes.items()})
+
+
+def stored(directory: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    return tensors
+
+
+@pytest.mark.parametrize(("tensor", "data"), [(1, 1), (2, 3), (4, 1), (8, 2)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_holds_the_masters(tmp_path: Path, tensor: int, data: int, tied: bool) -> None:
+    model = config(tie_word_embeddings=tied)
+    write_checkpoint(tmp_path / "run", model, tensor=tensor, data=data)
+    converted = to_huggingface(tmp_path / "run", tmp_path / "export", max_shard_size="10KB")
+    found, wanted = stored(tmp_path / "export"), expected(model)
+    assert found.keys() == wanted.keys(), "tied weights once"
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted), "without padding, bit for bit"
+    assert converted.parameters == sum(tensor.numel() for tensor in wanted.values())
+    index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * converted.parameters
+    assert set(index["weight_map"].values()) == {path.name for path in (tmp_path / "export").glob("*.safetensors")}
+    both: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+    opened, info = both
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert all(torch.equal(opened.state_dict()[name], wanted[name]) for name in wanted)
+    assert (opened.get_output_embeddings().weight is opened.get_input_embeddings().weight) == tied
+
+
+def test_files_are_as_transformers_writes_them(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "run", config())
+    to_huggingface(tmp_path / "run", tmp_path / "ours", max_shard_size="20KB")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    for name in ("model.safetensors.index.json", "config.json", "generation_config.json"):
+        ours, theirs = (json.loads((tmp_path / who / name).read_text()) for who in ("ours", "theirs"))
+        for volatile in ("transformers_version", "_from_model_config"):
+            ours.pop(volatile, None), theirs.pop(volatile, None)
+        if "weight_map" in ours:  # the order of the tensors, and so the files, are theirs and ours
+            assert ours.pop("weight_map").keys() == theirs.pop("weight_map").keys()
+        assert ours == theirs, name
+
+
+def test_flags_of_generation_without_effect_are_written_back(tmp_path: Path) -> None:
+    """Published files have them: sampling flags without do_sample, which transformers takes and does not save."""
+    flags = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [0, 3]}
+    write_checkpoint(tmp_path / "run", config())
+    with rewritten(find_checkpoint(tmp_path / "run")) as manifest:
+        manifest["generation"] = flags
+    to_huggingface(tmp_path / "run", tmp_path / "export")
+    again = ZeroTPForCausalLM.from_pretrained(tmp_path / "export")
+    again.save_pretrained(tmp_path / "again")
+    for name in ("export", "again"):
+        settings = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert {key: settings.get(key) for key in (*flags, "do_sample")} == flags | {"do_sample": None}, name
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bfloat16"), (torch.float16, "float16")])
+def test_the_dtype_is_recorded(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
+    write_checkpoint(tmp_path / "run", config(), tensor=2)
+    to_huggingface(tmp_path / "run", tmp_path / "export", dtype=dtype)
+    wanted = expected(config())
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == name
+    for key, tensor in stored(tmp_path / "export").items():
+        assert torch.equal(tensor, wanted[key].to(dtype)), key
+
+
+def test_memory_is_that_of_one_parameter(tmp_path: Path) -> None:
+    """A checkpoint of 77 M parameters, the largest with 1 M: all of them at once would be 310 MB."""
+    model = config(n_layer=24, n_embd=512, vocab_size=2000, n_positions=512)
+    write_checkpoint(tmp_path / "warm", config())
+    to_huggingface(tmp_path / "warm", tmp_path / "first")  # what is imported late
+
+    def halves(name: str, kind: str, shape: Any) -> Tensor:
+        return torch.full(tuple(shape), 0.5)
+
+    write_checkpoint(tmp_path / "run", model, tensor=2, data=2, kinds=("master",), whole=halves)
+    with PeakMemory() as peak:
+        to_huggingface(tmp_path / "run", tmp_path / "export")
+    assert (tmp_path / "export" / "model.safetensors").stat().st_size > 300e6
+    assert peak.grown < 2 * 12 * 4 * 512 * 512 + 60e6, f"{peak.grown / 1e6:.0f} MB"
+
+
+def test_a_parameter_that_is_missing_is_named(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "run", config())
+    with rewritten(checkpoint) as manifest:
+        del manifest["parameters"]["transformer.layers.1.mlp.up.bias"]
+    with pytest.raises(UserError, match=r"no parameter transformer\.layers\.1\.mlp\.up\.bias"):
+        to_huggingface(tmp_path / "run", tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+
+
+def test_inspect_says_what_is_there(tmp_path: Path) -> None:
+    for step in (10, 20):
+        checkpoint = write_checkpoint(tmp_path / "run", config(), tensor=2, data=2, step=step)
+    rows = [tuple(line.split(maxsplit=1)) for line in inspect(tmp_path / "run", verify=True).splitlines()]
+    parameters = sum(tensor.numel() for tensor in expected(config()).values())
+    size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    for row in (
+        ("checkpoint", str(checkpoint)),
+        ("complete", "steps 10, 20"),
+        ("step", "20"),
+        ("parameters", f"{parameters:,}"),
+        ("files", f"4, {size / 1e6:,.3f} MB"),
+        ("verified", "every checksum OK"),
+    ):
+        assert row in rows
+    text = inspect(checkpoint)
+    for words in ("TP 2 × DP 2, SP, ZeRO-2, fp32", "n_layer 2", "master, exp_avg, exp_avg_sq"):
+        assert words in text
+    assert all(path.name in text for path in checkpoint.glob("*.safetensors"))
+    assert "complete" not in text and "OK" not in text
+
+
+def test_the_command_names_a_damaged_file(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "run", config(), data=2)
+    command = [sys.executable, str(ROOT / "launch" / "convert.py"), "inspect", str(tmp_path / "run"), "--verify"]
+    assert "every checksum OK" in inspect(tmp_path / "run", verify=True)
+    damaged = checkpoint / "states_tp00_dp0001.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    assert "every checksum OK" not in inspect(tmp_path / "run"), "nothing is read without --verify"
+    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: ") and found.stderr.count("\n") == 1
+    assert damaged.name in found.stderr and "SHA-256" in found.stderr
+
+
+def test_a_newest_checkpoint_without_its_manifest_is_named_wherever_an_older_one_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    older, lost = (write_checkpoint(run, config(), step=step) for step in (1, 2))
+    (lost / MANIFEST).unlink()
+    line = f"{lost}: has no {MANIFEST}, so that it is no checkpoint"
+
+    def command(name: str, *words: str) -> list[str]:
+        parser = argparse.ArgumentParser()
+        commands.module(name).add_arguments(parser)
+        commands.module(name).main(parser.parse_args(words))
+        return capsys.readouterr().out.splitlines()
+
+    assert line in command("convert", "to-hf", str(run), "--output", str(tmp_path / "export"))
+    assert f"passed over {line}" in command("inspect", str(run))
+    assert "passed over" not in inspect(older)
+    with pytest.raises(UserError, match=rf"^{line}$"):
+        inspect(run, verify=True)
+    assert "every checksum OK" in inspect(older, verify=True)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert model_directory.open_directory(run, tokenizer=tmp_path).note == line
+    assert not model_directory.open_directory(older, tokenizer=tmp_path).note
+    (lost / MANIFEST).write_bytes((older / MANIFEST).read_bytes())
+    assert passed_over(run, 1) == ()
+
+
+def test_what_is_no_checkpoint_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no complete checkpoint there"):
+        inspect(tmp_path)

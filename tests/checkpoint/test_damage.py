@@ -1,0 +1,224 @@
+"""Damaged checkpoints are found before training and named; disks that fill up cost no training; saves in the
+background hold the step they were asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.checkpoint.test_checkpoint import build, changed, masters_of, steps_of, straight, write_config
+from tests.support.pools import Pools
+from zero_tp.checkpoint.directory import (
+    MANIFEST,
+    Damaged,
+    checkpoints_of,
+    complete_steps,
+    read_manifest,
+    step_directory,
+)
+from zero_tp.checkpoint.manifest import Manifest, states_file
+from zero_tp.checkpoint.reader import CheckpointReader
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def break_manifest(file: Path) -> None:
+    (file.parent / MANIFEST).write_text("{")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "flipped bit": (flip_a_bit, r"states_tp00_dp0001\.safetensors: SHA-256 is [0-9a-f]{12}…, not [0-9a-f]{12}…"),
+    "truncated": (truncate, r"states_tp00_dp0001\.safetensors: has \d+ bytes, not \d+"),
+    "missing": (Path.unlink, r"states_tp00_dp0001\.safetensors: is missing"),
+    "manifest": (break_manifest, r"manifest\.json: not valid JSON: .*"),
+}
+
+
+def start(path: str, run: str, resume_from: str | None = None) -> tuple[str, list[str]]:
+    """(the checkpoint that a start resumes, or its error; its notes on others)."""
+    import torch.distributed as dist
+
+    from zero_tp.checkpoint.resume_point import find_intact_resume_point
+    from zero_tp.config import RunConfig
+    from zero_tp.errors import UserError
+
+    config = RunConfig.load(path, world_size=dist.get_world_size())
+    try:
+        point = find_intact_resume_point(Path(run), config, Path(resume_from) if resume_from else None)
+    except UserError as error:
+        return f"error: {error}", []
+    return str(point.checkpoint), list(point.notes)
+
+
+def start_with_an_old_view(path: str, run: str) -> str:
+    """The checkpoint that a start resumes, if the last rank sees the older one only after a while."""
+    import torch.distributed as dist
+
+    from zero_tp.checkpoint import resume_point
+    from zero_tp.config import RunConfig
+
+    def read_late(checkpoint: Path) -> Manifest:
+        if views and checkpoint == step_directory(Path(run), 1):
+            raise Damaged(checkpoint / MANIFEST, views.pop())
+        return read_manifest(checkpoint)
+
+    config = RunConfig.load(path, world_size=dist.get_world_size())
+    views = ["is of an old view"] if dist.get_rank() == dist.get_world_size() - 1 else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resume_point, "read_manifest", read_late)
+        patch.setattr("zero_tp.files.is_local", lambda directory: False)
+        resumed = str(resume_point.find_intact_resume_point(Path(run), config).checkpoint)
+    assert not views
+    return resumed
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks with checkpoints of the steps 1 and 2."""
+    directory = tmp_path_factory.mktemp("saved")
+    path = write_config(directory / "run.json", 1, "fp32", 1)
+    ranks(2).run(straight, str(path), str(directory / "run"), [1, 2], 2)
+    return directory
+
+
+def copy_of(saved: Path, directory: Path) -> tuple[Path, Path]:
+    shutil.copytree(saved, directory, dirs_exist_ok=True)
+    return directory / "run.json", directory / "run"
+
+
+def test_going_back_waits_for_a_machine_with_an_old_view(ranks: Pools, saved: Path, tmp_path: Path) -> None:
+    path, run = copy_of(saved, tmp_path)
+    damaged = step_directory(run, 2) / states_file(0, 1)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    tolerant = changed(path, on_corrupt="previous")
+    for taken in ranks(2).run(start_with_an_old_view, str(tolerant), str(run)):
+        assert taken == str(step_directory(run, 1))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_and_the_checkpoint_before_is_offered(
+    ranks: Pools, saved: Path, tmp_path: Path, damage: str
+) -> None:
+    path, run = copy_of(saved, tmp_path)
+    hurt, words = DAMAGES[damage]
+    hurt(step_directory(run, 2) / states_file(0, 1))
+    before = step_directory(run, 1)
+    pattern = rf"error: .*{words}; the checkpoint is damaged: use the one before with --resume-from {before}, or set "
+    for said, _ in ranks(2).run(start, str(path), str(run)):
+        assert re.match(pattern, said), said
+    assert ranks(2).run(start, str(path), str(run), str(before)) == [(str(before), [])] * 2
+    tolerant = changed(path, on_corrupt="previous")
+    for found, _ in ranks(2).run(start, str(tolerant), str(run)):
+        assert found == str(before)
+    for found, _ in ranks(2).run(start, str(tolerant), str(run)):  # again, with the damaged one set aside or not
+        assert found == str(before)
+
+
+def touched(path: str, run: str) -> tuple[list[str], list[str]]:
+    """The states files that a start looks at and opens on this rank."""
+    looked: list[str] = []
+    opened: list[str] = []
+    stat, read = os.stat, Path.open
+
+    def looking(file: Any, **options: Any) -> Any:
+        looked.append(str(file))
+        return stat(file, **options)
+
+    def opening(file: Path, *options: Any, **named: Any) -> Any:
+        opened.append(str(file))
+        return read(file, *options, **named)
+
+    with patch.object(os, "stat", looking), patch.object(Path, "open", opening):
+        start(path, run)
+    return tuple([name for name in names if name.endswith(".safetensors")] for names in (looked, opened))  # type: ignore[return-value]
+
+
+def test_each_file_is_looked_at_and_read_by_one_rank(ranks: Pools, saved: Path) -> None:
+    """At a thousand ranks each can't look at those of all."""
+    run = saved / "run"
+    files = [str(step_directory(run, 2) / states_file(0, rank)) for rank in range(2)]
+    for names in zip(*ranks(2).run(touched, str(saved / "run.json"), str(run)), strict=True):
+        assert sorted(name for own in names for name in own) == files
+
+
+def test_a_set_aside_checkpoint_is_said_and_kept(ranks: Pools, saved: Path, tmp_path: Path) -> None:
+    path, run = copy_of(saved, tmp_path)
+    flip_a_bit(step_directory(run, 2) / states_file(0, 0))
+    for _, notes in ranks(2).run(start, str(changed(path, on_corrupt="previous")), str(run)):
+        assert len(notes) == 1 and "set aside" in notes[0] and "states_tp00_dp0000" in notes[0]
+    assert complete_steps(run) == [1]
+    assert (checkpoints_of(run) / "damaged_step_00000002" / states_file(0, 0)).is_file()
+
+
+def test_the_only_checkpoint_damaged_stops_whatever_is_set(ranks: Pools, saved: Path, tmp_path: Path) -> None:
+    path, run = copy_of(saved, tmp_path)
+    for step in (1, 2):
+        truncate(step_directory(run, step) / states_file(0, 0))
+    for said, _ in ranks(2).run(start, str(changed(path, on_corrupt="previous")), str(run)):
+        assert said.startswith("error: ") and "there is none before it: give another --output-dir" in said
+
+
+def damage_header(file: Path) -> None:
+    """Change a tensor's name in the header."""
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b'/exp_avg"', b'/exp_avh"', 1))
+
+
+def resume_with_an_engine(path: str, run: str) -> tuple[str, list[str], dict[str, torch.Tensor]]:
+    """(the checkpoint that an engine resumed or the error, its notes on others, this rank's masters)."""
+    from zero_tp.checkpoint.resume import resume
+    from zero_tp.checkpoint.resume_point import find_intact_resume_point
+    from zero_tp.errors import UserError
+
+    engine, config = build(path)
+    steps_of(engine, 1, 1)
+    try:
+        point = find_intact_resume_point(Path(run), config)
+    except UserError as error:
+        return f"error: {error}", [], {}
+    assert point.checkpoint is not None
+    resume(engine.zero, point.checkpoint, config.zero_tp.training.seed)
+    return str(point.checkpoint), list(point.notes), masters_of(engine)
+
+
+@pytest.mark.parametrize("hurt", [flip_a_bit, damage_header])
+def test_an_engine_resumes_the_checkpoint_before_a_damaged_one(
+    ranks: Pools, saved: Path, tmp_path: Path, hurt: Callable[[Path], None]
+) -> None:
+    path, run = copy_of(saved, tmp_path)
+    file = step_directory(run, 2) / states_file(0, 1)
+    hurt(file)
+    for said, _, _ in ranks(2).run(resume_with_an_engine, str(path), str(run)):
+        assert said.startswith(f"error: {file}: SHA-256 is ") and "--resume-from" in said, said
+    results = ranks(2).run(resume_with_an_engine, str(changed(path, on_corrupt="previous")), str(run))
+    reader = CheckpointReader(step_directory(run, 1), read_manifest(step_directory(run, 1)))
+    for taken, notes, _ in results:
+        assert taken == str(step_directory(run, 1)) and len(notes) == 1
+    for name in reader.parameters:
+        held = torch.cat([masters[name] for _, _, masters in results if name in masters])
+        assert torch.equal(held, reader.whole(name).flatten()), name
+
+
+def test_a_flipped_bit_in_the_only_checkpoint_starts_nothing_anew(ranks: Pools, saved: Path, tmp_path: Path) -> None:
+    path, run = copy_of(saved, tmp_path)
+    shutil.rmtree(step_directory(run, 1))
+    flip_a_bit(step_directory(run, 2) / states_file(0, 0))
+    for _ in range(2):  # nor does starting again
+        for said, _ in ranks(2).run(start, str(changed(path, on_corrupt="previous")), str(run)):
+            assert said.startswith("error: ") and "there is none before it: give another --output-dir" in said

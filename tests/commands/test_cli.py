@@ -1,0 +1,101 @@
+"""How a command ends: status, what is on stderr, no traceback where a person is at fault."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.launched import default_interrupts
+from tests.support.waits import patience
+
+ROOT = Path(__file__).parents[2]
+
+
+def script(body: str, before: str = "") -> list[str]:
+    indented = "\n".join("    " + line for line in body.splitlines())
+    imports = "import time\nfrom zero_tp import cli\nfrom zero_tp.errors import UserError"
+    return [sys.executable, "-c", f"{imports}\ndef main():\n{indented}\n{before}\ncli.run(main)"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "error"),
+    [
+        ("pass", 0, ""),
+        ("return 7", 7, ""),
+        ("raise UserError('a.json: wrong\\n  key')", 2, "error: a.json: wrong key\n"),
+        ("open('no' * 200)", 2, f"error: {'no' * 200}: File name too long\n"),
+        ("cli.Parser().parse_args(['--x'])", 2, "error: unrecognized arguments: --x (python -c --help explains the "),
+    ],
+)
+def test_status_and_message(body: str, status: int, error: str) -> None:
+    done = subprocess.run(script(body), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status
+    assert done.stderr.startswith(error) and done.stderr.count("\n") == bool(error)
+
+
+def test_what_is_no_utf_8_is_printed_escaped() -> None:
+    done = subprocess.run(script(r"print('a\udcff', 'é')"), cwd=ROOT, capture_output=True, check=True)
+    assert done.stdout.decode() == "a\\udcff é\n"
+
+
+@pytest.mark.parametrize("body", ["raise ValueError('ours')", "raise BrokenPipeError('a socket')"])
+def test_our_own_faults_keep_their_traceback(body: str) -> None:
+    done = subprocess.run(script(body), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize(("option", "value"), [("tokens", -1), ("tokens", 0), ("top-k", -5), ("seed", 2**32)])
+def test_a_sample_of_no_such_size_is_one_line(tmp_path: Path, option: str, value: int) -> None:
+    words = ["--model", str(tmp_path), "--prompt", "x", f"--{option}", str(value)]
+    done = subprocess.run([sys.executable, "launch/sample.py", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: --{option} {value}: from ") and done.stderr.count("\n") == 1
+
+
+def test_interrupt() -> None:
+    process = subprocess.Popen(
+        script("print('up', flush=True)\ntime.sleep(60)"),
+        cwd=ROOT,
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        preexec_fn=default_interrupts,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=patience(30))
+    assert (process.returncode, error) == (130, "interrupted\n")
+
+
+def test_sigterm_ends_a_command_that_cleans_up() -> None:
+    body = "try:\n    print('up', flush=True)\n    time.sleep(60)\nfinally:\n    print('cleaned up')"
+    process = subprocess.Popen(script(body), cwd=ROOT, stdout=-1, stderr=-1, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.terminate()
+    assert process.communicate(timeout=patience(30)) == ("cleaned up\n", "") and process.returncode == 143
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_reader_gone(lines: int) -> None:
+    process = subprocess.Popen(
+        script(f"input()\nfor _ in range({lines}): print('text')"), cwd=ROOT, stdin=-1, stdout=-1, stderr=-1, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, error = process.communicate("go\n", timeout=patience(30))
+    assert (process.returncode, error) == (141, "")
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_full_disk_under_standard_output_is_one_line(lines: int) -> None:
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(
+            script(f"for _ in range({lines}): print('text')"), cwd=ROOT, stdout=full, stderr=-1, text=True
+        )
+    assert (process.returncode, process.stderr) == (2, "error: No space left on device\n")

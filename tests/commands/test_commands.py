@@ -1,0 +1,131 @@
+"""The commands of zero-tp, and what the package offers: lazy names, configs by name, the shells' completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import zero_tp
+from tests.support.launched import ROOT
+from zero_tp import shipped
+from zero_tp.commands import COMMANDS, module
+from zero_tp.commands.path import PATHS
+from zero_tp.config import RunConfig
+from zero_tp.errors import ConfigError
+
+SCRIPTS = {**{name: f"launch/{name}.py" for name in ("pretrain", "plan", "convert", "sample")}} | {
+    "prepare": "launch/prepare_data.py",
+    "evaluate": "eval/zero_shot.py",
+}
+HEAVY = {"torch", "transformers", "deepspeed", "numpy", "pydantic", "psutil"}
+
+
+def zero_tp_says(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "zero_tp", *words],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_table_the_modules_and_the_scripts_are_the_same_commands() -> None:
+    files = {path.stem for path in (ROOT / "zero_tp" / "commands").glob("*.py")} - {"__init__"}
+    assert files == COMMANDS.keys()
+    for name, command in COMMANDS.items():
+        assert callable(module(name).add_arguments)
+        assert callable(module(name).start if command.ranks else module(name).main)
+    for name, script in SCRIPTS.items():
+        assert f'start("{name}")' in (ROOT / script).read_text()
+    started = re.compile(r"from zero_tp\.commands import start")
+    thin = {path for path in [*ROOT.glob("launch/*.py"), *ROOT.glob("eval/*.py")] if started.search(path.read_text())}
+    assert thin == {ROOT / script for script in SCRIPTS.values()}
+
+
+def test_importing_the_package_imports_no_library() -> None:
+    """They take seconds: the names are there all the same, and the shells' completion waits for none of them."""
+    code = "import sys, zero_tp; print(*sys.modules); assert 'plan' in dir(zero_tp)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {name.split(".")[0] for name in done.stdout.split()} & HEAVY
+
+
+def test_the_public_names_are_what_they_say() -> None:
+    import zero_tp.data
+    import zero_tp.planning.plan  # the modules of the functions don't take their place
+    from zero_tp import (
+        RunConfig,
+        Topology,
+        TrainingEngine,
+        ZeroTPForCausalLM,
+        ZeroTPForPreTraining,
+        plan,
+        prepare,
+    )
+
+    for named in (RunConfig, Topology, TrainingEngine, ZeroTPForCausalLM, ZeroTPForPreTraining):
+        assert isinstance(named, type)
+    assert plan is zero_tp.planning.plan.plan and prepare is zero_tp.data.prepare
+    with pytest.raises(AttributeError, match="has no attribute 'plam'"):
+        _ = zero_tp.plam
+
+
+def test_one_version() -> None:
+    assert zero_tp_says("--version").stdout == f"zero-tp {zero_tp.__version__}\n"
+    assert "version = attr: zero_tp.__version__\n" in (ROOT / "setup.cfg").read_text()
+
+
+def test_uv_takes_the_versions_that_pip_takes() -> None:
+    pinned = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
+    assert len(pinned) == 4 and set(pinned) <= set((ROOT / "constraints.txt").read_text().splitlines())
+
+
+def test_what_is_no_command_is_one_line() -> None:
+    done = zero_tp_says("pretain")
+    told = 'error: "pretain" is no command of python -m zero_tp: did you mean "pretrain"?\n'
+    assert (done.returncode, done.stderr) == (2, told)
+    listed = zero_tp_says().stdout
+    assert all(re.search(rf"^    {name} ", listed, re.MULTILINE) for name in COMMANDS)
+
+
+def test_what_is_shipped_has_a_path() -> None:
+    assert {"quickstart", "gpt2_355m", "gpt2_2.5b"} <= set(shipped.config_names())
+    for name in PATHS:
+        assert shipped.shipped(PATHS[name]).exists()
+    done = zero_tp_says("path", "gpt2_2.5b")
+    assert json.loads(Path(done.stdout.rstrip("\n")).read_text())["zero_tp"]
+
+
+def test_a_config_is_found_by_its_name_where_no_file_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert RunConfig.load(shipped.config_file("gpt2_2.5b"), world_size=8).name == "gpt2_2.5b"
+    papers = shipped.shipped(shipped.CONFIGS) / "papers"
+    assert {shipped.config_file(name) for name in ("gpt_22b", "papers/gpt_22b")} == {papers / "gpt_22b.json"}
+    with pytest.raises(ConfigError, match=r'^lama_135m: no such file; .* did you mean "llama_135m"\?$'):
+        RunConfig.load(shipped.config_file("lama_135m"))
+    (tmp_path / "quickstart").write_text("{}")
+    assert shipped.config_file("quickstart") == Path("quickstart")
+    assert shipped.config_file("ds_configs/quickstart.json") == Path("ds_configs/quickstart.json")
+    checked = zero_tp_says("check", "gpt2_2.5", "--world-size", "8")
+    assert checked.returncode == 2
+    remedy = 'give the path of a JSON config, or a name of ds_configs: did you mean "gpt2_2.5b"?'
+    assert checked.stderr == f"error: gpt2_2.5: no such file; {remedy}\n"
+
+
+def test_an_editor_s_schema_is_nothing_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    written = json.loads(shipped.config_file("quickstart").read_text())
+    path.write_text(json.dumps(written))
+    before = RunConfig.load(path, world_size=4)
+    path.write_text(json.dumps({"$schema": "zero_tp.schema.json", **written}))
+    config = RunConfig.load(path, world_size=4)
+    assert config.deepspeed_config() == before.deepspeed_config() and config.resolved() == before.resolved()
+    with pytest.raises(ConfigError, match=r"\$schema: expected a string"):
+        RunConfig.load(path, ["$schema=1"], world_size=4)

@@ -1,0 +1,343 @@
+"""Every row of the refusals stops a config that has it, and no other."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from tests.support.mistakes import RIGHT, changed, written
+from tests.tools.fuzz.commands import LONGEST_REFUSAL, PYTHON_WORDS
+from tests.tools.fuzz.configs import BASE, LLAMA, ODD, at, places
+from zero_tp.commands.check import describe
+from zero_tp.config import ConfigError, RunConfig
+from zero_tp.config.deepspeed import FIXED, OFF_BLOCKS, REMOVED, RENAMED, fixed_to
+from zero_tp.config.optimizer import REFUSED_OPTIMIZERS, choose_implementation
+from zero_tp.config.resolve import leaves
+from zero_tp.config.rules import check_deepspeed, rules
+from zero_tp.config.schema import Parallel, ZeroTP
+from zero_tp.config.typed import Door, TypedConfig, check_types
+from zero_tp.topology import Topology
+
+ACTIVATIONS = "activation_checkpointing"
+LENGTHS = {"num_warmup_steps": 1, "num_training_steps": 9}
+SGD: dict[str, Any] = {"optimizer.type": "SGD", "zero_allow_untested_optimizer": True}
+REFUSED: tuple[dict[str, Any], ...] = (
+    {"fp16.enabled": True},
+    {"data_types.param_dtype": "fp32"},
+    {"gradient_allreduce_op": "sum"},
+    {"communication_data_type": "fp16"},
+    {"data_types.grad_accum_dtype": "fp16"},
+    {"bf16.enabled": False, "fp16.enabled": True, "data_types.grad_accum_dtype": "fp32"},
+    {"bf16.enabled": False, "fp16.enabled": True, "communication_data_type": "fp32"},
+    {"zero_optimization.allgather_bucket_size": 2001},
+    {"managed_gradient_accumulation": False},
+    {"prescale_gradients": True},
+    {"gradient_predivide_factor": 2.0},
+    {"data_types.grad_accum_dtype": "fp32", "zero_optimization.stage": 0},
+    {"zero_optimization.compute_grad_norm": False},
+    {"bf16.check_grad_overflow": False},
+    {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+    {"optimizer.legacy_fusion": True},
+    {"optimizer.params": {"lr": 0.1, "bias_correction": False}},
+    {
+        "optimizer.params": {"lr": 0.1, "fp32_optimizer_states": False},
+        "zero_optimization.offload_optimizer": {"device": "cpu"},
+    },
+    {"optimizer.params.maximize": True},
+    {**SGD, "optimizer.params": {"lr": 0.1, "nesterov": True}},
+    {"optimizer.params": {"lr": 0.1, "foreach": True, "fused": True}},
+    {"scheduler": {"type": "linear", "params": {"num_warmup_steps": 10, "num_training_steps": 9}}},
+    {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 101, "total_num_steps": 100}}},
+    {"scheduler": {"type": "polynomial", "params": {**LENGTHS, "lr_end": 1.0}}},
+    {"scheduler": {"type": "cosine_with_min_lr", "params": {**LENGTHS, "min_lr": 1.0}}},
+    {"optimizer.params.weight_decay": 5000},
+    {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 20}}},
+    {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1.0}}},
+    {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1.0, "cycle_max_lr": 0.5}}},
+    {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_min_mom": 0.95}}},
+    {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "decay_mom_rate": 0.1}}},
+    {"zero_tp.model": {"model_type": "bert"}, "zero_tp.objective": "masked", "zero_tp.evaluation.tasks": ["lambada"]},
+    {"zero_tp.recompute": {"mode": "full", "layers": 3}},
+    {"zero_tp.recompute": {"mode": "full", "every": 3}},
+    {"zero_tp.recompute": {"mode": "full", "keep_micro_batches": 2}},
+    {
+        "zero_tp.recompute": "full",
+        "zero_tp.parallel.sequence": False,
+        f"{ACTIVATIONS}.partition_activations": True,
+        f"{ACTIVATIONS}.contiguous_memory_optimization": True,
+        f"{ACTIVATIONS}.number_checkpoints": 1,
+    },
+    {"train_micro_batch_size_per_gpu": 2**24, "zero_tp.training.seed": 1},
+    {"gradient_accumulation_steps": 2**30, "train_batch_size": 2**33, "zero_tp.training.seed": 1},
+    {"sequence_parallel_size": 2},
+    {"zero_tp.parallel.sequence": False, "zero_tp.parallel.fused_products": True},
+    {"seq_parallel_communication_data_type": "fp32"},
+    {"use_data_before_expert_parallelism": True},
+    {"zero_optimization.zero_hpz_partition_size": 2},
+    {"zero_optimization.zero_quantized_weights": True},
+    {"zero_optimization.zero_quantized_nontrainable_weights": True},
+    {"zero_optimization.zero_quantized_gradients": True},
+    {"zero_optimization.round_robin_gradients": True},
+    {"zero_optimization.stage3_module_granularity_threshold": 1},
+    {"zero_optimization.leaf_module": {"names": ["layers"]}},
+    {"zero_optimization.offload_optimizer": {"device": "cpu", "ratio": 0.5}, "zero_optimization.stage": 3},
+    {"zero_optimization.offload_param": {"device": "cpu"}},
+    {"zero_optimization.offload_optimizer": {"device": "cpu"}, "zero_optimization.stage": 0},
+    {"zero_optimization.offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
+    {"zero_optimization.offload_optimizer": {"device": "nvme"}, "zero_optimization.stage": 3},
+    {"zero_optimization.offload_param": {"device": "nvme"}, "zero_optimization.stage": 3},
+    {"zero_optimization.elastic_checkpoint": True},
+    {"zero_optimization.legacy_stage1": True},
+    {"zero_optimization.pipeline_loading_checkpoint": True},
+    {"zero_optimization.zenflow": {"topk_ratio": 0.1}},
+    {f"{ACTIVATIONS}.partition_activations": True},
+    {f"{ACTIVATIONS}.cpu_checkpointing": True},
+    {f"{ACTIVATIONS}.contiguous_memory_optimization": True},
+    {"dataloader_drop_last": True},
+    {"aio.use_gds": True},
+    {f"{ACTIVATIONS}.profile": True},
+    {f"{ACTIVATIONS}.synchronize_checkpoint_boundary": True},
+    {"zero_optimization.offload_optimizer.super_offload": True, "zero_optimization.stage": 3},
+    {"bf16.bf16_master_weights_and_grads": True},
+    {"bf16.bf16_optimizer_states": True},
+    {"fp16.fp16_master_weights_and_grads": True},
+)
+
+
+def line(changes: dict[str, Any], tmp_path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.load(written(tmp_path, changed(changes)), world_size=4)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def typed(config: dict[str, Any], door: Door = Door.RUN) -> TypedConfig:
+    """The typed form of a config that is right but for the rules."""
+    config = copy.deepcopy(config)
+    zero_tp = ZeroTP(**config.pop("zero_tp", RIGHT["zero_tp"]))
+    if "total_num_steps" in config.get("scheduler", {}).get("params", {}):
+        config["scheduler"]["params"]["total_num_steps"] = 100
+    choose_implementation(config)
+    return TypedConfig(config, check_types(config, door), zero_tp, door, RIGHT["zero_tp"]["model"]["n_layer"])
+
+
+def texts(config: TypedConfig, *, applies: bool = True) -> set[tuple[str, str]]:
+    """The key and the text of each refusal that is true of a config, or of each one."""
+    return {(rule.keys, rule.reason) for rule in rules(config) if rule.kind == "refused" and rule.applies >= applies}
+
+
+def refused_texts(changes: dict[str, Any]) -> set[tuple[str, str]]:
+    """The same of a file with changes, and of each key of it that may have one value."""
+    config = changed(changes)
+    fixed = {(key, f"{fixed_to(value)}: {reason}") for key, (value, reason) in FIXED.items() if key in keys_of(changes)}
+    return fixed or texts(typed(config))
+
+
+def keys_of(changes: dict[str, Any]) -> set[str]:
+    """The dotted keys of changes, some of which are objects."""
+    return {
+        key for path, value in changes.items() for key in (path, *(f"{path}.{inner}" for inner, _ in leaves(value)))
+    }
+
+
+IN_TRAINER: dict[str, dict[str, Any]] = {
+    "activation_checkpointing": {"partition_activations": True},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}},
+}
+"""Blocks that a run's file may have and a Trainer's config may not."""
+
+
+@pytest.mark.parametrize("changes", REFUSED, ids=str)
+def test_a_refused_combination_is_named_with_its_reason(changes: dict[str, Any], tmp_path: Path) -> None:
+    found = line(changes, tmp_path)
+    assert any(found.startswith(f"{key}: refused {text}") for key, text in refused_texts(changes)), found
+
+
+@pytest.mark.parametrize("door", [Door.ENGINE, Door.TRAINER])
+def test_other_doors_refuse_what_a_file_is_refused_for(door: Door, tmp_path: Path) -> None:
+    """In the same words, but for what is refused in a Trainer alone."""
+    compared = 0
+    for changes in REFUSED:
+        if any(key.startswith("zero_tp") for key in changes):
+            continue
+        config = changed(changes)
+        parallel = Parallel(**config.pop("zero_tp")["parallel"])
+        if "total_num_steps" in config["scheduler"]["params"]:
+            config["scheduler"]["params"]["total_num_steps"] = 100
+        choose_implementation(config)
+        with pytest.raises(ConfigError) as caught:
+            check_deepspeed(config, Topology(parallel.tensor, True, world=2), door)
+        if "in ZeroTPTrainer" not in str(caught.value):
+            assert str(caught.value) == line(changes, tmp_path)
+            compared += 1
+    assert compared > 40
+
+
+def test_the_engine_refuses_before_it_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And `optimizer.type` as the command line does: Muon would train on shards."""
+    from zero_tp.training.engine import TrainingEngine
+
+    monkeypatch.setattr("zero_tp.training.engine.zero_engine", lambda *_: pytest.fail("the engine is built"))
+    settings = {"train_batch_size": 1, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
+    with pytest.raises(ConfigError, match=r'^optimizer\.type: "Muon" is refused: it orthogonalises a whole matrix'):
+        TrainingEngine(LlamaConfig(), Topology(world=1), settings, seed=1)
+    with pytest.raises(ConfigError, match=r"^gradient_acumulation_steps: unknown key; did you mean"):
+        TrainingEngine(LlamaConfig(), Topology(world=1), {"gradient_acumulation_steps": 2}, seed=1)
+
+
+def test_every_refusal_has_a_config_here_and_the_right_config_has_none() -> None:
+    every = texts(typed(RIGHT | {"scheduler": {"type": "WarmupLR"}}), applies=False)
+    every |= {(key, f"{fixed_to(value)}: {reason}") for key, (value, reason) in FIXED.items()}
+    in_trainer = [texts(typed({"train_batch_size": 1, key: block}, Door.TRAINER)) for key, block in IN_TRAINER.items()]
+    assert refused_texts({}) == set()
+    assert set().union(*in_trainer, *map(refused_texts, REFUSED)) == every
+
+
+@pytest.mark.parametrize("key", [*REMOVED, *RENAMED])
+def test_removed_and_renamed_keys(key: str, tmp_path: Path) -> None:
+    assert line({key: True}, tmp_path).startswith(f"{key}: ")
+
+
+@pytest.mark.parametrize("block", OFF_BLOCKS)
+def test_blocks_that_stay_off(block: str, tmp_path: Path) -> None:
+    assert line({block: {"enabled": True}}, tmp_path).startswith(f"{block}.enabled: true is refused: ")
+    path = written(tmp_path, changed({block: {"enabled": False}}))
+    assert block not in RunConfig.load(path, world_size=4).deepspeed_config()
+
+
+@pytest.mark.parametrize("name", REFUSED_OPTIMIZERS)
+def test_refused_optimizers(name: str, tmp_path: Path) -> None:
+    found = line({"optimizer.type": name}, tmp_path)
+    assert found.startswith(f'optimizer.type: "{name}" is refused: {REFUSED_OPTIMIZERS[name]}')
+
+
+MODEL = "zero_tp.model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"optimizer.params.lr": 1e300}, "optimizer.params.lr: 1e+300 is beyond 2^53"),
+        ({"zero_tp.training.steps": 10**30}, "zero_tp.training.steps: 1000000000000000000000000000000 is beyond 2^53"),
+        ({"zero_tp.data.train": {"a": -(10.0**200)}}, "zero_tp.data.train.a: -1e+200 is beyond 2^53"),
+        ({f"{MODEL}.vocab_size": 2**53}, f"{MODEL}.vocab_size: 9007199254740992 is more than 2147483647: sizes and"),
+        ({f"{MODEL}.n_layer": 2**31}, f"{MODEL}.n_layer: 2147483648 is more than 10000: each is built by itself"),
+        ({f"{MODEL}.vocab_size": 2**31 - 1, f"{MODEL}.n_embd": 2**20}, f"{MODEL}.hidden_size: a matrix of 2147483647"),
+        ({"train_micro_batch_size_per_gpu": 2**40}, "train_micro_batch_size_per_gpu: refused with 2^31 tokens or more"),
+        ({"train_micro_batch_size_per_gpu": 2**30}, "train_micro_batch_size_per_gpu: refused with 2^31 tokens or more"),
+    ],
+)
+def test_numbers_beyond_reason_are_refused(changes: dict[str, Any], line: str, tmp_path: Path) -> None:
+    config = changed({**changes, "train_batch_size": None})
+    del config["train_batch_size"]
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.load(written(tmp_path, config))
+    assert str(caught.value).startswith(line), caught.value
+
+
+def test_no_job_has_so_many_ranks(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^world size: 1000000000000000000000000000000 is more ranks than any job has"
+    ):
+        RunConfig.load(written(tmp_path), world_size=10**30)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"zero_tp.evaluation": {"interval": 5}}, "zero_tp.evaluation.interval"),
+        ({"zero_tp.evaluation": {"batches": 5}}, "zero_tp.evaluation.batches"),
+        ({"zero_tp.evaluation": {"task_limit": 5}}, "zero_tp.evaluation.task_limit"),
+        ({"zero_tp.evaluation": {"task_include_path": "x"}}, "zero_tp.evaluation.task_include_path"),
+        ({"zero_tp.evaluation": {"task_data": {"lambada": "x"}}}, "zero_tp.evaluation.task_data.lambada"),
+        ({f"{ACTIVATIONS}.number_checkpoints": 4}, f"{ACTIVATIONS}.number_checkpoints"),
+        ({"aio": {"block_size": 1024}}, "aio.block_size"),
+        ({"zero_tp.evaluation": {"interval": 5, "tasks": ["a"], "task_data": {"a": "x"}, "task_limit": 3}}, None),
+        ({"zero_tp.evaluation": {"interval": 5, "batches": 2}, "zero_tp.data.validation": "v"}, None),
+        ({}, None),
+    ],
+)
+def test_what_has_no_effect_is_said(changes: dict[str, Any], key: str | None, tmp_path: Path) -> None:
+    config = RunConfig.load(written(tmp_path, changed(changes)))
+    said = [line.partition(": ")[0] for line in config.without_effect()]
+    assert said == ([key] if key else [])
+    assert [line.split()[2] for line in describe(config, tmp_path).splitlines() if line.startswith("no effect")] == [
+        f"{each}:" for each in said
+    ]
+
+
+def test_what_a_run_reads_and_is_absent_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a checkout in which the quickstart ran has its data
+    changes = {"zero_tp.data.validation": str(tmp_path / "v"), "zero_tp.tokenizer": str(tmp_path)}
+    path = written(tmp_path, changed(changes))
+    (tmp_path / "v.bin").touch()
+    absent = [str(each) for each in RunConfig.load(path).absent()]
+    assert absent == ["data/quickstart/train.bin", "data/quickstart/train.idx", f"{tmp_path}/v.idx"]
+
+
+def test_a_check_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path of two parts that is not here may be a name there: a run asks, a check or a plan does not."""
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub._snapshot_download.HfApi.repo_info", never)
+    path = written(tmp_path, changed({"zero_tp.tokenizer": "data/tokenizer"}))
+    notes = [line for line in describe(RunConfig.load(path), tmp_path).splitlines() if "tokenizer" in line]
+    assert notes == ["not here   data/tokenizer, which a run needs and asks the Hugging Face hub for"]
+    with pytest.raises(ConfigError, match=r"^zero_tp.tokenizer: no directory data/tokenizer, .* \(the hub was asked\)"):
+        RunConfig.load(path).pinned()
+
+
+def refusal_of(tmp_path: Path, place: tuple[Any, ...], value: Any, base: dict[str, Any] = BASE) -> str:
+    """What a config is refused with that has this value there; "" where it is accepted."""
+    config = copy.deepcopy(base)
+    at(config, place[:-1])[place[-1]] = copy.deepcopy(value)
+    try:
+        RunConfig.load(written(tmp_path, config), world_size=1)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_refusals_are_short_and_in_json_s_words(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    cases: list[tuple[tuple[Any, ...], Any, dict[str, Any]]] = [
+        (place, value, BASE) for place in places(BASE)[1:] for value in chance.sample(ODD, 3)
+    ]
+    llama = copy.deepcopy(BASE)
+    llama["zero_tp"]["model"] = LLAMA
+    cases += [
+        (("zero_optimization",), {"a": 1}, BASE),
+        (("fp16",), {"enabled": True, "loss_scale": True}, BASE),
+        (("zero_tp", "x" * 300), 1, BASE),
+        (("zero_tp", "model", "y"), 1, BASE),
+        (("zero_tp", "model", "hidden_size"), 1, llama),
+    ]
+    refused = [(case, refusal_of(tmp_path, *case)) for case in cases]
+    assert all(text for _, text in refused[-5:])
+    for case, text in refused:
+        assert len(text) <= LONGEST_REFUSAL, (case[:2], text)
+        assert not PYTHON_WORDS.search(text), (case[:2], text)
+
+
+@pytest.mark.parametrize(
+    ("place", "key"),
+    [
+        (("zero_tp", "data", "train"), "zero_tp.data.train"),
+        (("zero_tp", "tokenizer"), "zero_tp.tokenizer"),
+        (("csv_monitor",), "csv_monitor.job_name"),
+    ],
+)
+def test_a_nul_character_is_refused(tmp_path: Path, place: tuple[str, ...], key: str) -> None:
+    value: Any = {"enabled": True, "job_name": "a\0b"} if place == ("csv_monitor",) else "a\0b"
+    assert re.match(rf"^{re.escape(key)}: .* has a NUL character; ", refusal_of(tmp_path, place, value))
+    assert re.match(r"^zero_tp\.data\.train: ", refusal_of(tmp_path, ("zero_tp", "data", "train"), {"a\0b": 1.0}))

@@ -1,0 +1,153 @@
+"""Steps on the way to a corpus: repair, length, duplicates, evaluation sets; each against what says the same."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.corpora import write_jsonl
+from zero_tp.data import Prepared, PrepareSettings, prepare
+from zero_tp.data.documents import read_documents
+from zero_tp.data.indexed import IndexedCorpus
+from zero_tp.data.records import Document
+from zero_tp.data.similarity import EvaluationSets, exact_duplicates, near_duplicates, overlaps, shingles, sketches
+from zero_tp.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(folder: Path, texts: list[str], name: str = "out", **settings: Any) -> Prepared:
+    source = write_jsonl(folder / f"{name}.jsonl", texts)
+    given: dict[str, Any] = {"tokenizer": "bpe:300", "validation": 1} | settings
+    return prepare([source], folder / name, PrepareSettings(**given))
+
+
+def documents_of(prepared: Prepared) -> int:
+    counted = prepared.report["documents"]
+    kept = sum(len(IndexedCorpus(prepared.output / split)) for split in ("train", "validation"))
+    assert counted["kept"] == kept and counted["read"] == kept + sum(counted["dropped"].values())
+    return kept
+
+
+def removed(prepared: Prepared) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (prepared.output / "removed.jsonl").read_text().splitlines()]
+
+
+def near_copies(chance: random.Random) -> tuple[list[str], list[set[str]]]:
+    """Paragraphs of a real corpus, and copies of some of them with words changed here and there."""
+    words = [text.split() for text in islice(read_documents(ROOT / "launch/corpus/sotu.jsonl.gz"), 40)]
+    paragraphs = [" ".join(each[at : at + 80]) for each in words for at in range(0, len(each) - 80, 80)]
+    texts = chance.sample(paragraphs, 300)
+    for text in chance.sample(texts, 150):
+        copy = text.split()
+        for _ in range(chance.choice((1, 2, 4, 8))):
+            copy[chance.randrange(len(copy))] = "changed"
+        texts.append(" ".join(copy))
+    return texts, [set(shingles(text)) for text in texts]
+
+
+def test_near_duplicates_against_brute_force(seed: int) -> None:
+    """Recall and precision of pairs clearly above and below 0.7, by the Jaccard similarity of the shingles itself."""
+    texts, sets = near_copies(random.Random(seed))
+    found = sketches(texts)
+    pairs = {near.document: near for near in near_duplicates(enumerate(found), found.__getitem__)}
+    jaccard = lambda a, b: len(sets[a] & sets[b]) / len(sets[a] | sets[b])  # noqa: E731
+    above = below = 0
+    for number in range(len(texts)):
+        best = max((jaccard(number, other) for other in range(number) if other not in pairs), default=0.0)
+        if best >= 0.85:
+            above += 1
+            assert number in pairs, best
+        elif best <= 0.5:
+            below += 1
+            assert number not in pairs, best
+        if number in pairs:
+            near = pairs[number]
+            assert near.earlier < number and near.earlier not in pairs
+            assert abs(near.similarity - jaccard(number, near.earlier)) < 0.25  # 6 standard deviations
+    assert above > 10 and below > 200
+
+
+@given(st.lists(st.sampled_from([b"a" * 16, b"a" * 15 + b"\0", b"\0" * 16, b"b" * 16]), max_size=30))
+def test_exact_duplicates(contents: list[bytes]) -> None:
+    firsts = exact_duplicates(np.frombuffer(b"".join(contents), "V16").copy())
+    assert firsts.tolist() == [contents.index(each) for each in contents]
+
+
+def test_duplicates_are_named_and_the_first_stays(tmp_path: Path) -> None:
+    words = [f"word{i}" for i in range(60)]
+    texts = [" ".join(words), "another document", " ".join(words), " ".join([*words[:-1], "end"]), "a third document"]
+    exact = run(tmp_path, texts, deduplicate="exact")
+    source = tmp_path / "out.jsonl"
+    assert removed(exact) == [{"removed": f"{source}:3", "reason": "duplicate", "copy_of": f"{source}:1"}]
+    assert documents_of(exact) == 4
+    near = run(tmp_path, texts, "near", deduplicate="near")
+    source = tmp_path / "near.jsonl"
+    (first, second) = removed(near)
+    assert first == {"removed": f"{source}:3", "reason": "duplicate", "copy_of": f"{source}:1"}
+    assert second["removed"] == f"{source}:4" and second["copy_of"] == f"{source}:1" and 0.8 < second["similarity"] <= 1
+    assert documents_of(near) == 3 and near.report["documents"]["dropped"] == {"duplicate": 1, "near-duplicate": 1}
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=40), st.lists(st.sampled_from("abcd"), max_size=40))
+def test_overlaps_are_13_words_in_a_row(first: list[str], second: list[str]) -> None:
+    rows = lambda words: {tuple(words[at : at + 13]) for at in range(len(words) - 12)}  # noqa: E731
+    hashes = [overlaps(" ".join(words)) for words in (first, second)]
+    assert [len(each) for each in hashes] == [max(0, len(words) - 12) for words in (first, second)]
+    assert bool(np.isin(hashes[0], hashes[1]).any()) == bool(rows(first) & rows(second))
+
+
+def test_evaluation_sets(tmp_path: Path) -> None:
+    passage = "it was the best of times it was the worst of times it was the age of wisdom"
+    (tmp_path / "lambada.jsonl").write_text(json.dumps({"context": passage, "choices": ["wisdom", "folly"]}))
+    (tmp_path / "wiki.txt").write_text(" = Valkyria Chronicles III = \n\n = = Plot = = \n\n Some words , few . \n")
+    sets = EvaluationSets.read([tmp_path / "lambada.jsonl", tmp_path / "wiki.txt"])
+    wanted = np.unique(overlaps(f"{passage} wisdom folly"))  # the other text has fewer than 13 words
+    assert sets.overlaps.tolist() == wanted.tolist() and sets.titles == {"valkyria chronicles iii"}
+    thirteen = "He said: It was the BEST of times; it was the worst of times. It!"
+    texts = [
+        *("a document of its own", thirteen, thirteen.replace("worst", "best"), "the second of its own"),
+        *("Valkyria Chronicles III\n\nIs a game.", "I like Valkyria Chronicles III", thirteen),
+    ]
+    assert [sets.has(Document(text)) for text in texts] == [False, True, False, False, True, False, True]
+    assert sets.has(Document("text", "Valkyria chronicles III")) and not sets.has(Document("text", "Plot"))
+    given: dict[str, Any] = {
+        "decontaminate": (tmp_path / "lambada.jsonl", tmp_path / "wiki.txt"),
+        "deduplicate": "exact",
+    }
+    prepared = run(tmp_path, texts, **given)
+    assert (
+        prepared.report["documents"]["dropped"] == {"duplicate": 1, "contaminated": 2} and documents_of(prepared) == 4
+    )
+    assert [each["reason"] for each in removed(prepared)] == ["duplicate", "contaminated", "contaminated"]
+    assert run(tmp_path, texts, **given).reused
+    (tmp_path / "wiki.txt").write_text(" = Another = \n words")
+    with pytest.raises(UserError, match="was made with another decontaminate"):
+        run(tmp_path, texts, **given)
+
+
+def test_length_and_unicode(tmp_path: Path) -> None:
+    texts = [*(f"number {i} " * 9 for i in range(12)), "short", "schÃ¶n â€” fine" * 5, "x"]
+    first = run(tmp_path, texts, "first")
+    tokenizer = str(first.output / "tokenizer")
+    lengths = [
+        len(corpus.document(i)) - 1
+        for corpus in (IndexedCorpus(first.output / split) for split in ("train", "validation"))
+        for i in range(len(corpus))
+    ]
+    for least in (min(lengths), min(lengths) + 1, 20):
+        cut = run(tmp_path, texts, f"cut{least}", tokenizer=tokenizer, min_tokens=least)
+        assert documents_of(cut) == sum(length >= least for length in lengths)
+        assert cut.report["documents"]["dropped"].get("short", 0) == sum(length < least for length in lengths)
+    mended = run(tmp_path, texts, "mended", tokenizer=tokenizer, repair=True, validation=14)
+    assert "schön — fine" in (mended.output / "validation.jsonl").read_text()
+    with pytest.raises(UserError, match="counts the tokens of a finished tokenizer: prepare without it first"):
+        run(tmp_path, texts, "no", min_tokens=5)

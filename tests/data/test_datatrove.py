@@ -1,0 +1,303 @@
+"""A corpus made by a datatrove pipeline: the same bytes as by one process, or a part is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.corpora import content_of, texts_of, write_jsonl
+from tests.support.launched import ROOT
+from zero_tp.data import PrepareSettings, formats, prepare
+from zero_tp.data.datatrove import CorpusReader, TokenizedCorpus
+from zero_tp.data.parts import merge
+from zero_tp.errors import UserError
+
+SCRIPT = ROOT / "launch/prepare_cluster.py"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    source = write_jsonl(directory / "sample.jsonl", texts_of(random.Random(1), 50))
+    return str(prepare([source], directory / "sample", PrepareSettings("bpe:300")).output / "tokenizer")
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, seed: int) -> list[str | Path]:
+    """Five files of three kinds, with records that are no documents; one is empty."""
+    chance, found = random.Random(seed), list[str | Path]()
+    for number, name in enumerate(("b.jsonl", "a.jsonl.gz", "c.jsonl")):
+        found.append(write_jsonl(tmp_path / name, texts_of(chance, 30 + number)))
+    with open(found[0], "a") as file:
+        file.write('{"text": \n' * 3)
+    (tmp_path / "e.jsonl").touch()
+    (tmp_path / "d.txt").write_text("\r\n\r\n".join(texts_of(chance, 9)), newline="")
+    return [*found, tmp_path / "e.jsonl", tmp_path / "d.txt"]
+
+
+def make_parts(
+    inputs: list[str | Path], parts: Path, tokenizer: str, tasks: int, documents: str = "blank-line", **options: Any
+) -> Path:
+    """Run the tasks one after the other in this process."""
+    reader = CorpusReader(inputs, documents=documents)
+    corpus = TokenizedCorpus(tokenizer, parts, reader=reader, **options)
+    for rank in reversed(range(tasks)):
+        corpus.run(reader.run(None, rank, tasks), rank, tasks)
+    return parts
+
+
+def start(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, SCRIPT, *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("tasks", [1, 3, 8])
+def test_merged_parts_are_what_one_process_makes(
+    tmp_path: Path, inputs: list[str | Path], tokenizer: str, tasks: int
+) -> None:
+    """With fewer files than tasks, too: a part may be empty."""
+    options: dict[str, Any] = {"min_tokens": 10, "sentences": "en", "seed": 5}
+    chosen = PrepareSettings(tokenizer, 0.1, documents="blank-line", **options)
+    one = prepare(inputs, tmp_path / "one", chosen)
+    parts = make_parts(inputs, tmp_path / "parts", tokenizer, tasks, **options)
+    merged = merge(parts, tmp_path / "out", 0.1)
+    assert len(content_of(merged.output)) > 6 and content_of(merged.output) == content_of(one.output)
+    for key in ("splits", "unigram", "files", "inputs", "vocabulary_size", "end_of_document"):
+        assert merged.report[key] == one.report[key]
+    ours, theirs = merged.report["documents"], one.report["documents"]
+    assert ours.pop("problems") and theirs.pop("problems") and ours == theirs
+    assert ours["dropped"].keys() == {"empty", "malformed", "short"}
+    assert merge(parts, tmp_path / "out", 0.1).reused
+    with pytest.raises(UserError, match=r"made with another validation: .* --overwrite"):
+        merge(parts, tmp_path / "out", 0.2)
+    assert not merge(parts, tmp_path / "out", 0.2, overwrite=True).reused
+
+
+def test_documents_of_datatroves_own_reader(tmp_path: Path, tokenizer: str) -> None:
+    """Its tasks read other files, and what a filter drops is missing."""
+    from datatrove.pipeline.filters import LambdaFilter
+    from datatrove.pipeline.readers import JsonlReader
+
+    texts = texts_of(random.Random(3), 40)
+    (tmp_path / "raw").mkdir()
+    for i in range(5):
+        write_jsonl(tmp_path / f"raw/{i}.jsonl", texts[i::5])
+    kept = [write_jsonl(tmp_path / f"{i}.jsonl", [text for text in texts[i::5] if "7" in text]) for i in range(5)]
+    corpus = TokenizedCorpus(tokenizer, tmp_path / "parts")
+    for rank in range(3):
+        documents = LambdaFilter(lambda document: "7" in document.text).run(
+            JsonlReader(str(tmp_path / "raw")).run(None, rank, 3), rank, 3
+        )
+        corpus.run(documents, rank, 3)
+    one = prepare(kept, tmp_path / "one", PrepareSettings(tokenizer))
+    assert content_of(merge(tmp_path / "parts", tmp_path / "out").output) == content_of(one.output)
+
+
+def flip_byte(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda parts: shutil.rmtree(parts / "00001"), r"part 00001 of 3 tasks is missing"),
+    "first missing": (lambda parts: shutil.rmtree(parts / "00000"), r"part 00000 of 3 tasks is missing"),
+    "renamed": (lambda parts: (parts / "00002").rename(parts / "00003"), r"/00003: it is part 2 of 3"),
+    "no manifest": (lambda parts: (parts / "00001/part.json").unlink(), r"/00001/part.json: No such file"),
+    "cut manifest": (lambda parts: cut(parts / "00001/part.json"), r"/00001/part.json: not valid JSON"),
+    "truncated": (lambda parts: cut(parts / "00001/blocks"), r"/00001/blocks has [\d,]+ bytes instead of"),
+    "one bit": (lambda parts: flip_byte(parts / "00002/blocks"), r"/00002/blocks has SHA-256 \w+… instead of"),
+    "length": (lambda parts: (parts / "00002/committed").write_text("1"), r"/00002/committed has"),
+    "no tokenizer": (lambda parts: shutil.rmtree(parts / "00000/tokenizer"), r"/00000/tokenizer/\S+ is missing"),
+    "nothing": (lambda parts: list(map(shutil.rmtree, parts.iterdir())), "there are no parts of a corpus"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole_parts(tmp_path_factory: pytest.TempPathFactory, tokenizer: str) -> Path:
+    directory = tmp_path_factory.mktemp("whole")
+    inputs = [write_jsonl(directory / f"{i}.jsonl", texts_of(random.Random(i), 20)) for i in range(3)]
+    return make_parts(list(inputs), directory / "parts", tokenizer, 3)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_part_that_is_missing_or_damaged(tmp_path: Path, whole_parts: Path, kind: str) -> None:
+    damage, message = DAMAGE[kind]
+    parts = shutil.copytree(whole_parts, tmp_path / "parts")
+    damage(parts)
+    with pytest.raises(UserError, match=message) as raised:
+        merge(parts, tmp_path / "out")
+    assert "\n" not in str(raised.value) and not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": 7}, r"/00001: made with another seed than 00000"),
+        ({"sentences": "en", "min_tokens": 3}, r"/00001: made with another min_tokens, sentences than 00000"),
+        ({"settings": {"inputs": "others"}}, r"/00001: made with another inputs than 00000"),
+        ({"tasks": 4}, r"/00001: made with another number of tasks than 00000"),
+        ({"tokenizer": "bpe:310"}, r"/00001: made with another tokenizer than 00000"),
+    ],
+)
+def test_a_part_of_another_corpus(
+    tmp_path: Path, whole_parts: Path, tokenizer: str, options: dict[str, Any], message: str
+) -> None:
+    options, parts = dict(options), shutil.copytree(whole_parts, tmp_path / "parts")
+    source = write_jsonl(tmp_path / "a.jsonl", texts_of(random.Random(1), 20))
+    if (trained := options.pop("tokenizer", None)) is not None:
+        tokenizer = str(prepare([source], tmp_path / "trained", PrepareSettings(trained)).output / "tokenizer")
+    others = make_parts([source], tmp_path / "others", tokenizer, options.pop("tasks", 3), **options)
+    shutil.rmtree(parts / "00001")
+    shutil.copytree(others / "00001", parts / "00001")
+    with pytest.raises(UserError, match=message):
+        merge(parts, tmp_path / "out")
+
+
+def test_a_task_that_is_killed_or_fails_leaves_no_part(
+    tmp_path: Path, inputs: list[str | Path], tokenizer: str
+) -> None:
+    reader = CorpusReader(inputs)
+    corpus = TokenizedCorpus(tokenizer, tmp_path / "parts", reader=reader)
+
+    def failing() -> Iterator[Any]:
+        yield from reader.run(None, 0, 1)
+        raise RuntimeError("the network is gone")
+
+    with pytest.raises(RuntimeError):
+        corpus.run(failing())
+    assert not list((tmp_path / "parts").iterdir())
+    left = tmp_path / "parts/.00000.partial"  # of a SIGKILL
+    left.mkdir()
+    (left / "blocks").write_bytes(b"half")
+    for _ in range(2):  # a task that has ended may run again
+        corpus.run(reader.run(None, 0, 1))
+    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["00000"]
+    one = prepare(inputs, tmp_path / "one", PrepareSettings(tokenizer))
+    assert content_of(merge(tmp_path / "parts", tmp_path / "out").output) == content_of(one.output)
+
+
+def test_refusals(tmp_path: Path, inputs: list[str | Path], tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="a cluster takes a finished tokenizer: prepare some"):
+        TokenizedCorpus("bpe:300", tmp_path)
+    with pytest.raises(UserError, match="standard input can't be read by several tasks"):
+        CorpusReader(["-"])
+    with pytest.raises(UserError, match="it has no token 'no'"):
+        TokenizedCorpus(tokenizer, tmp_path, eos="no")
+    reader = CorpusReader(inputs)
+    os.utime(inputs[0], (1, 1))
+    with pytest.raises(UserError, match=r"b.jsonl: it has changed since the pipeline was made"):
+        list(reader.run(None, 0, 1))
+    monkeypatch.setitem(sys.modules, "datatrove", None)
+    with pytest.raises(UserError, match=r"needs datatrove: pip install -c constraints.txt -e .\[datatrove\]"):
+        formats.needed("datatrove", "this", "datatrove")
+
+
+def test_the_command(tmp_path: Path, whole_parts: Path) -> None:
+    def prepared(*words: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "zero_tp", "prepare", "--output", tmp_path / "out", *words]
+        return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
+
+    assert "wrote" in prepared("--merge", whole_parts, "--validation-fraction", "0.1").stdout
+    cases: list[tuple[list[object], str]] = [
+        (
+            ["--merge", whole_parts, "--seed", "3"],
+            "--merge takes the documents of the parts as they are: leave out seed",
+        ),
+        (["--merge", tmp_path / "nothing"], "there are no parts of a corpus; launch/prepare_cluster.py makes them"),
+    ]
+    for words, message in cases:
+        refused = prepared(*words)
+        assert (refused.returncode, refused.stdout) == (2, "") and message in refused.stderr
+        assert refused.stderr.count("\n") == 1
+
+
+# --- the script -------------------------------------------------------------------------------------------------------
+
+
+def test_the_script_makes_what_one_process_makes(tmp_path: Path, inputs: list[str | Path], tokenizer: str) -> None:
+    words = ("--input", *inputs, "--tokenizer", tokenizer, "--no-deduplicate", "--repair-unicode", "--min-tokens", 5)
+    made = start(*words, "--output", tmp_path / "out", "--tasks", 3)
+    assert made.returncode == 0, made.stderr
+    one = prepare(inputs, tmp_path / "one", PrepareSettings(tokenizer, repair=True, min_tokens=5))
+    assert content_of(tmp_path / "out") == content_of(one.output)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("tasks", [1, 3, 4])
+def test_a_start_that_was_killed_goes_on(
+    tmp_path: Path, inputs: list[str | Path], tokenizer: str, seed: int, tasks: int
+) -> None:
+    """The completed tasks are not run again; a part that was removed is."""
+    out, words = tmp_path / "out", ("--input", *inputs, "--tokenizer", tokenizer, "--no-deduplicate")
+    killed = tmp_path / "killed.py"
+    last = random.Random(seed).randrange(tasks)
+    killed.write_text(
+        "import os, signal, sys\n"
+        "from zero_tp import cli\n"
+        "from zero_tp.data import datatrove\n"
+        "from launch import prepare_cluster\n"
+        "run = datatrove.TokenizedCorpus.run\n"
+        "def killing(self, data, rank=0, world_size=1):\n"
+        f"    if rank == {last}:\n"
+        "        os.killpg(0, signal.SIGKILL)\n"  # with the process that datatrove starts
+        "    return run(self, data, rank, world_size)\n"
+        "datatrove.TokenizedCorpus.run = killing\n"
+        "prepare_cluster.main()\n"
+    )
+    arguments = [*words, "--output", out, "--tasks", tasks, "--executor-arguments", '{"workers": 1}']
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, killed, *arguments]
+    first = subprocess.Popen(list(map(str, command)), env=environment, start_new_session=True)
+    assert first.wait() == -signal.SIGKILL
+    (work,) = tmp_path.glob("out.work/*")
+    assert not out.exists() and len(list((work / "parts").glob("0*"))) == last
+    assert start(*arguments).returncode == 0
+    times = {path.name: path.stat().st_mtime_ns for path in (work / "parts").glob("0*")}
+    one = prepare(inputs, tmp_path / "one", PrepareSettings(tokenizer))
+    assert content_of(out) == content_of(one.output)
+    flip_byte(work / "parts/00000/blocks")
+    refused = start(*arguments)
+    assert refused.returncode == 2 and "00000/blocks has SHA-256" in refused.stderr
+    shutil.rmtree(work / "parts/00000")
+    assert start(*arguments).returncode == 0
+    after = {path.name: path.stat().st_mtime_ns for path in (work / "parts").glob("0*")}
+    assert {name for name in times if times[name] != after[name]} == {"00000"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("tasks", [1, 4])
+def test_the_script_removes_near_copies(tmp_path: Path, tokenizer: str, seed: int, tasks: int) -> None:
+    chance = random.Random(seed)
+    words = [f"word{i}" for i in range(3000)]
+    texts = [" ".join(chance.choices(words, k=200)) for _ in range(40)]
+    copies = [f"{text} and more" for text in texts[:20]]
+    mixed = chance.sample([*texts, *copies], 60)
+    inputs = [write_jsonl(tmp_path / f"{i}.jsonl", mixed[i::4]) for i in range(4)]
+    options = ("--tokenizer", tokenizer, "--output", tmp_path / "out", "--tasks", tasks, "--min-tokens", 5)
+    made = start("--input", *inputs, *options)
+    assert made.returncode == 0, made.stderr
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["documents"]["kept"] == 40 and report["documents"]["dropped"] == {"filtered": 20}
+
+
+def test_the_script_refuses_in_one_line(tmp_path: Path, inputs: list[str | Path], tokenizer: str) -> None:
+    words = ("--input", *inputs, "--tokenizer", tokenizer, "--output", tmp_path / "out", "--tasks", 2)
+    refused = start(*words, "--executor", "slurm")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "--executor-arguments" in refused.stderr and "partition" in refused.stderr

@@ -1,0 +1,123 @@
+"""Zero-shot tasks during training: as commands, and that training doesn't notice them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config
+
+from tests.support.launched import launch, metrics_of, run, script
+from tests.support.pool_rank import cached
+from tests.support.pools import Pools
+from tests.support.tiny_models import tiny_gpt2
+from tests.tiers import THOROUGH
+from zero_tp.config.schema import Evaluation
+from zero_tp.evaluation.live_tasks import LiveTasks
+from zero_tp.topology import Topology
+
+LETTERS = """\
+task: letters
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{file}"}}}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{text}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: 0
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+TEXT = "Some words of a text, and more of them for the model to read. "
+
+
+def write_files(directory: Path) -> dict[str, Any]:
+    """Files for a task of zero_tp's own and one of lm-eval's; gives the keys of `zero_tp.evaluation`."""
+    texts, questions, tasks = directory / "held_out.jsonl", directory / "letters.jsonl", directory / "letters"
+    texts.write_text("".join(json.dumps({"text": TEXT * count}) + "\n" for count in (1, 5, 3)))
+    questions.write_text("".join(json.dumps({"text": "A" * n, "choices": ["B", "C"]}) + "\n" for n in (1, 2, 4)))
+    tasks.mkdir()
+    (tasks / "letters.yaml").write_text(LETTERS.format(file=questions))
+    return {
+        "tasks": ["perplexity", "letters"],
+        "task_data": {"perplexity": str(texts)},
+        "task_include_path": str(tasks),
+    }
+
+
+def losses(directory: Path, asked: dict[str, Any], stage: int, live: bool) -> tuple[list[float], list[Any]]:
+    """Of three steps with dropout, and what the tasks gave between them."""
+    from zero_tp.huggingface import ZeroTPForCausalLM
+    from zero_tp.models.causal_lm import CausalLM
+    from zero_tp.training.engine import TrainingEngine
+
+    topology = cached(("live tasks", 2), lambda: Topology(2, sequence=True))
+    config = GPT2Config.from_pretrained(str(directory), attn_implementation="sdpa")
+    tasks = LiveTasks(Evaluation(**asked), directory, config)
+    engine = TrainingEngine(
+        config,
+        topology,
+        {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "zero_optimization": {"stage": stage},
+        },
+        seed=3,
+        model=ZeroTPForCausalLM if live else CausalLM,
+    )
+    found, figures = [], []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(100 * step + topology.data_rank)
+        tokens = torch.randint(config.vocab_size, (2, 33), generator=generator)
+        found.append(engine.train_step([(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())]))
+        if live:
+            figures.append(tasks.evaluate(engine, 2))
+    return found, figures
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", [2, 3])
+def test_training_does_not_notice_them(ranks: Pools, tmp_path: Path, stage: int) -> None:
+    asked = write_files(tmp_path)
+    model = tiny_gpt2(tmp_path / "model", [TEXT])
+    without = ranks(4).run(losses, model, asked, stage, False)
+    with_tasks = ranks(4).run(losses, model, asked, stage, True)
+    assert [each for each, _ in with_tasks] == [each for each, _ in without], "bit for bit"
+    figures = [each for _, each in with_tasks]
+    assert all(each == figures[0] for each in figures[1:]), "ranks disagree"
+    assert set(figures[0][0]) == {"perplexity", "letters"} and set(figures[0][0]["letters"]) == {"acc"}
+    perplexities = [each["perplexity"]["perplexity"] for each in figures[0]]
+    assert len(set(perplexities)) == 3, "each is of the weights of its step"
+
+
+@THOROUGH
+def test_a_run_and_its_evaluation_as_commands(workplace: Path, tmp_path: Path) -> None:
+    config = json.loads((workplace / "small.json").read_text())
+    config["zero_tp"]["evaluation"] |= write_files(tmp_path) | {"interval": 2}
+    config["zero_tp"]["training"]["steps"] = 3
+    config["zero_tp"]["parallel"]["tensor"] = 1
+    (tmp_path / "tasks.json").write_text(json.dumps(config))
+    directory = str(tmp_path / "run")
+    done = script(
+        "launch/pretrain.py", workplace, "--deepspeed_config", str(tmp_path / "tasks.json"), "--output-dir", directory
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    logged = [record for record in metrics_of(tmp_path / "run") if "perplexity/perplexity" in record]
+    assert [record["step"] for record in logged] == [2, 3]
+    names = ("perplexity", "word_perplexity", "bits_per_byte")
+    assert set(logged[0]) == {"step", "letters/acc", *(f"perplexity/{name}" for name in names)}
+    assert "letters at step 2: acc " in done.stdout
+
+    # The run as it is, without an export, over two ranks.
+    asked = config["zero_tp"]["evaluation"]
+    words = ["--model", directory, "--tasks", "perplexity", "--batch-size", "2", "--tensor-parallel", "2"]
+    words += ["--data", f"perplexity={asked['task_data']['perplexity']}", "--output", str(tmp_path / "two.json")]
+    on_two = run([*launch(2, script="eval/zero_shot.py"), *words], workplace)
+    assert on_two.returncode == 0, on_two.stdout + on_two.stderr
+    report = json.loads((tmp_path / "two.json").read_text())
+    assert report["model"]["step"] == 3 and report["settings"]["tensor_parallel"] == 2
+    found = report["tasks"]["perplexity"]["perplexity"]
+    assert found == pytest.approx(logged[-1]["perplexity/perplexity"], rel=1e-5)
+    assert on_two.stdout.count("task ") == 1, "one rank shows the table"

@@ -1,0 +1,320 @@
+"""A directory is one model for every command, or refused by name; nothing that came with it is run or waited for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertForPreTraining
+
+from tests.support.tiny_models import tiny_gpt2
+from zero_tp.commands import sample
+from zero_tp.data.tokenizer import open_tokenizer
+from zero_tp.errors import UserError, error_line, shown, visible
+from zero_tp.evaluation.model_directory import open_directory
+from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.weights.load import open_config, open_model
+from zero_tp.weights.weight_files import INDEX, SINGLE
+
+FIRST = "transformer.wte.weight"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gpt2(tmp_path_factory.mktemp("models") / "tiny", ["some words of a text, and more of them"] * 3)
+
+
+@pytest.fixture
+def model(whole: Path, tmp_path: Path) -> Path:
+    copied = tmp_path / "model"
+    shutil.copytree(whole, copied)
+    return copied
+
+
+def evaluation(directory: Path) -> Any:
+    return open_directory(directory).load("float32", "cpu").module
+
+
+def training(directory: Path) -> Any:
+    return ZeroTPForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def in_shards(directory: Path) -> dict[str, Any]:
+    """Split the weights into two files with an index; give the index."""
+    tensors = load_file(directory / SINGLE)
+    (directory / SINGLE).unlink()
+    names = sorted(tensors)
+    parts = {"model-1.safetensors": names[:7], "model-2.safetensors": names[7:]}
+    for file, some in parts.items():
+        save_file({name: tensors[name] for name in some}, directory / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, some in parts.items() for name in some}}
+    (directory / INDEX).write_text(json.dumps(index))
+    return index
+
+
+def changed(directory: Path, file: str, **changes: Any) -> None:
+    (directory / file).write_text(json.dumps(json.loads((directory / file).read_text()) | changes))
+
+
+def with_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(directory / SINGLE)
+    change(tensors)
+    save_file(tensors, directory / SINGLE, {"format": "pt"})
+
+
+def beside_an_index(directory: Path) -> None:
+    shutil.copyfile(directory / SINGLE, directory / "kept")
+    in_shards(directory)
+    (directory / "kept").rename(directory / SINGLE)
+
+
+def renamed_shard(directory: Path, name: Any) -> None:
+    index = in_shards(directory)
+    index["weight_map"][FIRST] = name
+    (directory / INDEX).write_text(json.dumps(index))
+
+
+def outside(directory: Path) -> None:
+    renamed_shard(directory, "../model-2.safetensors")
+    shutil.copyfile(directory / "model-2.safetensors", directory.parent / "model-2.safetensors")
+
+
+def unlisted(directory: Path) -> None:
+    index = in_shards(directory)
+    del index["weight_map"][FIRST]
+    (directory / INDEX).write_text(json.dumps(index))
+
+
+def pipe(directory: Path, name: str) -> None:
+    (directory / name).unlink(missing_ok=True)
+    os.mkfifo(directory / name)
+
+
+def pipe_as_shard(directory: Path) -> None:
+    in_shards(directory)
+    pipe(directory, "model-2.safetensors")
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "both": (beside_an_index, r"two models in one directory; remove"),
+    "outside": (outside, r'"\.\./model-2\.safetensors" is not the name of a file beside it'),
+    "absolute": (lambda d: renamed_shard(d, "/etc/passwd"), r'"/etc/passwd" is not the name of a file beside it'),
+    "no name": (lambda d: renamed_shard(d, 5), r"5 is not the name of a file beside it"),
+    "long name": (lambda d: renamed_shard(d, "x" * 5000), r"can't be read \(File name too long\)"),
+    "another shard": (lambda d: renamed_shard(d, "model-1.safetensors"), rf"tensor {FIRST} is"),
+    "unlisted": (unlisted, rf": (no tensor|weights missing in the files: .*) {FIRST}"),
+    "no weight_map": (lambda d: (in_shards(d), (d / INDEX).write_text("{}")), r"not an index with a weight_map"),
+    "NaN": (lambda d: with_weights(d, lambda t: t[FIRST][3].fill_(torch.nan)), rf"{FIRST} holds NaN or Inf"),
+    "Inf": (lambda d: with_weights(d, lambda t: t[FIRST][3].fill_(-torch.inf)), rf"{FIRST} holds NaN or Inf"),
+    "integers": (
+        lambda d: with_weights(d, lambda t: t.update({FIRST: t[FIRST].int()})),
+        rf"{FIRST}: expected one of F64.*found I32",
+    ),
+    "two names": (
+        lambda d: with_weights(d, lambda t: t.update({"wte.weight": t[FIRST].clone()})),
+        rf"wte\.weight.* are both {FIRST}",
+    ),
+    "cut": (lambda d: changed(d, "config.json", n_layer=1), r"unexpected tensor transformer\.h\.1"),
+    "layers": (lambda d: changed(d, "config.json", n_layer=5000), r"its config has 5,000 layers, its files only"),
+    "not tied": (
+        lambda d: with_weights(d, lambda t: t.update({"lm_head.weight": t[FIRST] + 1})),
+        r"differ, but its config ties them",
+    ),
+    "shape": (lambda d: changed(d, "config.json", n_positions=65), r"wpe\.weight: expected shape \(65, 32\)"),
+    "quantized": (
+        lambda d: changed(d, "config.json", quantization_config={"quant_method": "bitsandbytes"}),
+        r"quantized weights; give whole ones",
+    ),
+    "pipe": (pipe_as_shard, r"model-2\.safetensors: not a regular file"),
+    "pipe as weights": (lambda d: pipe(d, SINGLE), r"model\.safetensors: not a regular file"),
+    "pipe of generation": (lambda d: pipe(d, "generation_config.json"), r"not a regular file"),
+    "adapter": (lambda d: (d / "adapter_config.json").write_text("{}"), r"adapter of another model"),
+    "generation": (lambda d: (d / "generation_config.json").write_text('{"a": 1, "a": 2}'), r'"a" appears twice'),
+}
+
+
+@pytest.mark.parametrize("reader", [evaluation, training])
+@pytest.mark.parametrize("name", DAMAGE)
+def test_what_is_not_one_whole_model_is_refused(model: Path, name: str, reader: Callable[[Path], Any]) -> None:
+    damage, message = DAMAGE[name]
+    damage(model)
+    with pytest.raises(UserError, match=message):
+        reader(model)
+
+
+@pytest.mark.parametrize("positions", [-32, 0])
+def test_a_number_of_positions_is_positive(model: Path, positions: int) -> None:
+    opened = open_directory(model)
+    opened.config.n_positions = positions
+    for asked in (None, 8):
+        with pytest.raises(UserError, match=r"max_position_embeddings is .*, not positive"):
+            opened.sequence_length(asked)
+
+
+def test_shards_are_the_same_model(whole: Path, model: Path) -> None:
+    in_shards(model)
+    expected = load_file(whole / SINGLE)
+    opened = evaluation(model).state_dict()
+    assert all(torch.equal(opened[name], tensor) for name, tensor in expected.items())
+    assert torch.equal(training(model).transformer.embedding.word.weight, expected[FIRST])
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x04]q\x00.", "list"])
+def test_pickled_garbage(model: Path, content: bytes | str) -> None:
+    (model / SINGLE).unlink()
+    if isinstance(content, str):
+        torch.save([torch.ones(1)], model / "pytorch_model.bin")
+    else:
+        (model / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(UserError, match=r"pytorch_model\.bin: (torch's restricted unpickler refuses|not a dict)"):
+        open_directory(model, allow_pickle=True).load("float32", "cpu")
+
+
+def test_code_of_a_directory_is_not_run_and_nothing_asks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def yes(*question: object) -> str:
+        asked.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", yes)
+    expected = evaluation(model).state_dict()
+    classes = "from transformers import GPT2Config as C, GPT2LMHeadModel as M, PreTrainedTokenizerFast as T"
+    (model / "code.py").write_text(f"open({str(model / 'ran')!r}, 'w')\n{classes}\n")
+    names = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoTokenizer": ["code.T", "code.T"]}
+    changed(model, "config.json", auto_map=names)
+    changed(model, "tokenizer_config.json", auto_map=names)
+    opened = evaluation(model).state_dict()
+    assert all(torch.equal(opened[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(UserError, match=r"auto_map.* code that comes with a model is never run"):
+        training(model)
+    changed(model, "config.json", model_type="mine")
+    for read in (evaluation, lambda directory: open_model(directory, open_config(directory))):
+        with pytest.raises(UserError, match=r'model_type "mine".*code that comes with a model is never run'):
+            read(model)
+    changed(model, "config.json", model_type="gpt2", attn_implementation="someone/kernel")
+    with pytest.raises(UserError, match="code from elsewhere is never run"):
+        evaluation(model)
+    (model / "config.json").unlink()
+    changed(model, "tokenizer_config.json", tokenizer_class="T")
+    with pytest.raises(UserError, match=r"its tokenizer can't be read: .* contains custom code"):
+        open_tokenizer(model)
+    assert not asked and not (model / "ran").exists()
+
+
+def test_a_model_that_computes_nothing_is_refused(model: Path) -> None:
+    of_type(model, "gemma", num_key_value_heads=8)  # of 2 heads
+    with pytest.raises(UserError, match="describes computes nothing: The size of tensor"):
+        evaluation(model)
+
+
+def of_type(directory: Path, model_type: str, **fields: Any) -> Path:
+    """A small model of another type in the place of the directory's, with its tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+    sizes |= {"num_key_value_heads": 2} if "bert" not in model_type else {}
+    sizes |= {"vocab_size": json.loads((directory / "config.json").read_text())["vocab_size"], "pad_token_id": 0}
+    config: Any = AutoConfig.for_model(model_type, **{**sizes, **fields})
+    native = BertForPreTraining(config) if model_type == "bert" else AutoModelForCausalLM.from_config(config)
+    native.save_pretrained(directory)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    return directory
+
+
+def sampling(directory: Path) -> str:
+    options = argparse.Namespace(model=directory, prompt="some", tokens=2, temperature=0.0, top_k=1, seed=0)
+    return sample.continue_prompt(options)
+
+
+ENCODERS = [("bert", sampling), ("bert", evaluation), ("roberta", sampling), ("roberta", evaluation)]
+
+
+@pytest.mark.parametrize(("model_type", "reader"), ENCODERS)
+def test_an_encoder_predicts_no_next_token(model: Path, model_type: str, reader: Callable[[Path], Any]) -> None:
+    """transformers has causal classes for such configs, in which a token sees those after it."""
+    of_type(model, model_type)
+    with pytest.raises(UserError, match=rf"model: {model_type} is an encoder, whose tokens see those after") as caught:
+        reader(model)
+    assert "\n" not in str(caught.value)
+    of_type(model, model_type, is_decoder=True)
+    if model_type == "roberta":
+        assert reader(model)
+
+
+ROPE = {
+    "rope_theta": (0, -3, [1e4], "10000"),
+    "rope_type": (["linear"], {"linear": 2}, 5),
+    "factor": (0, -1.0, [2.0]),
+}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma"])
+@pytest.mark.parametrize("name", ROPE)
+def test_rotary_values_that_no_model_has(model: Path, model_type: str, name: str) -> None:
+    """Whether there is a table or transformers alone computes the model."""
+    of_type(model, model_type)
+    readers = (evaluation, sampling, training) if model_type == "llama" else (evaluation, sampling)
+    assert all(reader(model) for reader in readers)
+    for value in ROPE[name]:
+        changed(
+            model, "config.json", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, name: value}
+        )
+        for reader in readers:
+            with pytest.raises(
+                UserError, match=rf"config\.json: rope_parameters\.{name}: .* is not (a|supported)"
+            ) as caught:
+                reader(model)
+            assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("rms_norm_eps", 0.0), ("rms_norm_eps", -1e-6), ("sliding_window", 0)])
+def test_numbers_that_no_model_has(model: Path, name: str, value: float) -> None:
+    """transformers computes NaN of some of them."""
+    changed(of_type(model, "mistral"), "config.json", **{name: value})
+    for reader in (evaluation, sampling, training):
+        with pytest.raises(UserError, match=rf"config\.json: {name}: {value} is not positive"):
+            reader(model)
+
+
+def test_ids_beyond_every_vocabulary(model: Path) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("transformers.AutoTokenizer.from_pretrained", None)  # it would fill memory
+        token = {"content": "x", "special": True, "lstrip": False, "rstrip": False, "normalized": False}
+        for file, change in (
+            ("tokenizer.json", {"added_tokens": [{"id": 2**31 - 1, "single_word": False, **token}]}),
+            ("tokenizer_config.json", {"added_tokens_decoder": {str(2**31 - 1): token}}),
+        ):
+            before = (model / file).read_text()
+            changed(model, file, **change)
+            with pytest.raises(UserError, match=r"id .*2147483647.* is beyond every vocabulary"):
+                open_tokenizer(model)
+            (model / file).write_text(before)
+        changed(model, "tokenizer_config.json", added_tokens_decoder={"9" * 5000: token})
+        with pytest.raises(UserError, match=r"is beyond every vocabulary"):
+            open_tokenizer(model)
+    (model / "tokenizer_config.json").write_text(before)
+    before = (model / "tokenizer.json").read_text()
+    for odd in (2**31 - 1, "x", {"id": 2**31 - 1}):
+        changed(model, "tokenizer.json", added_tokens=odd, added_tokens_decoder=odd)
+        with pytest.raises(UserError, match=r"its tokenizer can't be read"):
+            open_tokenizer(model)
+    (model / "tokenizer.json").write_text(before)
+    pipe(model, "tokenizer_config.json")
+    with pytest.raises(UserError, match="not a regular file"):
+        open_tokenizer(model)
+
+
+def test_what_acts_on_a_terminal_is_escaped() -> None:
+    assert visible("a\x1b[31mb\u202e\x9b\n\tc\xa0\u3000é") == "a\\x1b[31mb\\u202e\\x9b\n\tc\xa0\u3000é"
+    assert error_line(UserError("key \x1b]0;x\x07 \x85 of\x00 it")) == "error: key \\x1b]0;x\\x07 of\\x00 it"
+    assert shown({"\x7f": "\x1b"}) == '{"\\x7f": "\\u001b"}'
+    assert len(error_line("x" * 10_000)) < 2_000

@@ -1,0 +1,159 @@
+"""Arguments of transformers' methods: what they mean to our models, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.encoders import encoder
+from tests.support.native import parallel_model
+from tests.support.tiny_models import speeches, tiny_gpt2
+from zero_tp.errors import UserError
+from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.huggingface import parallel_model as live_model
+from zero_tp.topology import Topology
+
+COMMITS = {"main": "0" * 40, "v2": "2" * 40}
+TOKENS = torch.arange(8).view(2, 4)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gpt2(tmp_path_factory.mktemp("arguments"), speeches(1, 2000))
+
+
+@pytest.fixture
+def cache(directory: Path, tmp_path: Path) -> Path:
+    """A cache of huggingface_hub with two revisions of a model, whose weights differ."""
+    repository = tmp_path / "models--somebody--tiny"
+    (repository / "refs").mkdir(parents=True)
+    for revision, commit in COMMITS.items():
+        (repository / "refs" / revision).write_text(commit)
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_bytes((directory / "config.json").read_bytes())
+        weights = load_file(directory / "model.safetensors")
+        weights["transformer.wte.weight"] += int(commit[0])
+        save_file(weights, snapshot / "model.safetensors", {"format": "pt"})
+    return tmp_path
+
+
+def opened(source: Any, **options: Any) -> Any:
+    return ZeroTPForCausalLM.from_pretrained(source, Topology(world=1), **options)
+
+
+@pytest.mark.parametrize("written", ["float32", None])
+def test_dtypes_have_names(directory: Path, tmp_path: Path, written: str | None) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": written}))
+    halves = {name: each.bfloat16() for name, each in load_file(directory / "model.safetensors").items()}
+    save_file(halves, tmp_path / "model.safetensors", {"format": "pt"})
+    auto = torch.float32 if written else torch.bfloat16
+    for name in ("dtype", "torch_dtype"):
+        for given, expected in (("bfloat16", torch.bfloat16), ("torch.float16", torch.float16), ("auto", auto)):
+            assert opened(tmp_path, **{name: given}).dtype == expected, (name, given)
+    assert opened(tmp_path).dtype == opened(tmp_path, dtype=None).dtype == torch.float32
+    assert ZeroTPForCausalLM(opened(tmp_path).config, dtype="bfloat16").dtype == torch.bfloat16
+    assert ZeroTPForCausalLM(opened(tmp_path).config, dtype="auto").dtype == torch.float32
+
+
+def test_a_name_on_the_hub_has_a_revision_and_a_cache(cache: Path) -> None:
+    options: dict[str, Any] = {"cache_dir": cache, "local_files_only": True, "token": None}
+    found = {
+        revision: opened("somebody/tiny", revision=revision, **options).get_input_embeddings().weight
+        for revision in (None, "main", "v2")
+    }
+    assert torch.equal(found[None], found["main"]) and torch.equal(found["v2"], found["main"] + 2)
+    assert torch.equal(opened("somebody/tiny@v2", revision="v2", **options).get_input_embeddings().weight, found["v2"])
+    with pytest.raises(UserError, match=r'revision: "main", but somebody/tiny@v2 names its own; leave revision out'):
+        opened("somebody/tiny@v2", revision="main", **options)
+    with pytest.raises(UserError, match=r"no directory somebody/tiny@v3, and the .* hub does not give it"):
+        opened("somebody/tiny", revision="v3", **options)
+
+
+def test_attention_is_chosen(directory: Path) -> None:
+    for given, expected in (("eager", "eager"), ("sdpa", "sdpa"), (None, "sdpa")):
+        assert opened(directory, attn_implementation=given).spec.attention == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, r'dtype: "int8" is no floating dtype of torch; give one, such as "bfloat16", or "auto"'),
+        ({"torch_dtype": "half_precision"}, r'dtype: "half_precision" is no floating dtype'),
+        ({"dtype": 16}, r"dtype: 16 is no floating dtype"),
+        ({"attn_implementation": "flash_attention_2"}, r'attn_implementation: "flash_attention_2" is not built; give'),
+        ({"revision": "v2"}, r'revision: "v2", but .* is a directory, which has none; leave revision out'),
+        ({"device_map": "auto"}, r"from_pretrained: device_map is not supported: .* give topology and device"),
+        ({"trust_remote_code": True}, r"trust_remote_code is not supported: code that comes with a model is never run"),
+        ({"subfolder": "half"}, r"subfolder is not supported: "),
+        (
+            {"attn_pdrop": 0.5},
+            r"attn_pdrop is not supported: its arguments are directory, topology, allow_pickle, dtype, ",
+        ),
+    ],
+)
+def test_what_from_pretrained_does_not_take_is_one_line(directory: Path, options: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        opened(directory, **options)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_what_changes_nothing_is_taken(directory: Path) -> None:
+    off = dict.fromkeys(("device_map", "trust_remote_code", "config", "quantization_config"))
+    model = opened(directory, **off, low_cpu_mem_usage=False, local_files_only=True).eval()
+    output = model(TOKENS, output_hidden_states=False, inputs_embeds=None, return_dict=True)
+    assert torch.equal(output.logits, model(TOKENS).logits)
+
+
+ON = {"inputs_embeds": torch.ones(1), "output_hidden_states": True, "output_attentions": True, "seq_idx": TOKENS}
+
+
+@pytest.mark.parametrize("name", [*ON, "head_mask"])
+@pytest.mark.parametrize("kind", ["causal", "masked"])
+def test_what_a_forward_does_not_take_is_one_line(directory: Path, kind: str, name: str) -> None:
+    fields = {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    model = opened(directory) if kind == "causal" else parallel_model(encoder(fields, 0), Topology(world=1))
+    with pytest.raises(UserError, match=rf"^\w+\.forward: {name} is not supported: ") as caught:
+        model(TOKENS, **{name: ON.get(name, TOKENS)})
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    with pytest.raises(ValueError, match="return_dict=False: outputs are"):
+        model(TOKENS, return_dict=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_implementation": "paged"}, 'generate: a paged cache .* is not built; leave it out, or use "static"'),
+        ({"cache_implementation": "offloaded"}, "offloaded.* moves it from an accelerator; leave it out on a CPU"),
+        ({"cache_implementation": "offloaded_static"}, "moves it from an accelerator"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "forward: output_attentions is not supported"),
+    ],
+)
+def test_what_generate_does_not_take_is_one_line(directory: Path, options: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        opened(directory).generate(TOKENS, max_new_tokens=2, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_adapters_of_peft_need_a_whole_model(directory: Path) -> None:
+    """PEFT sets `peft_config` on the model that it has changed, and takes it away when it has unloaded."""
+    whole = opened(directory)
+    assert not hasattr(whole, "peft_config")
+    whole.peft_config = {"default": "lora"}
+    assert whole.peft_config == {"default": "lora"}
+    del whole.peft_config
+    assert not hasattr(whole, "peft_config")
+    split = ZeroTPForCausalLM.from_pretrained(directory, Topology(2, True, world=2, rank=0))
+    with pytest.raises(UserError, match="PEFT on a model of tensor parallel size 2: an adapter would take a rank's"):
+        split.peft_config = {"default": "lora"}
+    native = encoder({"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}, 0)
+    native.peft_config = {"default": "lora"}
+    with pytest.raises(UserError, match="PEFT: the model has adapters"):
+        live_model(native, Topology(world=1))

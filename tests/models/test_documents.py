@@ -1,0 +1,198 @@
+"""Documents packed in rows against transformers' model on each document by itself: one forward, every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.compare import check_close, grid, whole_gradients
+from tests.support.native import gradients, parallel_model, perturbed, to_ours
+from tests.support.packed import packed_kernels
+from tests.support.pools import Pools
+from tests.tiers import in_tiers
+from zero_tp.constants import IGNORE_INDEX
+from zero_tp.data.batch import separated
+from zero_tp.errors import UserError
+from zero_tp.topology import Topology
+
+ROWS, LENGTH, VOCABULARY, WINDOW = 3, 16, 61, 3
+OF_LLAMA: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": None,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "n_layer": 2,
+        "n_embd": 32,
+        "n_head": 4,
+        "n_positions": LENGTH + 1,
+        **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0),
+    },
+    "llama": OF_LLAMA,
+    "mistral": {**OF_LLAMA, "sliding_window": WINDOW},
+}
+WEIGHTS = {"gpt2": 2 * 12 + 4, "llama": 2 * 8 + 3, "mistral": 2 * 8 + 3}
+
+
+def reference_model(kind: str, attention: str, seed: int) -> Any:
+    config = AutoConfig.for_model(kind, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **CONFIGS[kind])
+    config._attn_implementation = attention
+    torch.manual_seed(seed)
+    return perturbed(AutoModelForCausalLM.from_config(config).eval())
+
+
+def windows_of(lengths: list[int], seed: int) -> tuple[Tensor, Tensor]:
+    """Rows of documents of these lengths, in turn until the rows are full, and their numbers; [ROWS, LENGTH + 1]."""
+    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    numbers = torch.arange(len(lengths) * tokens.numel()).repeat_interleave(
+        torch.tensor(lengths).repeat(tokens.numel())
+    )
+    return tokens, numbers[: tokens.numel()].view_as(tokens)
+
+
+def token_losses_apart(model: Any, tokens: Tensor, documents: Tensor) -> tuple[Tensor, int]:
+    """Each piece of a document run by itself: the sum of its losses, of all rows, and how many tokens were predicted.
+
+    A piece predicts the tokens after its own within the document, one of which may be a row's last target.
+    """
+    total, count = torch.zeros(()), 0
+    for row, numbers in zip(tokens, documents, strict=True):
+        for number in numbers.unique_consecutive():
+            piece = row[numbers == number]
+            if len(piece) > 1:
+                logits = model(piece[None, :-1]).logits[0]
+                total = total + F.cross_entropy(logits, piece[1:], reduction="sum")
+                count += len(piece) - 1
+    return total, count
+
+
+def packed_equals_apart(topology: Topology, kind: str, attention: str, lengths: list[int], seed: int) -> int:
+    """Args: attention: "sdpa", "eager", or "packed": sdpa on an accelerator that needs no mask for documents."""
+    packed, attention = attention == "packed", attention.replace("packed", "sdpa")
+    reference = reference_model(kind, attention, seed)
+    tokens, documents = windows_of(lengths, seed)
+    total, count = token_losses_apart(reference, tokens, documents)
+    (total / count).backward()
+    model = parallel_model(reference, topology).train()
+    assert model.spec.attention == attention
+    assert set(model.spec.windows) == {WINDOW if kind == "mistral" else None}
+    if not packed:
+        return _equals(model, reference, tokens, documents, total, count)
+    with packed_kernels() as kernel:
+        compared = _equals(model, reference, tokens, documents, total, count)
+        assert kernel.call_count == 4 * model.spec.layers
+        assert {call.kwargs["window_size"] for call in kernel.call_args_list} == {
+            (WINDOW - 1 if kind == "mistral" else -1, 0)
+        }
+    return compared
+
+
+def _equals(model: Any, reference: Any, tokens: Tensor, documents: Tensor, total: Tensor, count: int) -> int:
+    batch = separated(tokens, documents)
+    assert int((batch.labels != IGNORE_INDEX).sum()) == count
+    given_to_model: dict[str, Any] = {
+        "shift_labels": batch.labels,
+        "position_ids": batch.position_ids,
+        "document_ids": batch.document_ids,
+    }
+    loss = model(batch.input_ids, **given_to_model).loss
+    assert loss.item() == pytest.approx(total.item() / count, rel=1e-6)
+    loss.backward()
+    found = whole_gradients(model)
+    check_close(found, to_ours(model.config, gradients(reference)))
+    with torch.no_grad():
+        each = model(batch.input_ids, **given_to_model, reduction="none").loss
+        shared = model(batch.input_ids, **given_to_model, num_items_in_batch=7.5).loss
+        del given_to_model["document_ids"]  # positions that begin anew tell the same, as they tell transformers
+        by_positions = model(batch.input_ids, **given_to_model, reduction="none").loss
+    assert torch.equal(by_positions, each)
+    assert each.double().sum().item() == pytest.approx(total.item(), rel=1e-5)
+    assert shared.item() == pytest.approx(total.item() / 7.5, rel=1e-5)
+    return len(found)
+
+
+def on_a_grid(world: int, sequence: bool, kind: str, attention: str, lengths: list[int], seed: int) -> int:
+    return packed_equals_apart(grid(world, sequence), kind, attention, lengths, seed)
+
+
+# No shrinking: a failure on one rank costs a new pool.
+@settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
+@given(
+    attention=st.sampled_from(["sdpa", "eager", "packed"]),
+    lengths=st.lists(st.integers(1, 2 * LENGTH), min_size=1, max_size=8),
+    draw=st.integers(0, 2**20),
+)
+@example("sdpa", [5, 1, 1, 7, 2], 0)
+@example("eager", [5, 1, 1, 7, 2], 0)
+@example("sdpa", [2], 1)
+@example("packed", [5, 1, 1, 7, 2], 0)
+@pytest.mark.parametrize("kind", in_tiers(list(CONFIGS), ["mistral"]))
+@pytest.mark.parametrize(("world", "sequence"), in_tiers([(1, False), (2, False), (2, True)], [(2, True)]))
+def test_packed_documents_equal_documents_apart(
+    ranks: Pools, world: int, sequence: bool, kind: str, attention: str, lengths: list[int], draw: int
+) -> None:
+    if all(length == 1 for length in lengths):
+        lengths = [*lengths, 2]
+    if world == 1:
+        compared = [packed_equals_apart(Topology(world=1), kind, attention, lengths, draw)]
+    else:
+        compared = ranks(world).run(on_a_grid, world, sequence, kind, attention, lengths, draw)
+    assert compared == [WEIGHTS[kind]] * world
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_positions_that_begin_anew_part_documents_as_in_transformers(kind: str) -> None:
+    """As trl's packing and transformers' DataCollatorWithFlattening give them."""
+    reference = reference_model(kind, "sdpa", 3)
+    tokens = torch.randint(VOCABULARY, (2, 8))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7]])
+    model = parallel_model(reference, Topology(world=1))
+    for each in (positions, positions[:1], positions[1:]):
+        expected = reference(tokens, position_ids=each, use_cache=False).logits
+        torch.testing.assert_close(model(tokens, position_ids=each).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def dynamic_model(seed: int = 0) -> Any:
+    """A Llama whose frequencies depend on the length."""
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config = AutoConfig.for_model(
+        "llama", vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **OF_LLAMA, rope_parameters=dynamic
+    )
+    torch.manual_seed(seed)
+    return perturbed(AutoModelForCausalLM.from_config(config).eval())
+
+
+def test_frequencies_follow_the_length_and_positions_that_are_given(seed: int) -> None:
+    for length, first in ((LENGTH, None), (LENGTH + 5, None), (LENGTH, 0), (LENGTH - 4, 9), (LENGTH + 3, 2)):
+        reference = dynamic_model(seed)  # anew: it remembers lengths
+        tokens = torch.randint(VOCABULARY, (2, length))
+        positions = None if first is None else torch.arange(first, first + length)[None]
+        expected = reference(tokens, position_ids=positions, use_cache=False).logits
+        found = parallel_model(reference, Topology(world=1))(tokens, position_ids=positions).logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_documents_cannot_have() -> None:
+    model = parallel_model(dynamic_model(), Topology(world=1))
+    tokens = torch.zeros(1, LENGTH + 2, dtype=torch.long)
+    with pytest.raises(UserError, match=f"document_ids: under rope_type 'dynamic' .* at most {LENGTH} tokens"):
+        model(tokens, document_ids=tokens)
+    assert model(tokens[:, :LENGTH], labels=tokens[:, :LENGTH], document_ids=tokens[:, :LENGTH]).loss.isfinite()
+    with torch.no_grad():
+        assert model(tokens, labels=tokens).loss.isfinite()
+        with pytest.raises(ValueError, match="document_ids beside a cache"):
+            model(tokens[:, :4], document_ids=tokens[:, :4], use_cache=True)
+    with pytest.raises(ValueError, match=r"document_ids is \(1, 3\), expected \(1, 4\)"):
+        model(tokens[:, :4], document_ids=tokens[:, :3])

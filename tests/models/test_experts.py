@@ -1,0 +1,199 @@
+"""Mixtures of experts over TP ranks against transformers' own classes in one process: a bare backward, no DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoint.test_checkpoint import VOCABULARY, batch_of, resumed, straight, write_config
+from tests.support.compare import check_close, grid, whole_gradients
+from tests.support.experts import OWN, ROUTINGS, fields, inputs, reference_model
+from tests.support.native import Native, gradients, parallel_model, to_ours
+from tests.support.pools import Pools
+from tests.tiers import in_tiers
+from zero_tp.checkpoint.convert import to_huggingface
+from zero_tp.parallel.layout import audit
+
+
+def same_as_native(model_type: str, world: int, sequence: bool, routing: str) -> tuple[int, int]:
+    reference = reference_model(fields(model_type), 1, routing)
+    batch = inputs(61, padded=True)
+    expected = reference(**batch)
+    expected.loss.backward()
+    model = parallel_model(reference, grid(world, sequence)).train()
+    audit(model, model.topology)
+    found = model(**batch, return_logits=True)
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    assert found.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=1e-5)
+    found.loss.backward()
+    assert all(fired == 1 for fired in model.gradient_hooks.fired.values())
+    ours = whole_gradients(model)
+    check_close(ours, to_ours(model.config, gradients(reference)))
+    routers = sum(name.endswith("router.weight") for name in model.gradient_hooks.fired)
+    return routers, sum(name.endswith("shared.gate") for name in model.gradient_hooks.fired)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("model_type", OWN)
+def test_both_losses_and_every_gradient(
+    ranks: Pools, model_type: str, world: int, sequence: bool, routing: str
+) -> None:
+    """The router of each layer with experts has a partial gradient, and a hook sums it; under SP the shared expert's
+    gate too."""
+    layers = 2 if model_type == "qwen2_moe" else 3
+    shared = layers if sequence and model_type == "qwen2_moe" else 0
+    found = ranks(world).run(same_as_native, model_type, world, sequence, routing)
+    assert found == [(layers, shared)] * world
+
+
+def chosen_on_ranks(world: int, sequence: bool, routing: str) -> list[torch.Tensor]:
+    """Every router's choice, [n, k]."""
+    reference = reference_model(fields(), 1, routing)
+    chosen: list[torch.Tensor] = []
+    model = parallel_model(reference, grid(world, sequence)).train()
+    for layer in model.transformer.layers:
+        layer.mlp.router.register_forward_hook(lambda *call: chosen.append(call[2][1]))
+    model(**inputs(61, padded=True))
+    return chosen
+
+
+@pytest.mark.parametrize("routing", ["random", "ties"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_all_ranks_choose_the_same_experts(ranks: Pools, sequence: bool, routing: str) -> None:
+    first, *others = ranks(4).run(chosen_on_ranks, 4, sequence, routing)
+    assert len(first) == 3
+    for other in others:
+        assert all(torch.equal(one, same) for one, same in zip(first, other, strict=True))
+
+
+def train_guarded(guarded: bool) -> str:
+    """The message on a rank of a step in which rank 1's second router has its rows in another order, or ""."""
+    from transformers import AutoConfig
+
+    from zero_tp.errors import UserError
+    from zero_tp.training.engine import TrainingEngine
+
+    settings = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+    }
+    config = AutoConfig.for_model(**fields())
+    batch = inputs(61, padded=False)["input_ids"]
+    engine = TrainingEngine(config, grid(2, False), settings, seed=1)
+    engine.train_step([(batch[:, :-1], batch[:, 1:])], guarded=1)
+    if engine.topology.tensor_rank == 1:
+        weight = engine.model.get_parameter("transformer.layers.1.mlp.router.weight").data
+        weight.copy_(weight.flip(0))
+    try:
+        engine.train_step([(batch[:, :-1], batch[:, 1:])], guarded=2 if guarded else None)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_ranks_that_choose_otherwise_are_stopped(ranks: Pools, guarded: bool) -> None:
+    expected = "in step 2 transformer.layers.1.mlp.router chose other experts" if guarded else ""
+    for message in ranks(2).run(train_guarded, guarded):
+        assert message.startswith(expected) and bool(message) == guarded
+
+
+def there_and_back(theirs: str, ours: str, world: int) -> None:
+    from zero_tp.huggingface import ZeroTPForCausalLM
+
+    ZeroTPForCausalLM.from_pretrained(theirs, grid(world, True)).save_pretrained(ours)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("model_type", OWN)
+def test_import_and_export_keep_every_bit(ranks: Pools, tmp_path: Path, model_type: str, world: int) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    reference_model(fields(model_type), 1).save_pretrained(theirs)
+    ranks(world).run(there_and_back, str(theirs), str(ours), world)
+    expected, found = (load_file(folder / "model.safetensors") for folder in (theirs, ours))
+    assert found.keys() == expected.keys() and sum(".experts.6." in name for name in found) >= 2 * 3
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def run_file(path: Path, model_type: str, tensor: int, stage: int) -> Path:
+    """A run whose loss does not depend on the micro-batch: without the load-balancing loss."""
+    config = json.loads(write_config(path, stage, "fp32", tensor).read_text())
+    config["zero_tp"]["model"] = fields(model_type, vocab_size=VOCABULARY, output_router_logits=False)
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tensor", "stage"),
+    in_tiers([(kind, *grid) for kind in ("qwen2_moe", "olmoe") for grid in ((1, 3), (4, 2))], [("olmoe", 4, 2)]),
+)
+def test_a_checkpoint_resumes_on_another_grid(
+    ranks: Pools, tmp_path: Path, model_type: str, tensor: int, stage: int
+) -> None:
+    """From TP 2 × DP 2 at ZeRO-1; its export opens in transformers and computes the same."""
+    before, after = (
+        run_file(tmp_path / f"{name}.json", model_type, *of)
+        for name, of in (("before", (2, 1)), ("after", (tensor, stage)))
+    )
+    run = tmp_path / "run"
+    whole = ranks(4).run(straight, str(before), str(run), [3], 6)
+    again = ranks(4).run(resumed, str(after), str(run), 6)
+    for found, expected in zip(again[0]["steps"], whole[0]["steps"][3:], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    to_huggingface(run, tmp_path / "export")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    assert model.config.model_type == model_type
+    assert (model(batch_of(0)[:2, :-1]).logits - whole[0]["logits"]).abs().max() < 1e-5
+
+
+def shares_of_a_step(seed: int) -> tuple[dict[str, float], list[torch.Tensor]]:
+    """What a step of TP 2 × DP 2 logs, and transformers' counts of its tokens' choices."""
+    from zero_tp.activations.policy import RecomputePolicy
+    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.training.run_callbacks import ExpertShares
+
+    reference, topology = reference_model(fields("qwen2_moe"), seed), grid(2, True)
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+    }
+    full = RecomputePolicy(mode="full")
+    engine = TrainingEngine(reference.config, topology, settings, seed=0, source=Native(reference), recompute=full)
+    logged: list[dict[str, float]] = []
+    logging = SimpleNamespace(zero_tp=SimpleNamespace(logging=SimpleNamespace(interval=2)))
+    state: Any = SimpleNamespace(engine=engine, topology=topology, step=1, is_last_step=False, log=logged.append)
+    state.config, state.is_due = logging, lambda interval: state.step % interval == 0
+    shares = ExpertShares()
+    shares.on_start(state)
+    tokens = inputs(61, padded=False, batch=8)["input_ids"]
+    own = tokens.chunk(topology.data)[topology.data_rank].chunk(2)
+    with torch.no_grad():
+        logits = reference(tokens, output_router_logits=True).router_logits
+    for state.step in (1, 2):  # at a rate of 0: both of the weights that transformers has
+        shares.on_step_begin(state)
+        engine.run_step([(rows, rows) for rows in own])
+        shares.on_step_end(state)
+        engine.evaluate([(rows, rows) for rows in own])
+    (line,) = logged
+    return line, [layer.topk(2).indices.flatten().bincount(minlength=7) / tokens.numel() for layer in logits]
+
+
+def test_the_share_of_each_expert_is_logged(ranks: Pools) -> None:
+    for line, expected in ranks(4).run(shares_of_a_step, 3):
+        assert line.pop("step") == 2
+        rows = zip((0, 2), expected, strict=True)
+        wanted = {f"experts/layer_{n}/{e}": share for n, row in rows for e, share in enumerate(row)}
+        assert line == {name: pytest.approx(float(share)) for name, share in wanted.items()}
+        assert sum(line.values()) == pytest.approx(2 * 2)

@@ -1,0 +1,95 @@
+"""Fused products, by torch's own reference of the operators: on CPU ranks they have no kernel of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from tests.models.test_model import SIZES, same_as_native
+from tests.support.compare import grid, maker, piece_of
+from tests.support.pools import Pools
+from tests.tiers import THOROUGH
+from zero_tp.errors import UserError
+from zero_tp.parallel import fused
+from zero_tp.parallel.linear import ColumnParallelLinear
+from zero_tp.parallel.parameter import Normal
+from zero_tp.topology import Topology
+
+REFERENCES = {
+    "fused_all_gather_matmul": symmetric_memory._fused_all_gather_matmul_fallback,
+    "fused_matmul_reduce_scatter": symmetric_memory._fused_matmul_reduce_scatter_fallback,
+}
+
+
+@contextmanager
+def on_cpu(topology: Topology) -> Iterator[list[str]]:
+    """Give this topology's layers the references; the list gets each call."""
+    calls: list[str] = []
+    library = torch.library.Library("symm_mem", "IMPL")
+    for name, reference in REFERENCES.items():
+
+        def called(*args: Any, name: str = name, reference: Any = reference, **options: Any) -> Any:
+            calls.append(name)
+            return reference(*args, **options)
+
+        library.impl(name, called, "CPU")
+    try:
+        with patch.object(topology, "fused_products", True):
+            yield calls
+    finally:
+        library._destroy()
+
+
+def same_as_native_fused(world: int, padding: str) -> list[int]:
+    """How many gathers and scatters were fused while a model was compared."""
+    with on_cpu(grid(world, True)) as calls:
+        same_as_native(world, True, padding, {})
+    return [calls.count(name) for name in REFERENCES]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=THOROUGH)])
+@pytest.mark.parametrize("padding", ["right"])
+def test_loss_logits_and_every_gradient(ranks: Pools, world: int, padding: str) -> None:
+    """Two in each of three forwards of a layer, and two in its backward."""
+    each = (3 * 2 + 2) * SIZES["n_layer"]
+    assert ranks(world).run(same_as_native_fused, world, padding) == [[each, each]] * world
+
+
+def rounded_once_more() -> tuple[Tensor, Tensor, Tensor]:
+    """(fused, as its two roundings say, beside a gather): a layer with a bias, in 16 bits."""
+    topology = grid(2, True)
+    torch.manual_seed(3)
+    weight, bias, whole = (torch.randn(*size).bfloat16() for size in ((28, 10), (28,), (8, 3, 10)))
+    layer = ColumnParallelLinear(
+        maker(topology, torch.bfloat16, weight=weight, bias=bias), 10, (28,), bias=True, init=Normal(1.0)
+    )
+    plain = layer(piece_of(whole, topology), sequence=True).detach()
+    with on_cpu(topology):
+        found = layer(piece_of(whole, topology), sequence=True).detach()
+    rows = slice(topology.tensor_rank * 14, (topology.tensor_rank + 1) * 14)
+    return found, (whole.float() @ weight[rows].float().t()).bfloat16() + bias[rows], plain
+
+
+def test_a_bias_rounds_once_more_in_16_bits(ranks: Pools) -> None:
+    for found, twice, plain in ranks(2).run(rounded_once_more):
+        assert torch.equal(found, twice)
+        assert 0 < (found - plain).abs().max() <= 2.0**-7 * 8  # a unit in the last place of what is below 16
+
+
+def refused_on_cpu() -> str:
+    with pytest.raises(UserError) as raised:
+        fused.fuse(grid(2, True), torch.device("cpu"))
+    assert not grid(2, True).fused_products
+    return str(raised.value)
+
+
+def test_other_devices_are_refused(ranks: Pools) -> None:
+    line = "zero_tp.parallel.fused_products: needs CUDA devices, and this run is on cpu; set it to false"
+    assert ranks(2).run(refused_on_cpu) == [line] * 2

@@ -1,0 +1,300 @@
+"""The vocab-parallel cross entropy against torch's, on whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.compare import check_close, grid, leaf, piece_of
+from tests.support.pools import Pools
+from zero_tp.parallel import elementwise
+from zero_tp.parallel import loss as module
+from zero_tp.parallel.collectives import all_gather
+from zero_tp.parallel.layout import Sharded
+from zero_tp.parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_logits
+from zero_tp.parallel.scores import vocab_parallel_token_scores
+
+HIDDEN = 6
+IGNORED = {"none": 0.0, "some": 0.4, "most": 0.9, "all": 1.0}
+
+
+def problem(
+    length: int, batch: int, vocabulary: int, ignored: str, large: bool, index: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [s, b, h], weight [v, h] and labels [s, b], the same on every rank."""
+    torch.manual_seed(seed)
+    hidden, weight = torch.randn(length, batch, HIDDEN), torch.randn(vocabulary, HIDDEN)
+    if large:
+        # Whole numbers, so that logits to ±1e4 are exact in fp32 and only the loss itself is compared.
+        hidden, weight = torch.randint(-40, 41, hidden.shape).float(), torch.randint(-41, 42, weight.shape).float()
+        hidden[0, 0], weight[0] = 40.0, 41.0
+        weight[-1] = -41.0
+    labels = torch.randint(vocabulary, (length, batch))
+    labels[torch.rand(labels.shape) < IGNORED[ignored]] = index
+    return hidden, weight, labels
+
+
+def shard_of(weight: Tensor, rank: int, world: int) -> Tensor:
+    """This rank's rows; the padded ones hold what would be seen if it were read."""
+    layout = Sharded(0, (len(weight),), padded=True)
+    local = layout.shard(weight, rank, world)
+    *_, (start, stop, _padding) = layout.ranges(rank, world)
+    local[stop - start :] = 1000.0
+    return local
+
+
+def cross_entropy(
+    world: int,
+    sequence: bool,
+    pieces: int,
+    batch: int,
+    vocabulary: int,
+    ignored: str,
+    large: bool,
+    index: int,
+    upstream: float,
+    chunk: int,
+    seed: int,
+    frozen: str = "",
+    strided: bool = False,
+    divisor: float | None = None,
+) -> set[str]:
+    topology = grid(world, sequence)
+    group, rank = topology.tensor_group, topology.tensor_rank
+    hidden, weight, labels = problem(pieces * world, batch, vocabulary, ignored, large, index, seed)
+    whole_hidden, whole_weight = leaf(hidden), leaf(weight)
+    logits = F.linear(whole_hidden, whole_weight)
+    flat = logits.flatten(0, 1), labels.flatten()
+    expected = F.cross_entropy(*flat, ignore_index=index)
+    if divisor is not None:
+        expected = F.cross_entropy(*flat, ignore_index=index, reduction="sum") / divisor
+    (expected * upstream).backward()
+    each = F.cross_entropy(*flat, ignore_index=index, reduction="none").view(labels.shape)
+
+    own = piece_of(hidden, topology)
+    if strided:
+        own = own.transpose(0, 1).contiguous().transpose(0, 1)
+    given_hidden = own.clone().requires_grad_("hidden" not in frozen)
+    given_weight = shard_of(weight, rank, world).requires_grad_("weight" not in frozen)
+    before = module.BLOCK_ELEMENTS, elementwise.CACHE_ELEMENTS
+    module.BLOCK_ELEMENTS = elementwise.CACHE_ELEMENTS = chunk
+    try:
+        common: dict[str, Any] = {"vocabulary": vocabulary, "group": group, "ignore_index": index}
+        once: dict[str, Any] = {"sequence": sequence, "divisor": divisor, **common}
+        found, _ = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, **once)
+        with torch.no_grad():
+            without, _ = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, **once)
+        scores = vocab_parallel_token_scores(hidden, given_weight, labels, **common)
+        alternatives = torch.stack((labels, labels.roll(1), torch.full_like(labels, index)), 2)
+        each_of_three = vocab_parallel_token_scores(hidden, given_weight, alternatives, **common)
+    finally:
+        module.BLOCK_ELEMENTS, elementwise.CACHE_ELEMENTS = before
+    assert found.dtype == torch.float32 and found.shape == () and found.requires_grad == (frozen != "hidden weight")
+    # Without gradients the blocks, whose losses are added up, are smaller.
+    assert without.item() == pytest.approx(expected.item(), rel=2e-6, abs=1e-6, nan_ok=True)
+    everyone = all_gather(found.detach().reshape(1), group)
+    assert torch.equal(everyone[0].expand(world), everyone) or everyone.isnan().all()
+    assert found.item() == pytest.approx(expected.item(), rel=2e-6, abs=1e-6, nan_ok=True)
+    assert torch.allclose(scores.nll, each, rtol=1e-5, atol=2e-6)
+    # The whole numbers of `large` have ties, where torch's argmax takes the first.
+    assert torch.equal(scores.greedy, (logits.argmax(2) == labels) & (labels != index))
+    assert torch.equal(each_of_three.greedy[..., 0], scores.greedy)
+    assert torch.allclose(each_of_three.nll[..., 0], each, rtol=1e-5, atol=2e-6)
+    other = F.cross_entropy(flat[0], labels.roll(1).flatten(), ignore_index=index, reduction="none").view(labels.shape)
+    assert torch.allclose(each_of_three.nll[..., 1], other, rtol=1e-5, atol=2e-6)
+    assert not each_of_three.nll[..., 2].any() and not each_of_three.greedy[..., 2].any()
+    whole_logits = vocab_parallel_logits(hidden, given_weight, vocabulary=vocabulary, group=group)
+    check_close({"logits": whole_logits}, {"logits": logits.detach()})
+    if not found.requires_grad:
+        return set()
+
+    (found * upstream).backward()
+    gradients, references = {}, {}
+    if given_hidden.requires_grad:
+        assert given_hidden.grad is not None and whole_hidden.grad is not None
+        gradients["hidden"], references["hidden"] = given_hidden.grad, piece_of(whole_hidden.grad, topology)
+    if given_weight.requires_grad:
+        assert given_weight.grad is not None and whole_weight.grad is not None
+        layout = Sharded(0, (vocabulary,), padded=True)
+        # Against the zero-padded shard: a padded row must have no gradient.
+        gradients["weight"], references["weight"] = given_weight.grad, layout.shard(whole_weight.grad, rank, world)
+    # A floor: with one word in the vocabulary the gradient is zero.
+    for each_of in (gradients, references):
+        each_of["one"] = torch.ones(1)
+    check_close(gradients, references)
+    return set(gradients) - {"one"}
+
+
+# No shrinking: a failure on one rank costs a new pool.
+@settings(max_examples=40, phases=[Phase.explicit, Phase.generate])
+@given(
+    world=st.sampled_from([2, 3, 4]),
+    sequence=st.booleans(),
+    pieces=st.integers(1, 4),
+    batch=st.integers(1, 3),
+    vocabulary=st.integers(1, 40),
+    ignored=st.sampled_from(sorted(IGNORED)),
+    large=st.booleans(),
+    index=st.sampled_from([-100, -1]),
+    upstream=st.sampled_from([1.0, 65536.0, 0.125]),
+    chunk=st.sampled_from([1, 30, 100, 2**23]),
+    seed=st.integers(0, 2**20),
+)
+@example(4, True, 1, 1, 1, "none", True, -100, 1.0, 1, 0)  # three of four ranks hold padding only
+@example(4, False, 2, 2, 5, "all", False, -100, 65536.0, 30, 1)
+@example(2, True, 4, 2, 24, "some", True, -100, 0.125, 1, 815781)  # the maximum's last digit is not the loss's
+@example(3, True, 2, 2, 7, "some", True, -1, 1.0, 2**23, 2)
+def test_cross_entropy_equals_torch(
+    ranks: Pools,
+    world: int,
+    sequence: bool,
+    pieces: int,
+    batch: int,
+    vocabulary: int,
+    ignored: str,
+    large: bool,
+    index: int,
+    upstream: float,
+    chunk: int,
+    seed: int,
+) -> None:
+    compared = ranks(world).run(
+        cross_entropy, world, sequence, pieces, batch, vocabulary, ignored, large, index, upstream, chunk, seed
+    )
+    assert compared == [{"hidden", "weight"}] * world
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "hidden weight"])
+def test_frozen_weight_or_hidden_states(ranks: Pools, sequence: bool, frozen: str) -> None:
+    compared = {"hidden", "weight"} - set(frozen.split())
+    found = ranks(2).run(cross_entropy, 2, sequence, 3, 2, 11, "some", False, -100, 2.0, 30, 7, frozen)
+    assert found == [compared] * 2
+
+
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+@pytest.mark.parametrize("divisor", [0.25, 7.5])
+def test_a_sum_divided_by_a_given_number(ranks: Pools, ignored: str, divisor: float) -> None:
+    """A micro-batch without any label to count has a loss of 0 then, and no gradient."""
+    found = ranks(2).run(cross_entropy, 2, True, 3, 2, 11, ignored, False, -100, 2.0, 30, 7, divisor=divisor)
+    assert found == [{"hidden", "weight"}] * 2
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_hidden_states_laid_out_batch_first(ranks: Pools, sequence: bool) -> None:
+    found = ranks(2).run(cross_entropy, 2, sequence, 3, 2, 11, "some", False, -100, 2.0, 30, 7, strided=True)
+    assert found == [{"hidden", "weight"}] * 2
+
+
+def rounded(world: int, sequence: bool, length: int, batch: int, draws: int) -> set[str]:
+    """bf16 against torch in fp32 on the same rounded values: rounding, and no bias."""
+    topology = grid(world, sequence)
+    layout, vocabulary = Sharded(0, (33,), padded=True), 33
+    before, module.BLOCK_ELEMENTS = module.BLOCK_ELEMENTS, 1
+    ratios: dict[str, list[float]] = {}
+    for draw in range(draws):
+        torch.manual_seed(draw)
+        hidden = torch.randn(length, batch, HIDDEN).bfloat16()
+        weight = torch.randn(vocabulary, HIDDEN).bfloat16()
+        labels = torch.randint(vocabulary, (length, batch))
+        labels[0, :] = -100  # 115 or 9 counted: 1/115 is not a power of two
+        expected_hidden, expected_weight = leaf(hidden.float()), leaf(weight.float())
+        logits = F.linear(expected_hidden, expected_weight).flatten(0, 1)
+        F.cross_entropy(logits, labels.flatten()).backward()
+        given_hidden = leaf(piece_of(hidden, topology))
+        given_weight = leaf(layout.shard(weight, topology.tensor_rank, world))
+        vocab_parallel_cross_entropy(
+            given_hidden, given_weight, labels, vocabulary=vocabulary, group=topology.tensor_group, sequence=sequence
+        )[0].backward()
+        assert given_hidden.grad is not None and given_weight.grad is not None
+        assert expected_hidden.grad is not None and expected_weight.grad is not None
+        found = {"hidden": given_hidden.grad, "weight": given_weight.grad}
+        reference = {
+            "hidden": piece_of(expected_hidden.grad, topology),
+            "weight": layout.shard(expected_weight.grad, topology.tensor_rank, world),
+        }
+        assert all(tensor.dtype == torch.bfloat16 for tensor in found.values())
+        check_close(found, reference, relative=1e-2)
+        for name, tensor in found.items():
+            ratio = (tensor.double() * reference[name]).sum() / reference[name].double().pow(2).sum()
+            ratios.setdefault(name, []).append(ratio.item())
+    module.BLOCK_ELEMENTS = before
+    for name, each in ratios.items():  # errors of single elements average out
+        assert sum(each) / draws == pytest.approx(1.0, abs=7e-4), name
+    return set(ratios)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(("length", "batch", "draws"), [(24, 5, 10), (4, 3, 40)])
+def test_bf16(ranks: Pools, sequence: bool, length: int, batch: int, draws: int) -> None:
+    """In blocks, and in one, of which no fp32 gradient is made."""
+    assert ranks(2).run(rounded, 2, sequence, length, batch, draws) == [{"hidden", "weight"}] * 2
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that an operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def largest_tensor(world: int, sequence: bool, chunk: int, trained: bool = True) -> int:
+    topology = grid(world, sequence)
+    length, batch, vocabulary = 32, 2, 64
+    hidden, weight, labels = problem(length, batch, vocabulary, "some", False, -100, 0)
+    own = leaf(piece_of(hidden, topology))
+    shard = leaf(Sharded(0, (vocabulary,), padded=True).shard(weight, topology.tensor_rank, world))
+    before = module.BLOCK_ELEMENTS
+    module.BLOCK_ELEMENTS = chunk
+    common: dict[str, Any] = {"vocabulary": vocabulary, "group": topology.tensor_group}
+    try:
+        with Largest() as largest, torch.set_grad_enabled(trained):
+            found, _ = vocab_parallel_cross_entropy(own, shard, labels, sequence=sequence, **common)
+            if trained:
+                found.backward()
+            vocab_parallel_token_scores(hidden, shard, labels, **common)
+    finally:
+        module.BLOCK_ELEMENTS = before
+    return largest.elements
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_full_logits_never_exist(ranks: Pools, sequence: bool) -> None:
+    whole_logits, hidden_states = 32 * 2 * 64 // 2, 32 * 2 * HIDDEN
+    at_least = HIDDEN * 64 // 2  # a block as large as the weight's gradient
+    for chunk in (1, 128, 512):
+        assert set(ranks(2).run(largest_tensor, 2, sequence, chunk)) == {max(chunk, at_least, hidden_states)}
+        assert set(ranks(2).run(largest_tensor, 2, sequence, chunk, trained=False)) == {max(chunk, hidden_states)}
+    assert set(ranks(2).run(largest_tensor, 2, sequence, 2**23)) == {whole_logits}
+
+
+def tied(world: int) -> list[bool]:
+    """Of labels whose logits tie for the greatest: tokens 1, 2 and 6 of 7."""
+    topology = grid(world, False)
+    weight = torch.zeros(7, HIDDEN)
+    weight[[1, 2, 6]] = 1.0
+    labels = torch.tensor([[1, 2, 6, 0]])
+    shard = shard_of(weight, topology.tensor_rank, world)
+    hidden = torch.ones(1, 4, HIDDEN)
+    scores = vocab_parallel_token_scores(hidden, shard, labels, vocabulary=7, group=topology.tensor_group)
+    assert torch.equal(scores.greedy[0], (hidden @ weight.t()).argmax(2)[0] == labels[0])
+    return [bool(each) for each in scores.greedy[0]]
+
+
+def test_of_tied_tokens_the_first_is_the_choice(ranks: Pools) -> None:
+    assert ranks(2).run(tied, 2) == [[True, False, False, False]] * 2

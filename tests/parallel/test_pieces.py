@@ -1,0 +1,100 @@
+"""What goes over pieces that a cache holds computes what it computes at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.activations.test_stores import BATCH, LENGTH, config_of, simulated
+from tests.support.compare import grid
+from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.models.mlp import GatedActivation
+from zero_tp.models.norm import _RMSNorm
+from zero_tp.parallel import elementwise, loss
+from zero_tp.parallel.elementwise import CHUNKED
+from zero_tp.parallel.gradients import sum_of_squares
+
+PIECES = [1, 64, 10**6]
+VOCABULARY = 50
+
+
+@pytest.fixture(params=PIECES)
+def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(elementwise, "CACHE_ELEMENTS", request.param)
+    return int(request.param)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def test_pieces_are_all_rows_once(pieces: int) -> None:
+    matrix = torch.arange(7 * 24).view(7, 24)
+    found = [matrix[piece] for piece in CHUNKED.pieces(matrix)]
+    assert torch.equal(torch.cat(found), matrix)
+    assert max(each.numel() for each in found) <= max(24, pieces * torch.get_num_threads())
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", [F.silu, lambda gate: F.gelu(gate, approximate="tanh")], ids=["silu", "gelu"])
+def test_a_gate_is_what_autograd_computes(pieces: int, function: object, dtype: torch.dtype, strided: bool) -> None:
+    wide, gradient = drawn(5, 3, 24, dtype=dtype), torch.randn(5, 3, 12).to(dtype)
+    if strided:
+        wide = wide.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    gate, up = wide.chunk(2, -1)
+    expected = function(gate) * up  # type: ignore[operator]
+    (of_wide,) = torch.autograd.grad(expected, wide, gradient)
+    found = GatedActivation(function)(wide)  # type: ignore[arg-type]
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.autograd.grad(found, wide, gradient)[0], of_wide)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_rms_norm_is_torch_s(pieces: int, dtype: torch.dtype) -> None:
+    tensor, weight = drawn(5, 3, 24, dtype=dtype), drawn(24, dtype=dtype)
+    gradient = torch.randn(5, 3, 24).to(dtype)
+    exact = [each.detach().double().requires_grad_() for each in (tensor, weight)]
+    expected = F.rms_norm(exact[0], (24,), exact[1], 1e-5)
+    found = _RMSNorm.apply(tensor, weight, 1e-5, None, CHUNKED)
+    limit = 1e-6 if dtype == torch.float32 else 8e-3
+    assert (found - expected).abs().max() <= limit * expected.abs().max()
+    ours = torch.autograd.grad(found, (tensor, weight), gradient)
+    theirs = torch.autograd.grad(expected, exact, gradient.double())
+    for mine, yours in zip(ours, theirs, strict=True):
+        assert (mine - yours).abs().max() <= 2 * limit * yours.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squares_are_summed_in_fp64(pieces: int, dtype: torch.dtype) -> None:
+    tensor = (torch.randn(9, 31) * 1e3).to(dtype).t()
+    expected = tensor.double().square().sum()
+    assert sum_of_squares(tensor).item() == pytest.approx(expected.item(), rel=1e-14)
+    tensor[0, 0] = float("inf")
+    assert sum_of_squares(tensor).isinf()
+
+
+def test_an_accelerators_slices_of_the_loss_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and gradients on the simulated one, whatever the size of a slice."""
+    model = ZeroTPForCausalLM(config_of("gpt2"), grid(1, False), seed=1).train()
+    tokens = torch.randint(VOCABULARY, (1, BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    made: list[int] = []
+    found = []
+    original = loss._to_probabilities_
+
+    def counted(logits: Tensor, *others: object) -> None:
+        made[-1] += 1
+        original(logits, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loss, "_to_probabilities_", counted)
+    for elements in (loss.SLICE_ELEMENTS, VOCABULARY, 7 * VOCABULARY, None):
+        monkeypatch.setattr(loss, "SLICE_ELEMENTS", elements)
+        made.append(0)
+        found.append(simulated(model, tokens, "late", {}, {"mode": "none"})[0])
+    positions = BATCH * LENGTH
+    assert made == [1, positions, -(-positions // 7), 1]
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert all(torch.equal(other[name], values) for name, values in found[0].items())

@@ -1,0 +1,74 @@
+"""Ranks that see one device each start and train, although DeepSpeed uses LOCAL_RANK as a device index."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import init_process_group
+
+from tests.checkpoint.test_checkpoint import steps_of, write_config
+from tests.support.asynchronous_accelerator import asynchronous
+from tests.support.launched import free_port
+from tests.support.pools import Pool
+from zero_tp.config import RunConfig
+from zero_tp.process.connect import connect_deepspeed
+from zero_tp.process.environment import RankEnvironment
+from zero_tp.training.engine import TrainingEngine
+
+
+def init_gloo(backend: str, *, device_id: torch.device, **options: Any) -> None:
+    """Join the process group: torch without CUDA has no NCCL, and binds no CUDA device."""
+    assert (backend, device_id) == ("nccl", torch.device("cuda:0"))
+    init_process_group("gloo", **options)
+
+
+def trained_on_the_only_device(path: str, port: int, launcher: dict[str, str]) -> tuple[str, int | None, float]:
+    """Connect again, as a new process of `launch/pretrain.py` does, and train a step; this rank sees one device.
+
+    Returns:
+        The device, this rank's number on its machine, and the loss.
+    """
+    from deepspeed.comm import comm
+
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    comm.cdb = None
+    shown = {"MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": f"GPU-{rank}", "LOCAL_RANK": str(rank)}
+    os.environ.update(shown | {name: value.format(rank=rank) for name, value in launcher.items()})
+    environment = RankEnvironment(rank=rank, world=2, local_rank=rank, local_world=2)
+    environment.export()
+    config = RunConfig.load(path, world_size=2)
+    properties = SimpleNamespace(uuid=f"GPU-{rank}")
+    with asynchronous(devices=1) as accelerator:
+        with (
+            mock.patch.object(accelerator, "device_name", lambda index=None: "cuda"),
+            mock.patch.object(torch.cuda, "device_count", accelerator.device_count),
+            mock.patch.object(torch.cuda, "set_device", accelerator.set_device),
+            mock.patch.object(torch.cuda, "get_device_properties", lambda _: properties),
+            mock.patch.object(dist, "init_process_group", init_gloo),
+        ):
+            topology, device = connect_deepspeed(config, environment)
+        engine = TrainingEngine(config.hf_config(), topology, config.deepspeed_config(), seed=7)
+        [(loss, _)] = steps_of(engine, 1, 1)
+        return str(device), environment.local_rank, loss
+
+
+@pytest.mark.parametrize(
+    ("stage", "launcher"), [(1, {"OMPI_COMM_WORLD_LOCAL_RANK": "{rank}"}), (3, {})], ids=["1-mpirun", "3-srun"]
+)
+def test_ranks_that_are_shown_one_device_each_train(tmp_path: Path, stage: int, launcher: dict[str, str]) -> None:
+    path = write_config(tmp_path / "config.json", stage, "fp32", tensor=1)
+    pool = Pool(2)  # not a shared one: its ranks leave their process group
+    try:
+        (device, first, loss), other = pool.run(trained_on_the_only_device, str(path), free_port(), launcher)
+    finally:
+        pool.kill()
+    assert (device, first) == ("cuda:0", 0) and other == ("cuda:0", 1, loss) and math.isfinite(loss)

@@ -1,0 +1,81 @@
+"""What tests of ranks share: closeness in norm, and weights that come from given whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.pool_rank import cached
+from zero_tp.parallel.collectives import Group, all_gather
+from zero_tp.parallel.layout import Layout, Sharded, layout_of
+from zero_tp.parallel.parameter import Init, ParameterMaker
+from zero_tp.topology import Topology
+
+RELATIVE, OF_GLOBAL = 1e-5, 1e-7
+
+
+def norm(*tensors: Tensor) -> float:
+    """Taken in float64: torch's fp32 norm on CPU is inexact at 1e-4."""
+    return sum(float(tensor.detach().double().norm()) ** 2 for tensor in tensors) ** 0.5
+
+
+def check_close(found: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, relative: float = RELATIVE) -> None:
+    """‖Δ‖ ≤ relative·‖reference‖ + 1e-7·(norm of all references), for every name, with the same shape."""
+    assert found.keys() == reference.keys()
+    whole = norm(*reference.values())
+    for name, expected in reference.items():
+        actual = found[name]
+        assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+        difference = norm(actual.double() - expected.double())
+        allowed = relative * norm(expected) + OF_GLOBAL * whole
+        assert difference <= allowed, f"{name}: ‖Δ‖ {difference:.3g} > {allowed:.3g} (‖reference‖ {norm(expected):.3g})"
+
+
+@dataclass(frozen=True)
+class Given:
+    """A WeightSource of whole tensors by name."""
+
+    tensors: Mapping[str, Tensor]
+
+    def fill(
+        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
+    ) -> None:
+        assert self.tensors[name].shape == torch.Size(whole)
+        local.copy_(layout.shard(self.tensors[name], topology.tensor_rank, topology.tensor))
+
+
+def grid(tensor: int, sequence: bool) -> Topology:
+    """On a rank: the topology, made once."""
+    return cached(("topology", tensor, sequence), lambda: Topology(tensor, sequence))
+
+
+def maker(topology: Topology, dtype: torch.dtype = torch.float32, **tensors: Tensor) -> ParameterMaker:
+    return ParameterMaker(topology, Given(tensors), dtype)
+
+
+def piece_of(whole: Tensor, topology: Topology) -> Tensor:
+    """What a rank holds of an activation [s, …]: its sequence shard under SP."""
+    return whole.chunk(topology.tensor)[topology.tensor_rank] if topology.sequence else whole
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_()
+
+
+def whole_gradient(parameter: nn.Parameter, group: Group) -> Tensor:
+    """Reassembled from every rank's shard by the parameter's layout; collective."""
+    assert parameter.grad is not None
+    layout = layout_of(parameter)
+    if not isinstance(layout, Sharded):
+        return parameter.grad
+    return layout.unshard(list(all_gather(parameter.grad.unsqueeze(0), group)))
+
+
+def whole_gradients(model: Any) -> dict[str, Tensor]:
+    """Of every parameter of a ZeroTPForCausalLM; collective over its TP group."""
+    group = model.topology.tensor_group
+    return {name: whole_gradient(parameter, group) for name, parameter in model.named_parameters()}

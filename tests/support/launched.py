@@ -1,0 +1,114 @@
+"""Commands of the project as a person starts them, and a workplace to start them in."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.waits import patience
+from zero_tp.training.metrics_file import METRICS_FILE
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER_LINE = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:,]+\] \[[A-Z]+\] \[(launch|runner)\.py:")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def default_interrupts() -> None:
+    """Give a child the default of SIGINT, as its `preexec_fn`: a shell's background job inherits it as ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run(command: Sequence[str], directory: Path, limit: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run a command of the project in `directory`. `limit`: seconds of an idle machine."""
+    return subprocess.run(
+        command, cwd=directory, env=environment(), capture_output=True, text=True, timeout=patience(limit)
+    )
+
+
+def launch(world: int, launcher: str = "deepspeed", script: str = "launch/pretrain.py") -> list[str]:
+    """The words that start a script on `world` CPU ranks, by "deepspeed" or "torchrun"."""
+    words = {
+        "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(world)],
+        "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", str(world)],
+    }[launcher]
+    return [sys.executable, *words, "--master_port", str(free_port()), str(ROOT / script)]
+
+
+def pretrain(
+    world: int, directory: Path, *arguments: str, launcher: str = "deepspeed"
+) -> subprocess.CompletedProcess[str]:
+    return run([*launch(world, launcher), *arguments], directory)
+
+
+def script(name: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, str(ROOT / name), *arguments], directory)
+
+
+def said(output: str) -> list[str]:
+    """The lines that are not the launcher's."""
+    return [line for line in output.splitlines() if line.strip() and not LAUNCHER_LINE.match(line)]
+
+
+def metrics_of(run_directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_directory / METRICS_FILE).read_text().splitlines()]
+
+
+def furnish(directory: Path) -> Path:
+    """Put a prepared corpus and a small config, small.json, into `directory`."""
+    (directory / "tests").symlink_to(ROOT / "tests")
+    corpus = ROOT / "launch" / "corpus" / "sotu.jsonl.gz"
+    prepared = script(
+        "launch/prepare_data.py",
+        directory,
+        "--input",
+        str(corpus),
+        "--tokenizer",
+        "bpe:512",
+        "--output",
+        "data",
+        "--processes",
+        "1",
+    )
+    assert prepared.returncode == 0, prepared.stderr
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "torch_adam": True}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2}},
+        "zero_optimization": {"stage": 2},
+        "csv_monitor": {"enabled": True},
+        "zero_tp": {
+            "model": {
+                "model_type": "gpt2",
+                "n_layer": 2,
+                "n_embd": 64,
+                "n_head": 4,
+                "n_positions": 64,
+                "vocab_size": 512,
+            },
+            "parallel": {"tensor": 2},
+            "data": {"train": "data/train", "validation": "data/validation", "sequence_length": 64},
+            "training": {"steps": 8},
+            "checkpoint": {"interval": 3, "keep": 2},
+            "evaluation": {"interval": 4, "batches": 2},
+        },
+    }
+    (directory / "small.json").write_text(json.dumps(config))
+    return directory

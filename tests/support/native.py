@@ -1,0 +1,108 @@
+"""A model and its Hugging Face twin: the same weights under both names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from tests.support.compare import check_close
+from zero_tp import architectures as tables
+from zero_tp.architectures import architecture_of, as_stored, native_class_of, weights_of
+from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
+from zero_tp.models.parallel_model import ParallelModel
+from zero_tp.parallel.layout import Layout
+from zero_tp.parallel.parameter import Init
+from zero_tp.topology import Topology
+from zero_tp.weights.export import live_entries
+
+
+def to_ours(config: PretrainedConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face's tensors, or what belongs to each, under our names."""
+    weights = weights_of(config)
+    stored = as_stored(weights, theirs)
+    return {weight.ours: weight.to_ours(stored) for weight in weights}
+
+
+def to_theirs(config: PretrainedConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our whole parameters, or what belongs to each, under the names of Hugging Face's class."""
+    weights = weights_of(config)
+    in_memory = {weight.in_memory: ours[weight.ours] for weight in weights if weight.in_memory is not None}
+    return in_memory | tables.to_theirs([weight for weight in weights if weight.in_memory is None], ours.__getitem__)
+
+
+def native_model(config: PretrainedConfig, **options: Any) -> Any:
+    """Transformers' own class, in fp32."""
+    return getattr(transformers, native_class_of(config))._from_config(config, dtype=torch.float32, **options)
+
+
+def perturbed(model: Any, scale: float = 0.1) -> Any:
+    """The model, random everywhere: biases and norms too, so that none is missed."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * scale)
+    return model
+
+
+def our_class(config: PretrainedConfig) -> Any:
+    return ZeroTPForCausalLM if architecture_of(config).spec(config).causal else ZeroTPForPreTraining
+
+
+def native_tensors(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of every parameter of a live model. Collective over all ranks."""
+    parameters = dict(model.named_parameters())
+    dtype = next(model.parameters()).dtype
+    for entry in live_entries(parameters, model.config, model.topology.tensor_group, dtype):
+        yield entry.name, entry.read()
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad
+    return found
+
+
+def check_gradients(model: ParallelModel, reference: Any) -> None:
+    """Every gradient of a model of one process is that of its twin, and no weight of either is without one."""
+    theirs = gradients(reference)
+    weights = weights_of(model.config)
+    assert {name for weight in weights for name in weight.names} == as_stored(weights, theirs).keys()
+    check_close(gradients(model), to_ours(model.config, theirs))
+
+
+def check_widths(config: PretrainedConfig, seed: int = 3) -> None:
+    """Weights drawn from a seed have the mean and the standard deviation of those that transformers draws."""
+    theirs = to_ours(config, native_model(config).state_dict())
+    for name, parameter in our_class(config)(config, Topology(world=1), seed=seed).named_parameters():
+        # Of two estimates from n numbers: the ratio of deviations has one of 1/√n, the difference of means of σ·√(2/n).
+        mean, std, few = theirs[name].mean().item(), theirs[name].std().item(), parameter.numel() ** -0.5
+        assert parameter.std().item() == pytest.approx(std, rel=max(0.05, 4 * few)), name
+        assert parameter.mean().item() == pytest.approx(mean, abs=1e-6 + 6 * std * few), name
+
+
+class Native:
+    """A WeightSource that reads a live Hugging Face model."""
+
+    def __init__(self, model: Any) -> None:
+        self.tensors = to_ours(model.config, model.state_dict())
+
+    def fill(
+        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
+    ) -> None:
+        assert tuple(self.tensors[name].shape) == tuple(whole)
+        local.copy_(layout.shard(self.tensors[name], topology.tensor_rank, topology.tensor))
+
+
+def parallel_model(reference: Any, topology: Topology, attention: str | None = None, **options: Any) -> Any:
+    """This rank's part of a Hugging Face model, by default with its attention."""
+    config = copy.deepcopy(reference.config)
+    config._attn_implementation = attention or config._attn_implementation
+    return our_class(config)(config, topology, source=Native(reference), **options)

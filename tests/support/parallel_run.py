@@ -1,0 +1,138 @@
+"""A parallel run, from its JSON config through `RunConfig` to `TrainingEngine` as launch/pretrain.py makes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tests.support.compare import grid, norm
+from tests.support.plain_run import BETAS, DEFAULT_EPS, MOMENTS, STEPS, Trace, batch_of, masked_rows
+from zero_tp.config import RunConfig
+from zero_tp.data.batch import MaskedBatch, as_batch
+
+if TYPE_CHECKING:
+    from zero_tp.zero.zero_engine import Veto
+
+
+def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False) -> Trace:
+    """The run of a config file on this pool's ranks. On every rank; only rank 0's trace has tensors.
+
+    Args:
+        more_steps: at the default eps, whose losses are added.
+        from_corpus: on the samples of the config's own data, instead of `batch_of`.
+    """
+    import torch.distributed as dist
+    from deepspeed.utils import safe_get_full_grad
+
+    from zero_tp.training.engine import TrainingEngine
+
+    config = RunConfig.load(path, world_size=dist.get_world_size())
+    topology = grid(config.zero_tp.parallel.tensor, config.zero_tp.parallel.sequence)
+    seed = config.zero_tp.training.seed
+    engine = TrainingEngine(
+        config.hf_config(),
+        topology,
+        config.deepspeed_config(),
+        seed=seed,
+        device=torch.device("cpu"),
+        recompute=config.zero_tp.recompute_policy,
+    )
+    named = dict(engine.model.named_parameters())
+    trace = Trace()
+    end_micro_batch = engine.zero.step
+
+    def record_gradients_first(veto: Veto | None = None) -> None:
+        # Gradients are whole and unclipped between the last backward and the step.
+        if engine.engine.is_gradient_accumulation_boundary():
+            gradients = {name: safe_get_full_grad(weight) for name, weight in named.items()}
+            trace.gradients = whole_tensors(engine, gradients)
+            engine.zero.step = end_micro_batch  # type: ignore[method-assign]
+        end_micro_batch(veto)
+
+    engine.zero.step = record_gradients_first  # type: ignore[method-assign]
+    for step in range(STEPS + more_steps):
+        if step == STEPS:
+            for group in engine.zero.optimizer.param_groups:
+                group["eps"] = DEFAULT_EPS
+        if from_corpus:
+            micro = corpus_batches(config, topology, step)
+        else:
+            micro = drawn_batches(engine.model, topology, seed, step, config.accumulation)
+        assert len(micro) == config.accumulation
+        assert all(len(as_batch(batch).input_ids) == config.micro_batch for batch in micro)
+        trace.losses.append(engine.train_step(micro))
+        trace.norms.append(engine.gradient_norm)
+        trace.balances += [value for name, value in engine.figures.items() if name == "aux_loss"]
+        if step == 0:
+            trace.clipped = norm(*optimizer_tensors(engine, "exp_avg").values()) / (1 - BETAS[0])
+        if step == STEPS - 1:
+            trace.weights = optimizer_tensors(engine)
+            trace.first, trace.second = (optimizer_tensors(engine, key) for key in MOMENTS)
+            trace.stale = stale_weights(engine, trace.weights)
+    if topology.rank > 0:
+        return Trace(trace.losses, trace.norms, trace.balances, trace.clipped, stale=trace.stale)
+    return trace
+
+
+def drawn_batches(model: Any, topology: Any, seed: int, step: int, accumulation: int) -> list[Any]:
+    """This rank's micro-batches of what a plain run sees."""
+
+    def own(rows: Tensor) -> tuple[Tensor, ...]:
+        return rows.chunk(topology.data)[topology.data_rank].chunk(accumulation)
+
+    if model.causal:
+        return [(rows[:, :-1], rows[:, 1:]) for rows in own(batch_of(seed, step, model.config.vocab_size))]
+    parts = {name: own(rows) for name, rows in masked_rows(seed, step, model.config).items()}
+    return [MaskedBatch({name: part[number] for name, part in parts.items()}) for number in range(accumulation)]
+
+
+def corpus_batches(config: RunConfig, topology: Any, step: int) -> list[Any]:
+    """What `launch/pretrain.py` trains this rank on at step `step`, counted from 0."""
+    from zero_tp.training.run_inputs import RunInputs
+
+    run = RunInputs(config, Path("no-such-run"))
+    sizes = config.global_batch, config.micro_batch, config.accumulation
+    return run.samples.rank_batches(step, *sizes, topology.data_rank, topology.data)
+
+
+def whole_tensors(engine: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
+    """TP-local tensors by our names → whole fp32 copies by Hugging Face's. Collective over the TP group."""
+    from tests.support.native import to_theirs
+    from zero_tp.parallel.collectives import all_gather
+    from zero_tp.parallel.layout import layout_of
+
+    named = dict(engine.model.named_parameters())
+    found = {}
+    for name, parameter in named.items():
+        shards = all_gather(local[name].detach().float().unsqueeze(0), engine.topology.tensor_group)
+        found[name] = layout_of(parameter).unshard(list(shards))
+    return {name: tensor.clone() for name, tensor in to_theirs(engine.model.config, found).items()}
+
+
+def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:
+    """The whole fp32 weights, or with `key` one of Adam's moments, from what the optimizer holds. Collective."""
+    from zero_tp.parallel.collectives import all_reduce
+    from zero_tp.zero.states import MASTER, local_shape
+
+    states = engine.zero.states()
+    local = {name: torch.zeros(local_shape(weight)) for name, weight in engine.model.named_parameters()}
+    for fragment in states.fragments:
+        piece = slice(fragment.start, fragment.start + fragment.numel)
+        local[fragment.name].view(-1)[piece] = states.get(fragment, key or MASTER)
+    if engine.engine.zero_optimization_stage() > 0:  # each data-parallel rank holds its own run
+        local = {name: all_reduce(tensor, engine.topology.data_group) for name, tensor in local.items()}
+    return whole_tensors(engine, local)
+
+
+def stale_weights(engine: Any, masters: dict[str, Tensor]) -> list[str]:
+    """Names of the module's weights that differ from the fp32 weights in its dtype. Collective."""
+    from tests.support.native import native_tensors
+    from zero_tp.architectures import as_stored, weights_of
+
+    stored = as_stored(weights_of(engine.model.config), masters)
+    return [
+        name for name, tensor in native_tensors(engine.model) if not torch.equal(tensor, stored[name].to(tensor.dtype))
+    ]

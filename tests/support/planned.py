@@ -1,0 +1,147 @@
+"""Steps of a real DeepSpeed engine with real tensors, as one rank of a world whose other ranks do not exist.
+
+    python -m tests.support.planned 8 0 < configs.json        # rank 0 of 8
+
+Reads a list of lists of `--set` overrides on top of BASE; prints one JSON object a line: the peak that torch's
+MemTracker counts in the first and the second step, the bytes of the optimizer's moments before and after the first, and
+beside each what planning gives. A process of its own, because DeepSpeed keeps its process groups in module globals.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+BASE = [
+    "zero_tp.model.n_layer=3",
+    "zero_tp.model.n_embd=256",
+    "zero_tp.model.n_head=8",
+    "zero_tp.model.vocab_size=1000",
+    "zero_tp.model.n_positions=256",
+    "zero_tp.data.sequence_length=64",
+    "train_micro_batch_size_per_gpu=2",
+    "train_batch_size=auto",
+    "optimizer.params.torch_adam=true",
+    "zero_optimization.reduce_bucket_size=400000",
+]
+FILE = "ds_configs/gpt2_124m_zero1.json"
+
+
+def existing() -> list[Any]:
+    import torch
+
+    return [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+
+
+def moments(made: Any) -> int:
+    states = made.zero.states().optimizer.state.values()
+    return sum(value.nbytes for state in states for name, value in state.items() if name != "step")
+
+
+def peak_of_step(made: Any, batches: list[Any], before: set[int]) -> int:
+    """Return the most bytes of tensors in one step, without those whose storages there were `before` the engine."""
+    import torch
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    gc.collect()
+    tracker = MemTracker()
+    # Engines before this one leave some of their tensors behind.
+    tracker.track_external(*(each for each in existing() if each.untyped_storage()._cdata not in before))
+    begin = made.activations.begin_micro_batch
+
+    def begin_micro_batch(index: int) -> None:
+        tracker.reset_mod_stats()  # it keeps statistics of one forward only
+        begin(index)
+
+    made.activations.begin_micro_batch = begin_micro_batch
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with tracker:
+            made.train_step(batches)
+    made.activations.begin_micro_batch = begin
+    return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+
+
+def measure(overrides: list[str], world: int) -> dict[str, Any]:
+    import torch
+
+    from benchmarks.papers.steps import first_step
+    from zero_tp.config import RunConfig
+    from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
+    from zero_tp.parallel.parameter import SeededInit
+    from zero_tp.planning.memory import rank_memory
+    from zero_tp.topology import Topology
+    from zero_tp.training.engine import TrainingEngine
+
+    config = RunConfig.load(FILE, BASE + overrides, world)
+    memory = rank_memory(config, cpu=True)
+    earlier = [each.untyped_storage() for each in existing()]  # held, so that no new one gets such an address
+    before = {each._cdata for each in earlier}
+    block = config.zero_tp
+    topology = Topology(block.parallel.tensor, block.parallel.sequence)
+    deepspeed = config.deepspeed_config()
+    made = TrainingEngine(
+        config.hf_config(),
+        topology,
+        deepspeed,
+        seed=1,
+        source=SeededInit(1),  # nobody else draws
+        recompute=block.recompute_policy,
+    )
+    tokens = torch.randint(1000, (config.micro_batch, block.data.sequence_length))
+    apart = block.data.document_attention == "reset"
+    batch: AnyBatch = Batch(tokens, tokens, *([torch.zeros_like(tokens)] * 2 if apart else []))
+    if block.masked is not None:
+        masked = torch.arange(block.data.sequence_length) < config.labelled * block.data.sequence_length
+        ones = torch.ones_like(tokens)
+        names = {"token_type_ids": ones, "attention_mask": ones, "labels": tokens.masked_fill(~masked, -100)}
+        batch = MaskedBatch({"input_ids": tokens, **names, "next_sentence_label": ones[:, 0]}).to(made.device)
+    batches = [batch] * config.accumulation
+    before_first = moments(made)
+    first_peak = peak_of_step(made, batches, before)
+    after_first = moments(made)
+    peak = peak_of_step(made, batches, before)
+    parameters = sum(int(getattr(each, "ds_numel", each.numel())) for each in made.model.parameters())
+    made.engine.destroy()
+    del made
+    gc.collect()
+    point = memory.peak
+    first_points = first_step(memory)
+    first, later = first_points[0], memory.points[0]
+    first_planned = max(each.total + each.host for each in first_points)
+    return {
+        "moments": [before_first, after_first],
+        "planned_moments": later.bytes["optimizer"] + later.host - first.bytes["optimizer"] - first.host,
+        "overrides": overrides,
+        "parameters": parameters,
+        "first": [first_peak, first_planned],
+        "measured": peak,
+        "planned": point.total + point.host,
+        "phase": point.phase,
+    }
+
+
+def main() -> None:
+    world, rank = map(int, sys.argv[1:])
+    os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world))
+    warnings.simplefilter("ignore")
+    import deepspeed
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from zero_tp.zero.ops import without_shared_memory_collectives
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    without_shared_memory_collectives()
+    deepspeed.init_distributed("fake", verbose=False)
+    for overrides in json.load(sys.stdin):
+        print("RESULT", json.dumps(measure(overrides, world)), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

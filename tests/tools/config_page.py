@@ -1,0 +1,305 @@
+"""Writes docs/config.md from the schema, the refusals and the resolvable "auto" keys.
+
+`python -m tests.tools.config_page` prints the page; with `--write PATH` it writes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from zero_tp.architectures import ARCHITECTURES
+from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG
+from zero_tp.architectures.rotary import ROPE_KEYS
+from zero_tp.config import RunConfig
+from zero_tp.config.config_file import ConfigFile
+from zero_tp.config.deepspeed import FIXED, OFF_BLOCKS, REMOVED, RENAMED, fixed_to
+from zero_tp.config.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
+from zero_tp.config.resolve import AUTO, BATCH_FIELDS
+from zero_tp.config.rules import rules
+from zero_tp.config.schedule import DEEPSPEED_SCHEDULES, REFUSED_SCHEDULES, SCHEDULES, TRANSFORMERS_SCHEDULES
+from zero_tp.config.schema import MaskedObjective, RecomputePolicy, Spike, Timeouts, ZeroTP
+from zero_tp.config.typed import TypedConfig
+from zero_tp.errors import shown
+from zero_tp.validation import fields_by_name, model_in
+
+ROOT = Path(__file__).resolve().parents[2]
+DEEPSPEED_DOCS = "https://www.deepspeed.ai/docs/config-json/"
+ANCHORS = {
+    "zero_optimization": "zero-optimizations-for-fp16-training",
+    "bf16": "bfloat16-training-options",
+    "fp16": "fp16-training-options",
+    "tensorboard": "monitoring-module",
+    "wandb": "monitoring-module",
+    "csv_monitor": "monitoring-module",
+    "comet": "monitoring-module",
+    "comms_logger": "communication-logging",
+    "activation_checkpointing": "activation-checkpointing",
+    "data_types": "data-type-options",
+    "aio": "asynchronous-io",
+    "flops_profiler": "flops-profiler",
+}
+NOTES = {
+    "timers": "`throughput` is off by default, unlike in DeepSpeed, because it synchronises with the device twice a"
+    " micro-batch",
+}
+TYPES = {
+    **dict.fromkeys(("data.train", "data.validation"), "string or object"),
+    "logging.trackers": "list of strings or object",
+}
+"""Types of keys that are converted as they are read."""
+NAMES = {int: "int", float: "number", bool: "bool", str: "string", type(None): "null"}
+
+
+def page() -> str:
+    """The whole of docs/config.md. The rows of refusals and notes are the same for every config."""
+    config = RunConfig.load(ROOT / "ds_configs" / "quickstart.json").typed
+    return "\n".join(
+        [
+            "# The config file",
+            "",
+            "<!-- `python -m tests.tools.config_page --write docs/config.md` writes this: change the code instead. -->",
+            "",
+            "One JSON file is one run: a DeepSpeed config plus the `zero_tp` block. Every key is checked before the run"
+            " starts, DeepSpeed's too; `zero-tp check FILE [--world-size N]` checks alone, and"
+            " `--set KEY=VALUE` overrides any key. A check reports every key that is wrong by itself, and once there is"
+            " none, every combination and sum: exit status 2. Status 1 means that FILE is right, but that a corpus,"
+            " directory or file which a run reads is missing on this machine and no name on the hub; so"
+            " `zero-tp check FILE && sbatch …` submits what can start. `zero-tp schema` prints a JSON schema, by which"
+            ' an editor completes and checks the file: `"$schema": "zero_tp.schema.json"` names it.',
+            "",
+            "## The `zero_tp` block",
+            "",
+            *_table(("key", "type", "default", "meaning"), _rows(ZeroTP, "")),
+            "",
+            "`recompute` as an object ([training.md](training.md#activation-memory) says what each choice keeps):",
+            "",
+            *_table(("key", "type", "default", "meaning"), _rows(RecomputePolicy, "recompute.")),
+            "",
+            "`objective` as an object; `masked` alone has these defaults:",
+            "",
+            *_table(("key", "type", "default", "meaning"), _rows(MaskedObjective, "objective.")),
+            "",
+            "`training.spike` ([training.md](training.md#checks-during-training)):",
+            "",
+            *_table(("key", "type", "default", "meaning"), _rows(Spike, "training.spike.")),
+            "",
+            "`training.timeout_minutes` as an object:",
+            "",
+            *_table(("key", "type", "default", "meaning"), _rows(Timeouts, "training.timeout_minutes.")),
+            "",
+            "### `model`",
+            "",
+            *_models(),
+            "",
+            "## DeepSpeed's part",
+            "",
+            f"The keys keep the names and the meaning of [DeepSpeed's documentation]({DEEPSPEED_DOCS}):",
+            "",
+            f"- the [batch sizes]({DEEPSPEED_DOCS}#batch-size-related-parameters), where"
+            " `train_batch_size` = micro × accumulation × data, and data = world / `zero_tp.parallel.tensor`",
+            f"- [`optimizer`]({DEEPSPEED_DOCS}#optimizer-parameters): {_listed(OPTIMIZERS)}. `Adam` means AdamW unless"
+            " `adam_w_mode` is false. Weight decay skips biases and norms. Adam is torch's fused kernel where"
+            " `torch_adam`, `fused` and `foreach` are left out and nothing is offloaded; DeepSpeed's FusedAdam"
+            " (`torch_adam` false) and its CPUAdam of offloaded states need a C++ compiler, on CUDA"
+            " devices `nvcc` too, and are compiled when a machine first needs them, which a line says. They may change"
+            " when a run is resumed.",
+            f"- [`scheduler`]({DEEPSPEED_DOCS}#scheduler-parameters): DeepSpeed's {_listed(DEEPSPEED_SCHEDULES)},"
+            f" and transformers' {_listed(TRANSFORMERS_SCHEDULES)}. Step k, from 1, trains at the schedule's value"
+            " at k: a linear warm-up of 100 steps reaches its rate at step 100. (DeepSpeed alone is later, and would"
+            " train steps 1 and 2 at rate 0.) A resumed run trains at the rate of its own config at that step;"
+            " `zero-tp check` prints the rates of some steps.",
+            *(f"- {_block(name)}" for name, field in ConfigFile.model_fields.items() if _is_block(name, field)),
+            "",
+            '### `"auto"`',
+            "",
+            f"The batch sizes ({_listed(BATCH_FIELDS)}) are worked out from each other. Besides:",
+            "",
+            *_table(("key", "means"), ((f"`{key}`", meaning) for key, meaning in AUTO.items())),
+            "",
+            '`"auto"` for any other key is an error.',
+            "",
+            "A schedule of n steps is at its end, often rate 0, at step n; one step more than the run has leaves that"
+            " out. When a run is resumed with other `training.steps`, the length follows them until the rate has begun"
+            " to fall, and stays from then on; a line of the log says which. So a run with `warmup_stable_decay` may be"
+            " made longer or begin its decay at any checkpoint of the stable phase.",
+            "",
+            "### `scheduler.params`",
+            "",
+            *_table(("type", "parameters and defaults"), ((f"`{name}`", _params(m)) for name, m in SCHEDULES.items())),
+            "",
+            "## What is refused",
+            "",
+            "### Combinations",
+            "",
+            *_table(("key", "refused", "reason", "instead"), _refusals(config)),
+            "",
+            "### Blocks that stay off",
+            "",
+            *_table(("block", "reason"), ((f"`{name}`", reason) for name, reason in OFF_BLOCKS.items())),
+            "",
+            "### Optimizers",
+            "",
+            *_table(("type", "reason"), ((f"`{name}`", reason) for name, reason in REFUSED_OPTIMIZERS.items())),
+            "",
+            "### Schedules",
+            "",
+            *_table(("type", "reason"), ((f"`{name}`", reason) for name, reason in REFUSED_SCHEDULES.items())),
+            "",
+            f"`zero_tp.model.model_type` other than {_listed(sorted(ARCHITECTURES))}.",
+            "",
+            "### Accepted without effect",
+            "",
+            "A key that changes nothing may stay; `zero-tp check` and the run's first lines name it.",
+            "",
+            *_table(("keys", "when"), _notes(config, "no effect")),
+            "",
+            "### Accepted with a note",
+            "",
+            *_table(("key", "note"), _notes(config, "note")),
+            "",
+            "### Removed from DeepSpeed, or renamed",
+            "",
+            *_table(
+                ("key", "instead"),
+                ((f"`{key}`", instead) for key, instead in {**REMOVED, **RENAMED}.items()),
+            ),
+            "",
+        ]
+    )
+
+
+def _refusals(config: TypedConfig) -> Iterator[tuple[str, ...]]:
+    texts = [(key, f"{fixed_to(value)}: {reason}") for key, (value, reason) in FIXED.items()]
+    texts += [(rule.keys, rule.reason) for rule in rules(config) if rule.kind == "refused"]
+    for key, text in texts:
+        problem, _, remedy = text.partition("; ")
+        when, _, reason = problem.partition(": ")
+        yield f"`{key}`", when, reason, remedy or "leave it out"
+
+
+def _notes(config: TypedConfig, kind: str) -> Iterator[tuple[str, ...]]:
+    return ((_patterns(rule.keys), rule.reason) for rule in rules(config) if rule.kind == kind)
+
+
+def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, ...]]:
+    for name, field in fields_by_name(model).items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _rows(field.annotation, f"{prefix}{name}.")
+            continue
+        key = f"{prefix}{name}"
+        yield f"`{key}`", TYPES.get(key) or _type_name(field.annotation), _default(field), field.description or ""
+
+
+def _params(model: type[BaseModel]) -> str:
+    return ", ".join(f"`{name}` ({_default(field)})" for name, field in model.model_fields.items()) or "none"
+
+
+def _type_name(annotation: Any) -> str:
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return " / ".join(f"`{shown(option)}`" for option in inner)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type_name(option) for option in inner)
+    if origin is typing.Annotated:
+        return _type_name(inner[0])
+    if origin is list:
+        return f"list of {_type_name(inner[0])}s"
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return "object"
+    return NAMES[annotation]
+
+
+def _default(field: FieldInfo) -> str:
+    extra = field.json_schema_extra
+    if isinstance(extra, dict) and "default" in extra:
+        return f"{extra['default']}"
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return "none" if value is None or value is PydanticUndefined else f"`{shown(value)}`"
+
+
+def _models() -> Iterator[str]:
+    for name, architecture in ARCHITECTURES.items():
+        fields = architecture.fields
+        yield f"`{name}` ({architecture.native_class}): the fields of transformers' own config class, under its names."
+        yield ""
+        for field, options in fields.choices.items():
+            yield f"- `{field}` is one of {_listed(options)}"
+        for field, (value, reason) in fields.fixed.items():
+            yield f"- `{field}` stays `{shown(value)}`: {reason}"
+        reasons: dict[str, list[str]] = {}
+        for field, reason in fields.irrelevant.items():
+            reasons.setdefault(reason, []).append(field)
+        for reason, ignored in reasons.items():
+            yield f"- {_listed(ignored)}: accepted, {reason}"
+        yield ""
+    yield f"`rope_parameters.rope_type` is one of {_listed(ROPE_KEYS)}; a key that the type does not read is refused."
+    yield ""
+    yield (
+        '`{"from_pretrained": DIR}`: config and weights of a Hugging Face directory of safetensors, relative to the'
+        " working directory; the same rules hold for its `config.json`, and a field of it that its class does not"
+        " declare is refused. Beside `from_pretrained` only dropout probabilities, `output_router_logits` and"
+        " `router_aux_loss_coef` can be given. Each rank reads its slices of the weights. A run that resumes takes its"
+        " weights from the checkpoint, and where DIR is gone its config too."
+    )
+    yield ""
+    yield "Whatever the model_type, in a written model, a `config.json` and a config object:"
+    yield ""
+    for field, (value, reason) in FIXED_IN_EVERY_CONFIG.items():
+        yield f"- `{field}` stays `{shown(value)}`: {reason}"
+    yield ""
+    yield (
+        f"These may be in a `config.json` and change nothing: {_listed(name for name in OF_EVERY_CONFIG)}; so may what"
+        " `GenerationConfig` declares."
+    )
+
+
+def _is_block(name: str, field: FieldInfo) -> bool:
+    """Whether a key holds a block of DeepSpeed's that has no line of its own."""
+    return model_in(field.annotation) is not None and name not in ("optimizer", "scheduler", "zero_tp", *OFF_BLOCKS)
+
+
+def _block(name: str) -> str:
+    anchor = ANCHORS.get(name)
+    note = f": {NOTES[name]}" if name in NOTES else ""
+    return (f"[`{name}`]({DEEPSPEED_DOCS}#{anchor})" if anchor else f"`{name}`") + note
+
+
+def _listed(names: typing.Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _patterns(patterns: str) -> str:
+    """The patterns of keys as a reader writes them: a class of letters is part of a star."""
+    return _listed(dict.fromkeys(re.sub(r"\w?\[!\w\]\*", "*", pattern) for pattern in patterns.split()))
+
+
+def _table(head: tuple[str, ...], rows: typing.Iterable[tuple[str, ...]]) -> Iterator[str]:
+    for row in (head, ("---",) * len(head), *rows):
+        yield "| " + " | ".join(re.sub(r"\|", r"\\|", cell) for cell in row) + " |"
+
+
+def main() -> None:
+    """Print the page, or write it."""
+    parser = argparse.ArgumentParser(description="Generate docs/config.md.")
+    parser.add_argument("--write", type=Path, metavar="PATH", help="write the page there instead of printing it")
+    path = parser.parse_args().write
+    if path:
+        path.write_text(page(), encoding="utf-8")
+    else:
+        print(page(), end="")
+
+
+if __name__ == "__main__":
+    main()

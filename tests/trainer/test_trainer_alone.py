@@ -1,0 +1,141 @@
+"""What transformers' Trainer is told before any ranks are there, and what a script starts on one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.tiny_models import speeches, tiny_gpt2
+from tests.tiers import THOROUGH
+from zero_tp.errors import UserError
+from zero_tp.topology import Topology
+
+SCRIPT = """
+import sys
+
+import deepspeed
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+from zero_tp import ZeroTPTrainer
+
+ShareMemCommBuilder.load = lambda self, **options: sys.exit("DeepSpeed's shared-memory collectives are built")
+deepspeed.ops._probe_compatible_ops = lambda: sys.exit("every op is looked at")
+config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
+config |= {"gradient_accumulation_steps": "auto", "train_batch_size": "auto"}
+args = TrainingArguments("out", deepspeed=config, use_cpu=True, max_steps=1, report_to=[], save_strategy="no")
+row = {"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}
+trainer = ZeroTPTrainer(AutoModelForCausalLM.from_pretrained("model"), args, train_dataset=[row] * 8)
+trainer.train()
+print("trained", trainer.state.global_step)
+"""
+
+
+def test_a_script_without_a_launcher_is_one_line() -> None:
+    from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator
+
+    with pytest.raises(UserError, match=r"^ZeroTPTrainer: no ranks are connected; start the script with deepspeed or"):
+        TensorParallelAccelerator(Topology(world=1), 1.0, lambda engine: None)
+
+
+REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
+        r"optimizer\.type: \"Muon\" is refused: it orthogonalises",
+    ),
+    ({"optimizer": {"type": "Lamb", "params": {"lr": 0.1}}}, r"optimizer\.type: \"Lamb\" is refused: its trust ratio"),
+    ({"torch_autocast": {"enabled": True}}, r"torch_autocast\.enabled: true is refused"),
+    ({"compile": {"deepcompile": True}}, r"compile\.deepcompile: true is refused"),
+    ({"data_efficiency": {"enabled": True}}, r"data_efficiency\.enabled: true is refused"),
+    ({"tensor_parallel": {"autotp_size": 2}}, r"tensor_parallel\.autotp_size: 2 is refused"),
+    ({"gradient_allreduce_op": "sum"}, r"gradient_allreduce_op: refused unless it is \"mean\""),
+    ({"sequence_parallel_size": 2}, r"sequence_parallel_size: refused unless it is 1"),
+    ({"prescale_gradients": True}, r"prescale_gradients: refused with ZeRO"),
+    (
+        {"bf16": {"enabled": True, "check_grad_overflow": False}},
+        r"bf16\.check_grad_overflow: refused unless it is true",
+    ),
+    ({"zero_optimization": {"stage": 2, "zenflow": {}}}, r"zero_optimization\.zenflow: refused at all"),
+    (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+        r"zero_optimization\.offload_optimizer\.super_offload: refused unless it is false: it is not built yet",
+    ),
+    (
+        {"gradient_acumulation_steps": 2},
+        r"gradient_acumulation_steps: unknown key; did you mean .gradient_accumulation_steps",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "told"), REFUSED_CONFIGS)
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_trainers_deepspeed_config_is_refused_as_a_runs_is(keys: dict[str, Any], told: str, tensor: int) -> None:
+    from zero_tp.trainer.tensor_parallel_accelerator import finalized_config
+
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1}}
+    plugin = SimpleNamespace(deepspeed_config=batch | keys, deepspeed_config_process=lambda **_: None)
+    with pytest.raises(UserError, match=told):
+        finalized_config(plugin, Topology(tensor, world=tensor), 1.0)
+    plugin.deepspeed_config = batch
+    assert finalized_config(plugin, Topology(tensor, world=tensor), 1.0)["train_batch_size"] == 1
+
+
+def test_an_optimizer_of_the_same_name_in_another_library_is_refused() -> None:
+    """bitsandbytes has an AdamW too, whose states are in blocks of a whole tensor."""
+    from zero_tp.trainer.tensor_parallel_accelerator import _sharded_optimizer
+
+    weight = torch.nn.Parameter(torch.zeros(2))
+    other = type("AdamW", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})([weight], lr=0.1)
+    with pytest.raises(UserError, match=r"^optimizer AdamW of bitsandbytes: a rank holds shards"):
+        _sharded_optimizer(other, {})
+    optimizer = torch.optim.AdamW([weight])
+    assert _sharded_optimizer(optimizer, {}) is optimizer
+
+
+def test_a_trainer_warns_of_what_its_config_says_in_vain() -> None:
+    from zero_tp.trainer.tensor_parallel_accelerator import finalized_config
+
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1}}
+    config |= {"fp16": {"enabled": False, "loss_scale": 8.0}}
+    plugin = SimpleNamespace(deepspeed_config=config, deepspeed_config_process=lambda **_: None)
+    with pytest.warns(UserWarning, match=r"^DeepSpeed's config: fp16\.loss_scale: fp16\.enabled is not true"):
+        finalized_config(plugin, Topology(world=1), 1.0)
+
+
+@THOROUGH
+def test_a_trainer_that_counts_other_ranks_is_one_line(tmp_path: Path) -> None:
+    """accelerate does on a CPU without `use_cpu`."""
+    tiny_gpt2(tmp_path / "model", speeches(2, 2000))
+    script = SCRIPT.replace("use_cpu=True, ", "").replace('"stage": 3', '"stage": 1')
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    (tmp_path / "script.py").write_text(script)
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode and "trained" not in done.stdout
+    assert "UserError: TrainingArguments: accelerate counts 1 of 2 ranks" in done.stderr, done.stderr
+
+
+@THOROUGH
+def test_a_script_compiles_no_collectives(tmp_path: Path) -> None:
+    """DeepSpeed would, wherever it first connects: for a model that transformers opens under ZeRO-3, or an engine."""
+    tiny_gpt2(tmp_path / "model", speeches(2, 2000))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {**os.environ, **rank, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "trained 1"

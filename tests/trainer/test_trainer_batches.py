@@ -1,0 +1,101 @@
+"""Micro-batches of transformers' Trainer on a TP group: compared between ranks, padded for sequence parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.compare import check_close
+from tests.support.native import native_model
+from tests.support.pools import Pools
+from tests.trainer.test_trainer import CAUSAL
+
+
+def compare_samples(attention_mask: list[list[int]], with_types: bool) -> str:
+    """Return the error of a rank of a TP group whose second rank has this mask, and maybe a tensor more."""
+    import torch.distributed as dist
+
+    from zero_tp.errors import UserError
+    from zero_tp.topology import Topology
+    from zero_tp.trainer.batches import SampleComparison
+
+    topology, second = Topology(2, True), dist.get_rank() == 1
+    SampleComparison({"input_ids": torch.arange(4)}, topology).require_same()
+    mask = torch.tensor(attention_mask if second else [[1, 1, 1]] * 2, dtype=torch.bfloat16)
+    inputs: dict[str, Any] = {"input_ids": torch.arange(6).view(2, 3), "attention_mask": mask, "return_dict": second}
+    if second and with_types:
+        inputs["token_type_ids"] = torch.zeros(2, 3, dtype=torch.int64)
+    try:
+        SampleComparison(inputs, topology).require_same()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_different_samples_in_a_tp_group_are_refused_on_all_ranks(ranks: Pools) -> None:
+    same = [[1, 1, 1]] * 2
+    assert ranks(2).run(compare_samples, same, False) == ["", ""]
+    for mask, with_types in (([[1, 1, 1], [1, 1, 0]], False), ([[1, 1]] * 2, False), (same, True)):
+        for error in ranks(2).run(compare_samples, mask, with_types):
+            assert error.startswith("attention_mask, input_ids") and "the samples differ between the ranks" in error
+
+
+def packed_losses(lengths: list[list[int]], numbered: bool) -> list[tuple[float, float]]:
+    """(our loss, that of transformers' model on each document by itself) of rows of documents of these lengths."""
+    import torch.nn.functional as F
+    from transformers import AutoConfig, DataCollatorWithFlattening
+
+    from tests.support.compare import grid, whole_gradients
+    from tests.support.native import gradients, parallel_model, perturbed, to_ours
+    from zero_tp.trainer.batches import padded
+
+    fields = dict(CAUSAL)
+    torch.manual_seed(7)
+    reference = perturbed(native_model(AutoConfig.for_model(fields.pop("model_type"), **fields))).train()
+    model = parallel_model(reference, grid(2, True)).train()
+    found = []
+    for row in lengths:
+        documents = [torch.randint(101, (length,)) for length in row]
+        sums = [F.cross_entropy(reference(each[None]).logits[0, :-1], each[1:], reduction="sum") for each in documents]
+        expected = torch.stack(sums).sum() / sum(length - 1 for length in row)
+        reference.zero_grad()
+        expected.backward()
+        batch = DataCollatorWithFlattening()([{"input_ids": each.tolist()} for each in documents])
+        if numbered:
+            batch["document_ids"] = (batch["position_ids"] == 0).cumsum(1)
+        model.zero_grad()
+        loss = model(**padded(batch, model.topology, causal=True)).loss
+        loss.backward()
+        check_close(whole_gradients(model), to_ours(model.config, gradients(reference)))
+        found.append((loss.item(), expected.item()))
+    return found
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_packed_rows_of_any_length_are_documents_apart(ranks: Pools, numbered: bool) -> None:
+    """As flash attention's varlen kernels see them: no document sees another, nor what fills the row up."""
+    lengths = [[5, 1, 7], [2, 3, 4], [9], [4, 4], [3, 2, 1, 1, 2, 2]]
+    for losses in ranks(2).run(packed_losses, lengths, numbered):
+        for loss, expected in losses:
+            assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def dynamic_losses(length: int) -> tuple[float, float]:
+    """(our loss, transformers') of a row just longer than the positions, under frequencies that follow the length."""
+    from tests.models.test_documents import dynamic_model
+    from tests.support.compare import grid
+    from tests.support.native import parallel_model
+    from zero_tp.trainer.batches import padded
+
+    reference = dynamic_model().train()
+    model = parallel_model(reference, grid(2, True)).train()
+    tokens = torch.randint(61, (1, length))
+    batch = {"input_ids": tokens, "labels": tokens}
+    return model(**padded(batch, model.topology, causal=True)).loss.item(), reference(**batch).loss.item()
+
+
+def test_what_fills_a_row_up_does_not_lengthen_it(ranks: Pools) -> None:
+    for loss, expected in ranks(2).run(dynamic_losses, 19):
+        assert loss == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,292 @@
+"""One step of the engine against GPT2LMHeadModel: the first minute of what test_parity.py proves at length."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config
+
+from tests.models.test_model import SIZES, batch, reference_model
+from tests.support.compare import check_close, grid, whole_gradients
+from tests.support.native import Native, gradients, native_tensors, parallel_model, to_ours
+from tests.support.pools import Pools
+from tests.tiers import in_tiers
+from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.models.causal_lm import shifted
+from zero_tp.parallel.gradients import clip_gradients, gradient_norm
+from zero_tp.topology import Topology
+
+LEARNING_RATE, DECAY, ACCUMULATION, BATCH, LENGTH = 1e-2, 0.1, 2, 8, 16
+
+
+DROPOUT: dict[str, Any] = {"embd_pdrop": 0.5, "resid_pdrop": 0.5, "attn_pdrop": 0.5}
+
+
+def build(topology: Any, stage: int, *, dropout: bool = False, **changes: Any) -> Any:
+    """An engine that starts with the reference's weights."""
+    from zero_tp.training.engine import TrainingEngine
+
+    reference = reference_model(**DROPOUT if dropout else {})
+    settings = {
+        "train_micro_batch_size_per_gpu": BATCH // topology.data // ACCUMULATION,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LEARNING_RATE, "weight_decay": DECAY, "torch_adam": True},
+        },
+        "zero_optimization": {"stage": stage},
+        **changes,
+    }
+    return TrainingEngine(copy.deepcopy(reference.config), topology, settings, seed=0, source=Native(reference))
+
+
+SHARED: dict[str, Any] = {
+    **{"n_layer": 2, "n_head": 24, "n_embd": 72, "n_positions": 80, "vocab_size": 301, "tie_word_embeddings": False},
+    **{"bos_token_id": 0, "eos_token_id": 0},
+}
+"""Its larger matrices have 2 to 5 blocks, some of which end inside one, on each of 1 and 2 TP ranks."""
+
+
+@contextmanager
+def recorded_draws() -> Iterator[list[int]]:
+    """The seed of each tensor that is drawn inside: another one for each block of a parameter."""
+    seeds: list[int] = []
+    normal = torch.normal
+
+    def recorded(*arguments: Any, generator: torch.Generator, **options: Any) -> Tensor:
+        seeds.append(generator.initial_seed())
+        return normal(*arguments, generator=generator, **options)
+
+    with patch.object(torch, "normal", recorded):
+        yield seeds
+
+
+def initial(tensor: int, stage: int, dtype: str) -> tuple[int, list[int], dict[str, Tensor]]:
+    """The TP rank, what this rank has drawn, and the weights that its engine starts with."""
+    from zero_tp.training.engine import TrainingEngine
+
+    topology = grid(tensor, True)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        dtype: {"enabled": True},
+    }
+    if dtype == "fp32":
+        del settings[dtype]
+    with recorded_draws() as seeds:
+        engine = TrainingEngine(GPT2Config(**SHARED), topology, settings, seed=5)
+    return topology.tensor_rank, seeds, {name: held.clone() for name, held in native_tensors(engine.model)}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stage", "dtype"),
+    in_tiers(
+        [(t, stage, dtype) for t in (1, 2, 4) for stage in range(4) for dtype in ("fp32", "bf16")],
+        [(1, 1, "bf16"), (2, 0, "fp32"), (2, 3, "bf16")],
+    ),
+)
+def test_data_parallel_ranks_draw_each_weight_once_among_them(
+    ranks: Pools, tensor: int, stage: int, dtype: str
+) -> None:
+    config = GPT2Config(**SHARED)
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    expected = dict(native_tensors(ZeroTPForCausalLM(config, Topology(world=1), seed=5, dtype=kind)))
+    drawn: list[list[int]] = [[] for _ in range(tensor)]
+    for tensor_rank, seeds, weights in ranks(4).run(initial, tensor, stage, dtype):
+        assert seeds and weights.keys() == expected.keys()
+        for name, weight in expected.items():
+            assert torch.equal(weights[name], weight), name
+        drawn[tensor_rank] += seeds
+    for rank, seeds in enumerate(drawn):
+        with recorded_draws() as alone:
+            ZeroTPForCausalLM(config, Topology(tensor, True, world=tensor, rank=rank), seed=5)
+        assert sorted(seeds) == sorted(alone)
+
+
+def tokens_of_the_step() -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(SIZES["vocab_size"], (BATCH, LENGTH), generator=generator)
+
+
+def one_step(tensor: int, sequence: bool, stage: int) -> tuple[float, float, dict[str, Tensor]]:
+    """Loss, gradient norm, and the weights that the engine started with."""
+    topology = grid(tensor, sequence)
+    engine = build(topology, stage)
+    weights = {name: tensor.clone() for name, tensor in native_tensors(engine.model)}
+    own = tokens_of_the_step().chunk(topology.data)[topology.data_rank]
+    loss = engine.train_step([(tokens, shifted(tokens)) for tokens in own.chunk(ACCUMULATION)])
+    return loss, engine.gradient_norm, weights
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_loss_and_gradient_norm_of_a_step(ranks: Pools, sequence: bool, stage: int) -> None:
+    model = reference_model()
+    tokens = tokens_of_the_step()
+    expected_loss = model(tokens, labels=tokens).loss
+    expected_loss.backward()
+    expected_norm = sum(float(parameter.grad.double().square().sum()) for parameter in model.parameters()) ** 0.5
+    for loss, norm, weights in ranks(4).run(one_step, 2, sequence, stage):
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, model.state_dict()[name]), name
+        assert loss == pytest.approx(expected_loss.item(), rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+
+
+def labels_of_the_step() -> Tensor:
+    """Ignored in part, and more on one DP rank than on the other: a mean of means would be another number."""
+    labels = shifted(tokens_of_the_step())
+    labels[: BATCH // 2, 3:] = -100
+    return labels
+
+
+def validated(stage: int) -> tuple[float, float, bool]:
+    """Validation losses before and after a step with a learning rate of zero, and whether that step had dropout."""
+    topology = grid(2, True)
+    still = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}
+    engine = build(topology, stage, dropout=True, optimizer=still)
+    modes: list[bool] = []
+    engine.model.transformer.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    own = [whole.chunk(topology.data)[topology.data_rank] for whole in (tokens_of_the_step(), labels_of_the_step())]
+    batches = list(zip(*(part.chunk(ACCUMULATION) for part in own), strict=True))
+    before = engine.evaluate(batches)["loss"]
+    modes.clear()
+    engine.train_step(batches)
+    dropped = all(modes)
+    return before, engine.evaluate(batches)["loss"], dropped
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_validation_is_the_mean_over_all_labels(ranks: Pools, stage: int) -> None:
+    logits = reference_model()(tokens_of_the_step()).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels_of_the_step().flatten()).item()
+    for before, after, dropped in ranks(4).run(validated, stage):
+        assert before == after == pytest.approx(expected, rel=1e-5)
+        assert dropped, "a step after a validation has no dropout"
+
+
+def clipped(world: int, limit: float) -> tuple[float, float]:
+    """The functions of ZeRO-0 on gradients that differ over TP, against torch's."""
+    topology = grid(world, True)
+    reference = reference_model()
+    model = parallel_model(reference, topology).train()
+    inputs = batch(SIZES["vocab_size"], "")
+    reference(**inputs).loss.backward()
+    model(**inputs).loss.backward()
+    expected = torch.nn.utils.clip_grad_norm_(reference.double().parameters(), limit)
+    norm = gradient_norm(model.parameters(), topology)
+    assert norm.dtype == torch.float64 and norm.item() == pytest.approx(expected.item(), rel=1e-5)
+    clip_gradients(model.parameters(), norm.item(), limit)
+    check_close(whole_gradients(model), to_ours(model.config, gradients(reference)))
+    return norm.item(), expected.item()
+
+
+@pytest.mark.parametrize("limit", [0.1, 100.0])
+def test_norm_and_clipping_without_zero(ranks: Pools, limit: float) -> None:
+    for found, expected in ranks(2).run(clipped, 2, limit):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def decayed(stage: int) -> dict[str, float]:
+    """Each parameter's weight decay, asked for as the engine does."""
+    from zero_tp.training.engine import parameter_groups
+
+    model = build(grid(2, True), stage).model
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, DECAY)
+    return {names[parameter]: group["weight_decay"] for group in groups for parameter in group["params"]}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_norms_and_biases_do_not_decay(ranks: Pools, stage: int) -> None:
+    """Under ZeRO-3 every parameter that the module shows has one dimension."""
+    found = ranks(2).run(decayed, stage)[0]
+    assert len(found) == 12 * SIZES["n_layer"] + 4
+    for name, decay in found.items():
+        assert decay == (0.0 if "norm" in name or name.endswith("bias") else DECAY), name
+
+
+def masters_at_the_start() -> tuple[list[Tensor], list[Tensor], list[Any]]:
+    from zero_tp.zero.states import MASTER
+
+    engine = build(grid(2, True), 0, bf16={"enabled": True})
+    states = engine.zero.states()
+    steps = [state["step"] for state in states.optimizer.state.values() if "step" in state]
+    weights = [engine.model.get_parameter(each.name).detach().flatten().clone() for each in states.fragments]
+    return [states.get(each, MASTER).clone() for each in states.fragments], weights, steps
+
+
+def test_no_step_is_taken_before_the_first(ranks: Pools) -> None:
+    """DeepSpeed's 16-bit optimizers without ZeRO take one to allocate their states."""
+    for masters, weights, steps in ranks(2).run(masters_at_the_start):
+        assert not steps
+        for master, weight in zip(masters, weights, strict=True):
+            assert master.dtype == torch.float32 and torch.equal(master, weight.float())
+
+
+def frequencies_of_an_engine() -> list[Tensor]:
+    """Of a bf16 ZeRO-3 engine's model, and of its config alone: `zero.Init` rounds the tensors that are made in it."""
+    from transformers import LlamaConfig
+
+    from zero_tp.architectures import architecture_of
+    from zero_tp.topology import Topology
+    from zero_tp.training.engine import TrainingEngine
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, vocab_size=48
+    )
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+    }
+    engine = TrainingEngine(config, Topology(), settings, seed=0)
+    engine.train_step([(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))])
+    specs: tuple[Any, ...] = (engine.model.spec, architecture_of(config).spec(config))
+    return [spec.rotary.frequencies(4, torch.device("cpu"))[0] for spec in specs]
+
+
+def test_rotary_frequencies_are_not_rounded_to_the_models_dtype(ranks: Pools) -> None:
+    for ours, expected in ranks(1).run(frequencies_of_an_engine):
+        assert ours.dtype == torch.float32 and torch.equal(ours, expected)
+
+
+def engine_of_a_script() -> tuple[str, bool]:
+    """An engine whose config has blocks that are off and a schedule without params, given too few micro-batches.
+
+    Returns:
+        The error, and whether the right number trains.
+    """
+    from zero_tp.errors import UserError
+
+    settings: dict[str, Any] = {
+        "gradient_accumulation_steps": 2,
+        "train_micro_batch_size_per_gpu": 1,
+        "scheduler": {"type": "WarmupLR"},
+        "pipeline": False,
+        "datastates_ckpt": {},
+    }
+    engine = build(grid(1, False), 1, **settings)
+    row = torch.zeros(1, 4, dtype=torch.long)
+    try:
+        engine.train_step([(row, row)])
+    except UserError as error:
+        return str(error), math.isfinite(engine.train_step([(row, row)] * 2))
+    return "", False
+
+
+def test_a_step_has_as_many_micro_batches_as_the_config_says(ranks: Pools) -> None:
+    """With fewer DeepSpeed would update in the middle of a later step."""
+    for error, trained in ranks(1).run(engine_of_a_script):
+        assert error.startswith("a step was given 1 micro-batches, and gradient_accumulation_steps is 2: ")
+        assert trained

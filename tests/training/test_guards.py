@@ -1,0 +1,219 @@
+"""What a run checks of itself stops it when it is wrong, and names the parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config
+
+from tests.support.pools import Pools, RankError
+from tests.support.replicas import replica, rows
+from tests.tiers import in_tiers
+from zero_tp.topology import Topology
+
+
+def build(stage: int, dtype: str = "fp32") -> Any:
+    from zero_tp.training.engine import TrainingEngine
+
+    config = GPT2Config(n_layer=1, n_embd=24, n_head=4, vocab_size=50, n_positions=8, bos_token_id=0, eos_token_id=0)
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    if dtype == "bf16":
+        settings["bf16"] = {"enabled": True}
+    return TrainingEngine(config, Topology(2, True), settings, seed=1)
+
+
+def train(engine: Any, steps: int) -> None:
+    for _ in range(steps):
+        tokens = torch.arange(18).reshape(2, 9) + engine.topology.data_rank
+        engine.train_step([(tokens[:, :-1], tokens[:, 1:])])
+
+
+def disturb(stage: int, dtype: str, name: str) -> str:
+    """The message on a rank of the TP group in which rank 1 holds another value at one place; "" if there is none."""
+    from zero_tp.errors import UserError
+    from zero_tp.training.guards import check_replicas
+
+    engine = build(stage, dtype)
+    train(engine, 1)
+    check_replicas(engine.model, engine.topology, 1)
+    parameter = dict(engine.model.named_parameters())[name]
+    held = parameter.ds_tensor if stage == 3 else parameter.data
+    if engine.topology.tensor_rank == 1 and engine.topology.data_rank == 0:
+        with torch.no_grad():
+            held.flatten()[-1:].mul_(1 + 2.0**-7).add_(2.0**-20)  # the last bits of a bf16 number
+    try:
+        check_replicas(engine.model, engine.topology, 7)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_replica_that_drifts_is_named(ranks: Pools, stage: int, dtype: str) -> None:
+    name = "transformer.layers.0.mlp_norm.weight"
+    first, second, *others = ranks(4).run(disturb, stage, dtype, name)
+    assert first == second and first.startswith(
+        f"after step 7 parameter {name} differs between tensor parallel ranks by"
+    )
+    assert others == ["", ""], "the other replica's TP group is whole"
+
+
+def without_a_hook() -> None:
+    from zero_tp.parallel import gradients
+
+    original = gradients._hooked
+    gradients._hooked = lambda parameter, group: gradients.GradientSum(group)
+    try:
+        train(build(1), 1)
+    finally:
+        gradients._hooked = original
+
+
+def test_a_hook_that_does_not_fire_is_named(ranks: Pools) -> None:
+    with pytest.raises(RankError, match=r"position\.weight was not summed over tensor parallel ranks"):
+        ranks(2).run(without_a_hook)
+
+
+def with_a_norm_that_does_not_sum() -> None:
+    engine = build(1)
+    engine.model.transformer.layers[0].mlp_norm.gradient_sum = None
+    train(engine, 1)
+
+
+def test_a_norm_that_does_not_sum_is_named(ranks: Pools) -> None:
+    with pytest.raises(RankError, match=r"layers\.0\.mlp_norm\.weight was not summed over tensor parallel ranks"):
+        ranks(2).run(with_a_norm_that_does_not_sum)
+
+
+def drifting(interval: int) -> int:
+    """Trains with a norm whose gradient is not summed, checking as the loop does; the step that found it."""
+    from zero_tp.errors import UserError
+    from zero_tp.parallel import gradients
+    from zero_tp.parallel.collectives import Pending
+    from zero_tp.training.guards import check_replicas
+
+    engine = build(1)
+    summed = gradients.start_all_reduce
+    gradients.start_all_reduce = lambda tensor, group, **_: Pending(tensor)
+    try:
+        for step in range(1, 10):
+            train(engine, 1)
+            if step % interval == 0:
+                check_replicas(engine.model, engine.topology, step)
+    except UserError:
+        return step
+    finally:
+        gradients.start_all_reduce = summed
+    return 0
+
+
+def test_an_unsummed_norm_gradient_is_found_at_the_next_check(ranks: Pools) -> None:
+    assert ranks(2).run(drifting, 3) == [3, 3]
+
+
+# --- what data-parallel ranks hold twice ------------------------------------------------------------------------------
+
+
+def corrupted(stage: int, dtype: str, kind: str, tensor: int = 1) -> str:
+    """The message on a rank, after the last rank's copy of something got one other bit."""
+    from zero_tp.errors import UserError
+
+    engine = replica(stage, dtype, tensor)
+    for step in (1, 2):
+        engine.train_step(rows(engine, step), guarded=step)
+    name = "transformer.layers.0.mlp_norm.weight"
+    if engine.topology.rank == engine.topology.world - 1:
+        if kind == "weight":
+            held = engine.model.get_parameter(name).data
+        else:
+            states = engine.zero.states()
+            held = states.get(next(each for each in states.fragments if each.name == name), kind)
+        bits = held.view({2: torch.int16, 4: torch.int32}[held.element_size()])
+        bits.view(-1)[3] ^= 1
+    try:
+        engine.train_step(rows(engine, 3), guarded=3)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+HELD_TWICE = [
+    *((stage, dtype, "weight") for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")),
+    *((0, dtype, kind) for dtype, kind in (("bf16", "master"), ("bf16", "exp_avg"), ("fp32", "exp_avg_sq"))),
+]
+
+
+FIRST = [(0, "bf16", "master"), (1, "fp32", "weight"), (2, "bf16", "weight"), (3, "fp32", "weight")]
+
+
+@pytest.mark.parametrize(("stage", "dtype", "kind"), in_tiers(HELD_TWICE, FIRST))
+def test_one_changed_bit_of_what_replicas_hold_twice_names_the_odd_one(
+    ranks: Pools, stage: int, dtype: str, kind: str
+) -> None:
+    name = "transformer.layers.0.mlp_norm.weight" + (f" ({kind})" if kind != "weight" else "")
+    for message in ranks(3).run(corrupted, stage, dtype, kind):
+        assert message.startswith(
+            f"before the update of step 3 parameter {name} is not what the others hold on rank 2,"
+        ), message
+
+
+@pytest.mark.parametrize("tensor", in_tiers([1, 2], [2]))
+def test_of_two_replicas_both_are_named(ranks: Pools, tensor: int) -> None:
+    both = "ranks 0 and 1" if tensor == 1 else "ranks 1 and 3"
+    for message in ranks(2 * tensor).run(corrupted, 1, "fp32", "weight", tensor):
+        assert f"mlp_norm.weight differs between {both}, and data-parallel ranks hold it alike" in message
+
+
+def repeated(stage: int, recompute: str, faulty: bool) -> tuple[list[float], str]:
+    """Losses and norms of steps with the repetition at each, or without where nothing is faulty; the message."""
+    from zero_tp.activations.policy import RecomputePolicy
+    from zero_tp.errors import UserError
+
+    engine = replica(stage, tensor=2, recompute=RecomputePolicy(mode=recompute))
+    numbers: list[float] = []
+    calls = 0
+
+    def flip(module: Any, _: Any, output: torch.Tensor) -> torch.Tensor | None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # the second of the two runs
+            output = output.clone()
+            output.view(-1)[5] += 2.0**-12
+            return output
+        return None
+
+    if faulty and engine.topology.rank == 3:
+        engine.model.transformer.layers[0].mlp.register_forward_hook(flip)
+    try:
+        for step in range(3):
+            numbers += (engine.train_step(rows(engine, step), guarded=step, guard_gradients=True), engine.gradient_norm)
+    except UserError as error:
+        return numbers, str(error)
+    other = replica(stage, tensor=2, recompute=RecomputePolicy(mode=recompute))
+    for step in range(3):
+        numbers += (-other.train_step(rows(other, step)), -other.gradient_norm)
+    return numbers, ""
+
+
+REPEATED = [(stage, recompute) for stage in (0, 1, 2, 3) for recompute in ("none", "full")]
+
+
+@pytest.mark.parametrize(("stage", "recompute"), in_tiers(REPEATED, [(2, "none"), (3, "full")]))
+def test_a_repeated_micro_batch_changes_nothing(ranks: Pools, stage: int, recompute: str) -> None:
+    for numbers, message in ranks(4).run(repeated, stage, recompute, False):
+        assert message == "" and len(numbers) == 12
+        assert numbers[:6] == [-number for number in numbers[6:]]
+
+
+@pytest.mark.parametrize("stage", in_tiers([1, 3], [1]))
+def test_a_gradient_that_does_not_come_again_names_the_rank(ranks: Pools, stage: int) -> None:
+    for _, message in ranks(4).run(repeated, stage, "none", True):
+        # What rank 3 computes wrongly reaches rank 2, of its TP group, and no other replica.
+        assert "differs between two runs of one micro-batch on ranks 2 and 3" in message, message

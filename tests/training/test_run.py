@@ -1,0 +1,289 @@
+"""What is found before any rank is connected: another corpus than the run's, another tokenizer than the model's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from tests.support.corpora import run
+from tests.support.run_log import train_state
+from zero_tp.checkpoint.manifest import check_same_run, fixed_of
+from zero_tp.config import RunConfig
+from zero_tp.data import indexed
+from zero_tp.data.content import bin_path, content_path
+from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
+from zero_tp.data.tokenizer_training import train_bpe
+from zero_tp.errors import UserError
+from zero_tp.planning.forecast import MemoryForecast
+from zero_tp.process.environment import RankEnvironment
+from zero_tp.process.watch import Watchdog
+from zero_tp.training.run_inputs import RunInputs
+from zero_tp.training.start import start_training
+
+SIZES: dict[str, Any] = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 300}
+
+
+def prepare(prefix: Path, seed: int, documents: int = 20) -> None:
+    random = np.random.default_rng(seed)
+    prefix.parent.mkdir(exist_ok=True)
+    with IndexedWriter(prefix, 300) as writer:
+        for _ in range(documents):
+            writer.add_document(random.integers(0, 300, random.integers(5, 30)))
+
+
+def run_of(folder: Path, model: dict[str, Any], **data: Any) -> RunInputs:
+    path = folder / "run.json"
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_tp": {
+            "model": model,
+            "data": {"train": str(folder / "data" / "train"), "sequence_length": 8, **data},
+            "training": {"steps": 1},
+        },
+    }
+    path.write_text(json.dumps(config))
+    return RunInputs(RunConfig.load(path, world_size=1), folder / "run")
+
+
+def test_a_run_goes_on_where_its_forecast_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(config: RunConfig, *, cpu: bool) -> Any:
+        raise ZeroDivisionError("no such shape\nand more")
+
+    monkeypatch.setattr("zero_tp.planning.forecast.rank_memory", fails)
+    state = train_state(tmp_path)
+    state.engine.device = torch.device("cpu")
+    forecast = MemoryForecast()
+    forecast.on_start(state)
+    forecast.on_end(state)
+    assert capsys.readouterr().out == "plan: none; the planner failed: ZeroDivisionError: no such shape\n"
+
+
+def manifest_of(saved: dict[str, Any]) -> Any:
+    """Return what of a manifest is read here."""
+    return SimpleNamespace(**saved)
+
+
+def test_the_identity_is_the_corpus_and_not_its_place(tmp_path: Path, seed: int) -> None:
+    for name in ("a", "b"):
+        prepare(tmp_path / name, seed)
+    before = IndexedCorpus(tmp_path / "a").identity()
+    assert before == IndexedCorpus(tmp_path / "b").identity()
+    assert before["documents"] == 20 and before["tokens"] == IndexedCorpus(tmp_path / "a").tokens
+    prepare(tmp_path / "b", seed + 1)
+    assert IndexedCorpus(tmp_path / "b").identity()["sha256"] != before["sha256"]
+    content = np.fromfile(bin_path(tmp_path / "a"), np.uint16)
+    content[len(content) // 2] ^= 1  # documents as long as before
+    content.tofile(bin_path(tmp_path / "a"))
+    after = IndexedCorpus(tmp_path / "a").identity()
+    assert after["sha256"] != before["sha256"] and after | before == before
+
+
+def test_a_corpus_that_was_prepared_again_is_refused(tmp_path: Path, seed: int) -> None:
+    prepare(tmp_path / "data" / "train", seed)
+    model = {"model_type": "gpt2", **SIZES}
+    saved = json.loads(json.dumps({"corpora": run_of(tmp_path, model).corpora}))
+    run_of(tmp_path, model).check_resumed(tmp_path / "step", manifest_of(saved))
+    prepare(tmp_path / "data" / "train", seed, documents=21)
+    with pytest.raises(UserError) as caught:
+        run_of(tmp_path, model).check_resumed(tmp_path / "step", manifest_of(saved))
+    told = str(caught.value)
+    assert told.startswith(f"zero_tp.data.train: {tmp_path}/data/train holds 21 documents of ")
+    assert f"but the run of {tmp_path}/step was started with 20 documents of " in told
+    assert told.endswith("prepare it as it was, or give another --output-dir") and "\n" not in told
+
+
+def test_a_corpus_that_moved_is_the_same(tmp_path: Path, seed: int) -> None:
+    model, names = {"model_type": "gpt2", **SIZES}, ("a", "b")
+    for name in names:
+        prepare(tmp_path / "data" / name, seed + ord(name))
+
+    def resumed(folder: str, weights: dict[str, float]) -> None:
+        run = run_of(tmp_path, model, train={str(tmp_path / folder / name): each for name, each in weights.items()})
+        check_same_run(tmp_path / "step", manifest, run.config)
+        run.check_resumed(tmp_path / "step", manifest)
+
+    shares = {"a": 0.25, "b": 0.75}
+    before = run_of(tmp_path, model, train={str(tmp_path / "data" / name): each for name, each in shares.items()})
+    record = {"fixed": fixed_of(before.config), "corpora": before.corpora}
+    manifest = manifest_of(json.loads(json.dumps(record)) | {"kinds": ("a", "b")})
+    (tmp_path / "data").rename(tmp_path / "moved")
+    resumed("moved", shares)
+    with pytest.raises(UserError, match=r"^zero_tp\.data\.train: \[\[.* was started with \[\["):
+        resumed("moved", {"a": 0.5, "b": 0.5})
+    with pytest.raises(UserError, match=r"^zero_tp\.data\.train: \[\[.* was started with \[\["):
+        resumed("moved", {"a": 0.25})
+    (tmp_path / "moved").rename(tmp_path / "data")
+    prepare(tmp_path / "moved" / "a", seed)
+    shutil.copytree(tmp_path / "data", tmp_path / "moved", ignore=lambda *_: ["a.bin", "a.idx"], dirs_exist_ok=True)
+    with pytest.raises(
+        UserError, match=r"^zero_tp\.data\.train: .*moved/a holds 20 documents of .* was started with 20 "
+    ):
+        resumed("moved", shares)
+
+
+def test_a_model_of_another_tokenizer_is_refused(tmp_path: Path, seed: int) -> None:
+    """Of two that agree on the tokens that both have, one may have more."""
+    prepare(tmp_path / "data" / "train", seed)
+    directory = tmp_path / "model"
+    GPT2LMHeadModel(GPT2Config(**SIZES, bos_token_id=0, eos_token_id=0)).save_pretrained(directory)
+    texts = ["to be, or not to be, that is the question " * 3, "whether it is nobler in the mind to suffer " * 3]
+    train_bpe(iter(texts), 280).save_pretrained(tmp_path / "data" / "tokenizer")
+    model = {"from_pretrained": str(directory)}
+    run_of(tmp_path, model)  # the directory has none to compare
+    train_bpe(iter(texts), 270).save_pretrained(directory)
+    run_of(tmp_path, model)
+    train_bpe(iter(["a completely different sample of some english"] * 2), 280).save_pretrained(directory)
+    with pytest.raises(UserError) as caught:
+        run_of(tmp_path, model)
+    told = str(caught.value)
+    assert told.startswith("zero_tp.model.from_pretrained: token ") and f"in {tmp_path}/data/tokenizer, the" in told
+    assert told.endswith(f"prepare the corpus with --tokenizer {directory}") and "\n" not in told
+    (directory / "tokenizer.json").unlink()
+    (directory / "vocab.json").write_text(json.dumps({"<|endoftext|>": 1, "!": 0}))
+    with pytest.raises(UserError, match=r"token 0 is '!' in "):
+        run_of(tmp_path, model)
+    (directory / "vocab.json").write_text("{")
+    with pytest.raises(UserError, match=r"vocab\.json: can't be read as a tokenizer"):
+        run_of(tmp_path, model)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 16,
+    "vocab_size": 300,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "padding"),
+    [(LLAMA, None), (LLAMA | {"pad_token_id": 7}, 7), ({"model_type": "gpt2", **SIZES}, "the tokenizer's")],
+)
+def test_a_tokenizer_never_decides_what_training_depends_on(
+    tmp_path: Path, model: dict[str, Any], padding: int | str | None
+) -> None:
+    """A Llama's padding token gets no gradient from the look-up, and tokenizers pad with the token that ends a text."""
+    prepare(tmp_path / "data" / "train", 1)
+    tokenizer = train_bpe(iter(["a few words of text"] * 5), 270)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path / "data" / "tokenizer")
+    config = run_of(tmp_path, model).model_config
+    assert config.eos_token_id == tokenizer.eos_token_id
+    assert config.pad_token_id == (tokenizer.pad_token_id if isinstance(padding, str) else padding)
+
+
+def test_ranks_that_cannot_meet_leave_nothing(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `srun` starts them: it tells ranks their numbers, not where they meet."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "")  # so that what is set below is taken back
+        monkeypatch.delenv(name)
+    prepare(tmp_path / "data" / "train", seed)
+    run = run_of(tmp_path, {"model_type": "gpt2", **SIZES})
+    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "12"}
+    told = r"^MASTER_ADDR is not set: 2 ranks need it to meet; export it before srun, as launch/slurm\.sbatch does$"
+    environment = RankEnvironment.of_this_process(slurm)
+    with pytest.raises(UserError, match=told), start_training(run, environment, Watchdog()):
+        pass
+    assert not run.directory.exists()
+
+
+def test_a_byte_that_was_changed_in_a_large_corpus_is_refused(tmp_path: Path, seed: int) -> None:
+    """Between the blocks that the quick identity reads, and with the file's times set back."""
+    prefix = tmp_path / "data" / "train"
+    prefix.parent.mkdir()
+    with IndexedWriter(prefix, 300) as writer:
+        writer.add_document(np.random.default_rng(seed).integers(0, 300, 700_000))
+    model = {"model_type": "gpt2", **SIZES}
+    saved = json.loads(json.dumps({"corpora": run_of(tmp_path, model).corpora}))
+    data = bin_path(prefix)
+    times = data.stat()
+    with data.open("r+b") as file:
+        file.seek(17_000)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    os.utime(data, ns=(times.st_atime_ns, times.st_mtime_ns))
+    quick = IndexedCorpus(prefix).identity(whole=False)
+    assert quick.items() <= saved["corpora"][str(prefix)].items(), "the quick identity sees nothing"
+    with pytest.raises(UserError, match=r"^zero_tp.data.train: .* was started with 1 documents of 700,000 "):
+        run_of(tmp_path, model).check_resumed(tmp_path / "step", manifest_of(saved))
+    del saved["corpora"][str(prefix)]["content"]  # as saved before it was noted
+    run_of(tmp_path, model).check_resumed(tmp_path / "step", manifest_of(saved))
+
+
+def test_all_of_a_corpus_is_read_once(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = tmp_path / "train"
+    prepare(prefix, seed)
+    read: list[str] = []
+    hashed = indexed.stamp_after_tick
+
+    def noting(path: Path) -> dict[str, int]:
+        read.append(path.name)
+        return hashed(path)
+
+    monkeypatch.setattr(indexed, "stamp_after_tick", noting)
+    written = IndexedCorpus(prefix).content
+    assert not read, "who wrote it has noted its content"
+    content_path(prefix).unlink()
+    assert IndexedCorpus(prefix).content == written and IndexedCorpus(prefix).content == written
+    assert written.sha256 == hashlib.sha256(bin_path(prefix).read_bytes()).hexdigest()
+    ids = np.fromfile(bin_path(prefix), np.uint16)
+    assert (written.smallest, written.largest) == (ids.min(), ids.max())
+    assert read == ["train.bin"]
+    memory = json.loads(content_path(prefix).read_text())
+    memory["content"]["largest"] = 7
+    for damaged in (json.dumps(memory), "{", "[]", '{"content": 1}'):
+        content_path(prefix).write_text(damaged)
+        assert IndexedCorpus(prefix).content == written
+    assert len(read) == 5
+
+
+@pytest.mark.parametrize(("file", "at"), [("train.bin", 1000), ("validation.bin", 3), ("train.idx", -16)])
+def test_a_bit_flipped_in_a_prepared_corpus_is_refused_at_the_first_start(tmp_path: Path, file: str, at: int) -> None:
+    run(tmp_path, "data")
+    model, validation = {"model_type": "gpt2", **SIZES}, str(tmp_path / "data" / "validation")
+    path = tmp_path / "data" / file
+    content, whole = bytearray(path.read_bytes()), run_of(tmp_path, model, validation=validation).read()
+    content[at] ^= 1
+    path.write_bytes(content)
+    for _ in range(2):  # what is damaged is not remembered
+        with pytest.raises(
+            UserError, match=rf"^{path} is damaged: its SHA-256 is \w{{12}}…, not \w{{12}}… as in report\.json"
+        ):
+            run_of(tmp_path, model, validation=validation).read()
+    content[at] ^= 1
+    path.write_bytes(content)
+    assert run_of(tmp_path, model, validation=validation).read() == whole
+    (tmp_path / "data" / "report.json").unlink()
+    content[at] ^= 1
+    path.write_bytes(content)
+    assert run_of(tmp_path, model, validation=validation).read() != whole, "nothing says what it was"
+
+
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path, seed: int) -> None:
+    prepare(tmp_path / "data" / "train", seed)
+    with IndexedWriter(tmp_path / "data" / "late", 400) as writer:
+        for token in (5, 299, 300):
+            writer.add_document([1, 2, 3, 4, 5, 6, 7, 8, token])
+    model = {"model_type": "gpt2", **SIZES}
+    late = str(tmp_path / "data" / "late")
+    for data in ({"train": late}, {"validation": late}):
+        with pytest.raises(UserError, match=r"late\.bin holds token id 300, outside the model's vocabulary of 300: "):
+            run_of(tmp_path, model, **data)
+    run_of(tmp_path, model | {"vocab_size": 301}, train=late)

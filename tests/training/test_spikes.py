@@ -1,0 +1,130 @@
+"""A spike skips a step as DeepSpeed skips one whose gradients are not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.pools import Pools
+from tests.support.replicas import replica, rows
+from tests.tiers import in_tiers
+
+
+def skipped_both_ways(stage: int, dtype: str) -> list[Any]:
+    """A run that skips step 3 by a veto and one whose gradients are not finite there: what is left of each."""
+    from zero_tp.training.engine import TrainingEngine
+
+    found = []
+    for way in ("veto", "nan"):
+        engine = replica(stage, dtype, tensor=2)
+        state: list[Any] = []
+        for step in range(1, 6):
+            spike = way == "veto" and step == 3
+            engine._spikes = _bounds()
+            hooks = []
+            if way == "nan" and step == 3:
+                hooks = [
+                    parameter.register_hook(lambda gradient: gradient * float("nan"))
+                    for parameter in engine.model.parameters()
+                ]
+            with mock.patch.object(TrainingEngine, "_is_spike", lambda *_, spike=spike: spike):
+                engine.train_step(rows(engine, step))
+            for hook in hooks:
+                hook.remove()
+            states = engine.zero.states()
+            tensors = [states.get(fragment, kind).clone() for kind in states.kinds() for fragment in states.fragments]
+            state.append((engine.zero.progress(), tensors, engine.zero.vetoed is not None, engine.skipped))
+        found.append(state)
+    return found
+
+
+def skipped_in_fp16(stage: int) -> list[Any]:
+    from tests.support.half_precision import fp16_supported
+
+    with fp16_supported():
+        return skipped_both_ways(stage, "fp16")
+
+
+@pytest.mark.parametrize("stage", in_tiers([0, 1, 2, 3], [1]))
+def test_a_veto_leaves_the_loss_scale(ranks: Pools, stage: int) -> None:
+    for vetoed, overflown in ranks(4).run(skipped_in_fp16, stage):
+        scales = [[step[0].pop("loss_scale")["cur_scale"] for step in run] for run in (vetoed, overflown)]
+        assert scales == [[16.0] * 5, [16.0, 16.0, 8.0, 8.0, 8.0]]
+        for ours, theirs in zip(vetoed[:3], overflown[:3], strict=True):
+            assert ours[0] == theirs[0]
+            assert all(torch.equal(one, other) for one, other in zip(ours[1], theirs[1], strict=True))
+
+
+def _bounds() -> Any:
+    from zero_tp.config.schema import Spike
+
+    return Spike(loss=6)
+
+
+SKIPPED = [
+    *((stage, dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")),
+    (1, "bf16_fp32_accumulation"),
+]
+FIRST_SKIPPED = [(0, "bf16"), (1, "bf16_fp32_accumulation"), (3, "fp32")]
+
+
+@pytest.mark.parametrize(("stage", "dtype"), in_tiers(SKIPPED, FIRST_SKIPPED))
+def test_a_veto_skips_a_step_as_deepspeed_skips_one(ranks: Pools, stage: int, dtype: str) -> None:
+    for vetoed, not_finite in ranks(4).run(skipped_both_ways, stage, dtype):
+        for step, (ours, theirs) in enumerate(zip(vetoed, not_finite, strict=True), 1):
+            assert ours[0] == theirs[0] and ours[0]["counters"]["skipped_steps"] == int(step >= 3)
+            assert all(torch.equal(one, other) for one, other in zip(ours[1], theirs[1], strict=True))
+            assert (ours[2:], theirs[2:]) == (((step == 3), False), (False, (step == 3)))
+        assert not all(torch.equal(one, other) for one, other in zip(vetoed[1][1], vetoed[3][1], strict=True))
+
+
+def spiking(resumed_after: int) -> tuple[list[str], list[float], list[int]]:
+    """Which steps were skipped as spikes of a run with one odd step, resumed after a step; its losses and counters."""
+    import json
+
+    from zero_tp.config.schema import Spike
+
+    spike = Spike(loss=3, grad_norm=3, window=6)
+    engine = replica(1, spike=spike)
+    told, losses = [], []
+    for step in range(1, 15):
+        hooks = []
+        if step == 11:
+            hooks = [
+                parameter.register_hook(lambda gradient: 100 * gradient) for parameter in engine.model.parameters()
+            ]
+        losses.append(engine.train_step(rows(engine)))
+        for hook in hooks:
+            hook.remove()
+        told.append(engine.spike)
+        if step == resumed_after:
+            progress = json.loads(json.dumps(engine.zero.progress()))
+            engine.zero.recent = []
+            engine.zero.restore_progress(progress)
+    return told, losses, [engine.engine.skipped_steps, engine.engine.global_steps]
+
+
+def test_a_spike_is_skipped_alike_on_a_run_and_one_that_was_resumed(ranks: Pools) -> None:
+    whole, resumed = ranks(2).run(spiking, 0), ranks(2).run(spiking, 9)
+    assert whole == resumed and whole[0] == whole[1]
+    told, losses, counters = whole[0]
+    assert told[10].startswith("its gradient norm ") and not any(told[:10]), (told, losses)
+    assert counters == [sum(map(bool, told)), 14]
+
+
+def test_the_bound_follows_what_came_before() -> None:
+    import statistics
+
+    from zero_tp.config.schema import Spike
+    from zero_tp.training.guards import describe_spike
+
+    recent: list[list[float]] = []
+    values = [3.0, 3.1, 9.9, 2.9, 3.0, 9.0, 3.0, 2.8, 3.1, 3.0, 3.3]
+    for index, value in enumerate(values):
+        before = values[max(0, index - 6) : index]
+        expected = len(before) >= 3 and value > statistics.fmean(before) + 2 * statistics.stdev(before)
+        assert bool(describe_spike(Spike(loss=2, window=6), recent, value, 1.0)) == expected, index
+    assert len(recent) == 6

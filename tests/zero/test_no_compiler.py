@@ -1,0 +1,42 @@
+"""The default optimizer has nothing compiled, whatever the stage and the dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.support.half_precision import fp16_supported
+from tests.support.pools import Pools
+from tests.support.replicas import rows, settings_of
+from tests.tiers import in_tiers
+from zero_tp.config.optimizer import choose_implementation
+from zero_tp.topology import Topology
+
+
+def first_step(stage: int, dtype: str) -> tuple[str, float]:
+    """The optimizer and the loss of a step where torch can build no extension."""
+    from transformers import GPT2Config
+
+    from zero_tp.training.engine import TrainingEngine
+
+    settings: dict[str, Any] = settings_of(stage, dtype) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    choose_implementation(settings)
+    config = GPT2Config(n_layer=1, n_embd=24, n_head=4, vocab_size=50, n_positions=8, bos_token_id=0, eos_token_id=0)
+    with fp16_supported(), patch("torch.utils.cpp_extension.load", side_effect=AssertionError("something is compiled")):
+        engine = TrainingEngine(config, Topology(), settings, seed=1)
+        loss = engine.train_step(rows(engine))
+    return type(engine.engine.basic_optimizer).__module__, loss
+
+
+CASES = [
+    *((stage, dtype) for stage in range(4) for dtype in ("fp32", "bf16", "fp16")),
+    *((stage, "bf16_fp32_accumulation") for stage in (1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("stage", "dtype"), in_tiers(CASES, [(0, "bf16"), (3, "fp32"), (1, "bf16_fp32_accumulation")]))
+def test_a_default_adam_needs_no_compiler(ranks: Pools, stage: int, dtype: str) -> None:
+    for module, loss in ranks(2).run(first_step, stage, dtype):
+        assert module.startswith("torch.optim") and 2 < loss < 6

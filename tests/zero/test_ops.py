@@ -1,0 +1,159 @@
+"""What ranks do before they connect: devices are taken, freed memory is kept, and what has to be compiled is said."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.launched import ROOT
+from tests.tiers import in_tiers
+from zero_tp.config.optimizer import builder_name, choose_implementation
+from zero_tp.errors import UserError
+from zero_tp.process import connect
+from zero_tp.process.environment import RankEnvironment
+from zero_tp.process.job_store import JobStore
+from zero_tp.zero import ops
+
+
+def test_init_distributed_compiles_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSpeed builds its shared-memory collectives unless this table says that they don't work here.
+
+    Reading the table would look at every op, with lines such as these on each rank of a machine with a GPU.
+    """
+    import importlib
+    import inspect
+
+    import deepspeed
+
+    backend = importlib.import_module("deepspeed.comm.torch")
+
+    def probe() -> dict[str, bool]:
+        print("[WARNING]  evoformer_attn compatibility check failed (CUDA_HOME does not exist), treating the op as …")
+        print("[WARNING]  gds requires the dev libaio .so object and headers but these were not found.")
+        return {"deepspeed_shm_comm": True}
+
+    monkeypatch.delitem(vars(deepspeed.ops), "__compatible_ops__", raising=False)
+    monkeypatch.setattr(deepspeed.ops, "_probe_compatible_ops", probe)
+    ops.without_shared_memory_collectives()
+    assert backend.build_shm_op() is None
+    assert capsys.readouterr() == ("", "")
+    assert "__compatible_ops__" in inspect.getsource(backend.build_shm_op)
+
+
+def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    second = RankEnvironment(rank=1, world=2, local_rank=1, local_world=2)
+    with pytest.raises(UserError, match="local rank 1 has no cuda device: this machine has 1"):
+        connect.connect(second, "cuda")
+
+
+FAULTS = """
+import resource, sys, torch
+from concurrent.futures import ThreadPoolExecutor
+from zero_tp.process.heap import can_keep_freed_memory, keep_freed_memory
+print(can_keep_freed_memory())
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+threads, make = ThreadPoolExecutor(1), lambda: torch.ones(2**24).add_(1).sum()
+for turn in range(20):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    (threads.submit(make).result if sys.argv[2] == "thread" else make)()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults)
+"""
+
+
+KEPT: list[tuple[str, str, dict[str, str], bool, bool]] = [
+    ("keep", "main", {}, True, True),
+    ("keep", "thread", {}, True, True),
+    ("leave", "main", {}, True, False),
+    ("leave", "thread", {}, True, False),
+    ("keep", "main", {"MALLOC_MMAP_THRESHOLD_": "131072"}, False, False),
+    ("keep", "main", {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, False, False),
+]
+
+
+@pytest.mark.parametrize(("word", "where", "variables", "can", "kept"), in_tiers(KEPT, [KEPT[1]]))
+def test_freed_memory_is_kept_unless_the_environment_says_how(
+    word: str, where: str, variables: dict[str, str], can: bool, kept: bool
+) -> None:
+    """A tensor of 64 MiB, made and freed again and again, has 16,384 pages. In a thread it is larger than the heap.
+
+    Small blocks may take an end of what was freed, and then the next tensor no longer fits there: up to five of the
+    first tensors had fresh pages in twenty processes, none after them.
+    """
+    bare = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    words = [sys.executable, "-c", FAULTS, word, where]
+    done = subprocess.run(words, cwd=ROOT, env=bare | variables, capture_output=True, text=True, check=True)
+    said, faults = done.stdout.split()
+    assert (said == "True") == can
+    assert (int(faults) < 1000) == kept
+
+
+OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "zero", "name"),
+    [
+        ("AdamW", {}, {"stage": 3}, None),
+        ("Adam", {}, {"stage": 1, "offload_optimizer": {"device": "none"}}, None),
+        ("AdamW", {"torch_adam": False}, {}, "FusedAdamBuilder"),
+        ("AdamW", {"bias_correction": True}, {}, "FusedAdamBuilder"),
+        ("adamw", {}, OFFLOAD, "CPUAdamBuilder"),
+        ("SGD", {}, {}, None),
+    ],
+)
+def test_what_deepspeed_compiles_is_known(
+    kind: str, params: dict[str, Any], zero: dict[str, Any], name: str | None
+) -> None:
+    config = {"optimizer": {"type": kind, "params": {"lr": 1e-3, **params}}, "zero_optimization": zero}
+    choose_implementation(config)
+    assert builder_name(config) == name
+
+
+def test_a_compilation_is_said_and_what_it_lacks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    offloaded = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": OFFLOAD}
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    line = ops.to_compile(offloaded, accelerator)
+    assert line == "compiling DeepSpeed's cpu_adam for this machine, once, which takes minutes"
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with pytest.raises(UserError, match=r"needs DeepSpeed's cpu_adam, which .* no C\+\+ compiler \(/nowhere/c"):
+        ops.to_compile(offloaded, accelerator)
+    assert ops.to_compile({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, accelerator) is None
+    monkeypatch.delenv("CXX")
+    (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
+    assert ops.to_compile(offloaded, accelerator) is None
+
+
+def test_a_script_that_connects_by_torch_has_the_device_index_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed takes LOCAL_RANK for it. A rank that is shown its own device alone has index 0."""
+
+    class Joined(Exception):
+        pass
+
+    def join(backend: str, *, timeout: timedelta, device_id: torch.device) -> None:
+        assert (device_id, os.environ["LOCAL_RANK"]) == (torch.device("cuda:0"), "0")
+        raise Joined
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(connect, "own_device", lambda *_: torch.device("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(dist, "init_process_group", join)
+    monkeypatch.setattr(JobStore, "wait_until_all_ready", lambda *_: None)
+    environment = RankEnvironment(rank=1, world=2, local_rank=1, local_world=2)
+    with pytest.raises(Joined):
+        connect.connect(environment, "cuda")
