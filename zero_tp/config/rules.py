@@ -74,6 +74,7 @@ def rules(config: TypedConfig) -> list[Rule]:
     return [
         *_gradient_rules(config),
         *_optimizer_rules(config),
+        *_rate_rules(config),
         *(_run_rules(config) if config.door is Door.RUN else ()),
         *_activation_rules(config),
         *_offload_rules(config),
@@ -145,33 +146,6 @@ def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
         bool(config[f"{OPTIMIZER}.foreach"] and config[f"{OPTIMIZER}.fused"]),
         "with fused: they are two implementations of one step; give one of them",
     )
-    phases = sum(config.number(f"{SCHEDULER}.{name}") for name in (*WARMUPS, "num_decay_steps"))
-    for name in LENGTHS:
-        yield refused(
-            f"{SCHEDULER}.{name}",
-            0 < config.number(f"{SCHEDULER}.{name}") < phases,
-            "below the steps of warm-up and decay: the rate would jump; shorten these phases, or train longer",
-        )
-    for key in (f"{SCHEDULER}.lr_end", f"{SCHEDULER}.min_lr"):
-        rises = None not in (config[key], rate) and config[key] >= rate  # a Trainer's config may have no rate
-        yield refused(key, rises, "when it is not below the rate: the decay would raise the rate; use a smaller one")
-    greatest = {"warmup_min_lr": rate if peak is None else peak}
-    greatest |= {f"cycle_min_{name}": config[f"{SCHEDULER}.cycle_max_{name}"] for name in ("lr", "mom")}
-    for name, high in greatest.items():
-        low = config[f"{SCHEDULER}.{name}"]
-        yield refused(
-            f"{SCHEDULER}.{name}",
-            None not in (low, high) and low > high,
-            "when it is above the value that the schedule rises to: it would be upside down; use a smaller one",
-        )
-    names = {"OneCycle": "cycle_max_lr", "LRRangeTest": "lr_range_test_min_lr"}
-    highest = config[f"{SCHEDULER}.{names[kind]}"] if kind in names else greatest["warmup_min_lr"]
-    shrinks = (highest or 0) * config.number(f"{OPTIMIZER}.weight_decay")
-    yield refused(
-        f"{OPTIMIZER}.weight_decay",
-        shrinks >= 1 and (str(config["optimizer.type"]).lower() != "adam" or config[f"{OPTIMIZER}.adam_w_mode"]),
-        "when the highest rate × weight_decay is 1 or more: a step would take all of a weight away; use a smaller one",
-    )
     yield unread(f"{OPTIMIZER}.dampening", not momentum, f"{OPTIMIZER}.momentum is 0")
     yield unread("zero_allow_untested_optimizer", config.stage == 0 or not is_sgd, "only SGD under ZeRO is one")
     in_script = "it is about an optimizer that a script makes itself"
@@ -190,6 +164,38 @@ def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
         bool(cycles) and not is_sgd,
         "OneCycle sets the betas, the first between cycle_min_mom and cycle_max_mom, the second to 0.99; "
         "cycle_momentum false leaves them",
+    )
+
+
+def _rate_rules(config: TypedConfig) -> Iterator[Rule]:
+    """Yield rates, phases and decay that no one can mean. A Trainer's config may have no rate."""
+    kind, rate, peak = config["scheduler.type"], config[f"{OPTIMIZER}.lr"], config[f"{SCHEDULER}.warmup_max_lr"]
+    phases = sum(config.number(f"{SCHEDULER}.{name}") for name in (*WARMUPS, "num_decay_steps"))
+    for name in LENGTHS:
+        yield refused(
+            f"{SCHEDULER}.{name}",
+            0 < config.number(f"{SCHEDULER}.{name}") < phases,
+            "below the steps of warm-up and decay: the rate would jump; shorten these phases, or train longer",
+        )
+    for key in (f"{SCHEDULER}.lr_end", f"{SCHEDULER}.min_lr"):
+        rises = None not in (config[key], rate) and config[key] >= rate
+        yield refused(key, rises, "when it is not below the rate: the decay would raise the rate; use a smaller one")
+    greatest = {"warmup_min_lr": rate if peak is None else peak}
+    greatest |= {f"cycle_min_{name}": config[f"{SCHEDULER}.cycle_max_{name}"] for name in ("lr", "mom")}
+    for name, high in greatest.items():
+        low = config[f"{SCHEDULER}.{name}"]
+        yield refused(
+            f"{SCHEDULER}.{name}",
+            None not in (low, high) and low > high,
+            "when it is above the value that the schedule rises to: it would be upside down; use a smaller one",
+        )
+    names = {"OneCycle": "cycle_max_lr", "LRRangeTest": "lr_range_test_min_lr"}
+    highest = config[f"{SCHEDULER}.{names[kind]}"] if kind in names else greatest["warmup_min_lr"]
+    shrinks = (highest or 0) * config.number(f"{OPTIMIZER}.weight_decay")
+    yield refused(
+        f"{OPTIMIZER}.weight_decay",
+        shrinks >= 1 and (str(config["optimizer.type"]).lower() != "adam" or config[f"{OPTIMIZER}.adam_w_mode"]),
+        "when the highest rate × weight_decay is 1 or more: a step would take all of a weight away; use a smaller one",
     )
 
 
