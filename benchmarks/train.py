@@ -39,8 +39,8 @@ from dated import ROOT, write_result  # type: ignore[import-not-found]  # beside
 RATIOS = (
     *(("ztp-1p", "hf-1p"), ("ztp-z2", "ds-z2"), ("ztp-sp", "autotp"), ("ztp-sp", "ztp-tp"), ("ztp-z3", "ztp-z1")),
     *(("ztp-1p-compiled", "hf-1p"), ("ztp-z2-compiled", "ds-z2"), ("ztp-sp-compiled", "autotp")),
-    *(("ztp-1p", "hf-1p-eager"), ("ztp-z2", "ds-z2-eager"), ("ztp-sp", "hf-1p"), ("ztp-sp", "hf-1p-eager")),
-    *(("ztp-sp", "ds-z2"), ("ztp-sp", "ds-z2-eager")),
+    *(("ztp-1p-compiled", "hf-1p-eager"), ("ztp-z2-compiled", "ds-z2-eager")),
+    *(("ztp-sp-compiled", other) for other in ("ds-z2", "ds-z2-eager", "hf-1p", "hf-1p-eager")),
 )
 
 
