@@ -100,8 +100,9 @@ def pytest_collection_modifyitems(
     session.stash[COLLECTED] = [item.nodeid for item in items]
     result = yield
     # The longest files first, so that at the end no worker is left alone with one.
-    of_ranks = {item.path for item in items if RANK_FIXTURES & {*getattr(item, "fixturenames", ())}}
-    items.sort(key=lambda item: item.path not in of_ranks)
+    long = {item.path for item in items if RANK_FIXTURES & {*getattr(item, "fixturenames", ())}}
+    long |= {item.path for item in items if item.path.name in ("test_promises.py", "test_signals.py")}
+    items.sort(key=lambda item: item.path not in long)
     if config.option.part is not None:
         chosen, number = config.option.part
         seen = Counter[Path]()
