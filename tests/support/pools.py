@@ -20,7 +20,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -159,8 +159,7 @@ class Pool:
                 try:
                     replies[rank] = unpack(connection.recv_bytes())
                 except (EOFError, OSError):
-                    if not failing:
-                        self._died(rank, what)
+                    self._died(rank, what, replies)  # others may have failed because of it, and said so before
                 if replies[rank] is not None and replies[rank][0] == "error" and not failing:
                     failing = True
                     deadline = min(deadline, time.monotonic() + patience(GRACE))
@@ -176,10 +175,11 @@ class Pool:
         text = f"rank {rank} of {self.world} failed in {name}:\n{trace}{self._output(rank)}"
         return RankError(rank, text, kind, message)
 
-    def _died(self, rank: int, what: str) -> None:
+    def _died(self, rank: int, what: str, replies: Sequence[Any] = ()) -> None:
         self._processes[rank].join(patience(5))
         text = f"rank {rank} of {self.world} died in {what} with exit status {self._processes[rank].exitcode}"
         text += self._output(rank)
+        text += "".join(f"\n{reply[-1]}" for reply in replies if reply is not None and reply[0] == "error")
         self.kill()
         raise RankError(rank, text)
 
