@@ -15,6 +15,7 @@ from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.config.schedule import SCHEDULES
 from zero_tp.topology import Topology
+from zero_tp.zero import lr_schedules
 
 RATE, STEPS = 0.25, 12
 LOW, HIGH = 0.1, 0.5
@@ -26,7 +27,7 @@ def cosine(part: float) -> float:
 
 
 def native(name: str, params: dict[str, Any]) -> Callable[[int], float]:
-    """The rate at k of transformers' own schedule, stepped k times."""
+    """The rate at k of transformers' own schedule, stepped k times, or to its end."""
 
     def rate(k: int) -> float:
         from transformers import get_scheduler
@@ -35,7 +36,7 @@ def native(name: str, params: dict[str, Any]) -> Callable[[int], float]:
         others = {key: value for key, value in params.items() if key not in WHOLE}
         warmup, length = map(params.get, WHOLE)
         schedule = get_scheduler(name, optimizer, warmup, length, others)
-        for _ in range(k):
+        for _ in range(k if length is None else min(k, length)):
             optimizer.step()
             schedule.step()
         return float(schedule.get_last_lr()[0])
@@ -113,6 +114,13 @@ FORMULAS: dict[str, tuple[str, dict[str, Any], Callable[[int], float]]] = {
     **{f"{name} {params}": (name, params, native(name, params)) for name, params in OF_TRANSFORMERS},
 }
 """Schedules: type, params, and the rate at k as DeepSpeed's documentation says it, or transformers' own."""
+
+
+def test_a_schedule_that_has_ended_stays_where_it_is() -> None:
+    """transformers' cosine rises again."""
+    block = {"type": "cosine", "params": {"num_warmup_steps": 2, "num_training_steps": 9}}
+    before, *after = lr_schedules.rates(block, RATE, [8, 9, 10, 14])
+    assert before > 0 and after == pytest.approx([0.0] * 3, abs=1e-12)
 
 
 def engine_of(scheduler: str | None, params: dict[str, Any], stage: int, optimizer: str = "SGD") -> Any:

@@ -17,13 +17,29 @@ COUNTING_ONE_MORE = (lr_schedules.LRRangeTest, lr_schedules.OneCycle)
 
 
 def transformers_schedule(block: dict[str, Any] | None) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
-    """Return what makes the schedule of transformers that a `scheduler` block names; None if it names none."""
+    """Return what makes the schedule of transformers that a `scheduler` block names; None if it names none.
+
+    After `num_training_steps` the rate stays; transformers' cosine would rise again.
+    """
     if block is None or block["type"] not in TRANSFORMERS_SCHEDULES:
         return None
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, SchedulerType
 
     function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(block["type"])]
-    return functools.partial(function, **block.get("params", {}))
+    params = block.get("params", {})
+
+    def make(optimizer: torch.optim.Optimizer) -> LambdaLR:
+        schedule: LambdaLR = function(optimizer, **params)
+        if "num_training_steps" in params:
+            last = params["num_training_steps"]
+            schedule.lr_lambdas = [functools.partial(_rate_until, rate, last) for rate in schedule.lr_lambdas]
+        return schedule
+
+    return make
+
+
+def _rate_until(rate: Callable[[int], float], last: int, step: int) -> float:
+    return rate(min(step, last))
 
 
 def set_schedule(schedule: Any, done: int) -> None:
