@@ -17,6 +17,7 @@ from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
+from zero_tp.planning.accelerator import accelerator
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 DECODER: dict[str, Any] = {**SIZES, "model_type": "llama", "vocab_size": 31, "pad_token_id": None}
@@ -155,7 +156,9 @@ def test_hidden_states_are_those_of_a_whole_model(ranks: Pools) -> None:
 
 @pytest.mark.thorough
 def test_trl_trains_a_whole_model(tmp_path: Path) -> None:
-    """SFTTrainer with the loss on a chat's answers: the losses and norms of transformers' own model."""
+    """SFTTrainer with the loss on a chat's answers, after a plan: the losses and norms of transformers' own model."""
+    with accelerator():
+        pass  # torch knows its device from here on
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -44,6 +44,8 @@ def _simulated() -> torch.device:
     runtime.Stream = runtime.current_stream = _Stream
     runtime.stream = nullcontext
     runtime.get_rng_state = runtime.set_rng_state = lambda *_: None  # what `torch.random.fork_rng` asks every device
+    # torch's own recomputation, later in this process, opens an autocast of the newest backend.
+    runtime.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return torch.device("sim")
 
 
