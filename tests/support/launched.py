@@ -31,14 +31,17 @@ def default_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def environment(checkout: Path = ROOT) -> dict[str, str]:
+    """Return the variables for a command of a checkout, which comes before the installed package, on ranks too."""
+    return {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
 
 
-def run(command: Sequence[str], directory: Path, limit: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run a command of the project in `directory`. `limit`: seconds of an idle machine."""
+def run(
+    command: Sequence[str], directory: Path, limit: float = 240, checkout: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of a checkout in `directory`. `limit`: seconds of an idle machine."""
     return subprocess.run(
-        command, cwd=directory, env=environment(), capture_output=True, text=True, timeout=patience(limit)
+        command, cwd=directory, env=environment(checkout), capture_output=True, text=True, timeout=patience(limit)
     )
 
 
