@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import os
 import re
 import signal
@@ -176,20 +177,21 @@ def run_tests(copy: Path, tests: list[str], limit: float, guard: str = "") -> Ou
         return Outcome(False, PASSED)
     for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
         for failure in case.findall("failure"):  # of the test's own call; set-up and tear-down are errors
-            error = _raised(failure.get("message", ""))
+            error = _raised(failure.text or "")
             if ASSERTS.match(error) or (guard and guard in error):
                 return Outcome(True, f"{case.get('name')}: {error.splitlines()[0][:200]}")
             return Outcome(False, f"proves nothing: {case.get('name')}: {error[:200]}")
     return Outcome(False, f"proves nothing: pytest ended with {process.returncode}:\n{printed[-2000:]}")
 
 
-def _raised(message: str) -> str:
-    """Return the error that pytest reports; of a RankError, the rank's own."""
-    if "RankError: rank " not in message.partition("\n")[0]:
-        return message
-    lines = message.partition("\n--- printed by rank")[0].rstrip().splitlines()
-    last = max((number for number, line in enumerate(lines) if re.match(r"[\w.]+(: |$)", line)), default=0)
-    return "\n".join(lines[last:])
+def _raised(report: str) -> str:
+    """Return the error of a failure's report; of a RankError, the rank's own error."""
+    lines = [line[8:] for line in report.splitlines() if line.startswith("E       ")]
+    error = "\n".join(lines)
+    if error.startswith("tests.support.pools.RankError: rank "):
+        trace = error.partition("\n--- printed by rank")[0].rpartition("Traceback (most recent call last):\n")[2]
+        error = "\n".join(itertools.dropwhile(lambda line: line.startswith(" "), trace.splitlines()))
+    return error
 
 
 def copy_repository(target: Path) -> None:
