@@ -45,13 +45,15 @@ def run(
     )
 
 
-def launch(world: int, launcher: str = "deepspeed", script: str = "launch/pretrain.py") -> list[str]:
+def launch(
+    world: int, launcher: str = "deepspeed", script: str = "launch/pretrain.py", checkout: Path = ROOT
+) -> list[str]:
     """The words that start a script on `world` CPU ranks, by "deepspeed" or "torchrun"."""
     words = {
         "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(world)],
         "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", str(world)],
     }[launcher]
-    return [sys.executable, *words, "--master_port", str(free_port()), str(ROOT / script)]
+    return [sys.executable, *words, "--master_port", str(free_port()), str(checkout / script)]
 
 
 def pretrain(
@@ -60,8 +62,8 @@ def pretrain(
     return run([*launch(world, launcher), *arguments], directory)
 
 
-def script(name: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, str(ROOT / name), *arguments], directory)
+def script(name: str, directory: Path, *arguments: str, checkout: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, str(checkout / name), *arguments], directory, checkout=checkout)
 
 
 def said(output: str) -> list[str]:
@@ -77,18 +79,8 @@ def furnish(directory: Path) -> Path:
     """Put a prepared corpus and a small config, small.json, into `directory`."""
     (directory / "tests").symlink_to(ROOT / "tests")
     corpus = ROOT / "launch" / "corpus" / "sotu.jsonl.gz"
-    prepared = script(
-        "launch/prepare_data.py",
-        directory,
-        "--input",
-        str(corpus),
-        "--tokenizer",
-        "bpe:512",
-        "--output",
-        "data",
-        "--processes",
-        "1",
-    )
+    words = ("--input", str(corpus), "--tokenizer", "bpe:512", "--output", "data", "--processes", "1")
+    prepared = script("launch/prepare_data.py", directory, *words)
     assert prepared.returncode == 0, prepared.stderr
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -99,11 +91,7 @@ def furnish(directory: Path) -> Path:
         "csv_monitor": {"enabled": True},
         "zero_tp": {
             "model": {
-                "model_type": "gpt2",
-                "n_layer": 2,
-                "n_embd": 64,
-                "n_head": 4,
-                "n_positions": 64,
+                **{"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64},
                 "vocab_size": 512,
             },
             "parallel": {"tensor": 2},

@@ -3,13 +3,13 @@
     python -m tests.tools.kills [--kills 20] [--seed N]
 
 Each time a moment of a training run (its start, a step, a save, the pruning after one), of an export, of prepare_data
-or of an evaluation is drawn, and a process gets SIGKILL there: in a run a rank, all ranks as when the machine goes, or
-DeepSpeed's launch.py of a real launch. What is under its final name is then whole. The run is started again until it is
-done: every logged loss and the last checkpoint must equal those of the run that went through, bit for bit; what the
-other commands write at last, what they wrote undisturbed. Every fifth step of a run is skipped, its last one among
-them. A second run takes another accumulation at each start; its losses must be those of an undisturbed run within
-rounding. About 5 seconds a kill on an idle machine, 15 of a launch; it needs nobody, and is not part of the test
-command.
+or of an evaluation is drawn, and a process gets SIGKILL there: in a run a rank, or all ranks as when the machine goes.
+What is under its final name is then whole. The run is started again until it is done: every logged loss and the last
+checkpoint must equal those of the run that went through, bit for bit; what the other commands write at last, what they
+wrote undisturbed. Every fifth step of a run is skipped, its last one among them. A second run takes another
+accumulation at each start; its losses must be those of an undisturbed run within rounding. About 5 seconds a kill on an
+idle machine; it needs nobody, and is not part of the test command. Kills under real launchers:
+tests/process/test_promises.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ import math
 import os
 import random
 import shutil
-import signal
-import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -35,7 +33,7 @@ from typing import Any
 
 import psutil
 
-from tests.support.launched import environment, free_port, furnish, launch, metrics_of
+from tests.support.launched import environment, free_port, furnish, metrics_of
 from tests.support.skipping_rank import EVERY
 from tests.support.waits import patience, wait_until
 from tests.tools.fuzz import commands
@@ -52,8 +50,7 @@ from zero_tp.data.show import SPLITS
 
 WORLD, AIM = 2, 3
 MOMENTS = ("start", "step", "save", "prune")
-TRAINING, LAUNCHES = 0.6, 0.05
-"""The share of kills that training gets, and of them those under a real launcher."""
+TRAINING = 0.6  # the share of kills that training gets
 LIMIT = 180.0
 END_SECONDS = 5.0  # until the ranks that are left are killed, as a launcher does
 
@@ -85,118 +82,67 @@ def settings(run: Path, steps: int, *, accumulation: int | None = None, **change
     return ["--deepspeed_config", "small.json", "--output-dir", str(run), *words]
 
 
-@dataclass
 class Ranks:
-    """The ranks of a start: forks of this process, or children of DeepSpeed's launcher."""
+    """The ranks of a start, forks of this process: what they import costs nothing."""
 
-    processes: list[psutil.Process]
-    launcher: subprocess.Popen[bytes] | None = None
-    launchers: list[psutil.Process] = field(default_factory=list)
-    errors: Path | None = None
+    def __init__(self, workplace: Path, arguments: list[str]) -> None:
+        self.errors = workplace / "errors.txt"
+        self.errors.write_bytes(b"")
+        world = {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1"}
+        world |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+        self.processes = []
+        for rank in map(str, range(WORLD)):
+            variables = {**world, "RANK": rank, "LOCAL_RANK": rank}
+            child = commands.start(SCRIPT, arguments, workplace, variables, self.errors)
+            self.processes.append(psutil.Process(child))
 
-    def running(self) -> bool:
-        if self.launcher is not None:
-            return self.launcher.poll() is None
-        return all(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in self.processes)
+    def check_running(self) -> None:
+        running = all(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in self.processes)
+        assert running, f"the run ended by itself: {self.errors.read_text()}"
 
-    def kill(self, target: str, chance: random.Random) -> None:
-        """Kill a rank, the launcher's launch.py, or everything, and see to it that nothing is left."""
-        everyone = [*self.launchers, *self.processes]
-        victims = {"rank": [chance.choice(self.processes)], "launch.py": self.launchers[-1:], "machine": everyone}[
-            target
-        ]
-        _signal(victims, signal.SIGKILL)
-        if self.launcher is None:
-            _signal(everyone, signal.SIGTERM)
-            _gone(self.processes, END_SECONDS)
-            _signal(everyone, signal.SIGKILL)
-        alive = _gone(everyone, 60)
+    def kill(self, chance: random.Random) -> None:
+        """Kill a rank or all of them, then end those that are left as a launcher does."""
+        for process in chance.choice(([chance.choice(self.processes)], self.processes)):
+            process.kill()
+        for end in (psutil.Process.terminate, psutil.Process.kill):
+            for process in self.processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    end(process)
+            _, alive = psutil.wait_procs(self.processes, timeout=patience(END_SECONDS))
         assert not alive, f"left behind: {alive}"
-        if self.launcher is not None:
-            self.launcher.wait(patience(LIMIT))
 
-    def finished(self) -> None:
+    def finish(self) -> None:
         """Wait until the run has ended by itself, as it should."""
         for process in self.processes:
-            _, status = os.waitpid(process.pid, 0)
-            assert status == 0, self.errors.read_text() if self.errors is not None else status
-
-
-def _signal(processes: list[psutil.Process], number: int) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
-
-
-def _gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Wait for the processes' ends → those that are there still."""
-    _, alive = psutil.wait_procs(processes, timeout=patience(seconds))
-    return [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-
-
-def start(workplace: Path, arguments: list[str]) -> Ranks:
-    """Start the ranks as forks: what they import costs nothing."""
-    port, errors = str(free_port()), workplace / "errors.txt"
-    errors.write_bytes(b"")
-    processes = []
-    for rank in range(WORLD):
-        of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-        child = commands.start(SCRIPT, arguments, workplace, {**of_rank, **where}, errors)
-        processes.append(psutil.Process(child))
-    return Ranks(processes, errors=errors)
-
-
-def start_launched(workplace: Path, arguments: list[str]) -> Ranks:
-    """Start the ranks by DeepSpeed's launcher, and find them."""
-    launcher = subprocess.Popen(
-        [*launch(WORLD, script=SCRIPT), *arguments],
-        cwd=workplace,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=(workplace / "errors.txt").open("wb"),
-    )
-    found = Ranks([], launcher, errors=workplace / "errors.txt")
-
-    def complete() -> bool:
-        found.processes, found.launchers = [], []
-        for process in psutil.Process(launcher.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                words = " ".join(process.cmdline())
-                if "deepspeed.launcher.launch" in words:
-                    found.launchers.append(process)
-                elif process.parent() in found.launchers and SCRIPT in words:
-                    found.processes.append(process)
-        return len(found.processes) == WORLD
-
-    wait_until(complete, LIMIT, "the launcher starts no ranks", 0.2)
-    return found
+            assert process.wait(patience(LIMIT)) == 0, self.errors.read_text()
 
 
 def wait_for(moment: str, ranks: Ranks, run: Path, chance: random.Random, start_seconds: float) -> None:
     """Wait for a random point of the moment; assertion: the run has not ended by itself."""
-    newest = lambda: complete_steps(run)[-1] if complete_steps(run) else 0  # noqa: E731
 
-    def arrives(there: Callable[[], object], what: str) -> None:
+    def newest() -> int:
+        return (complete_steps(run) or [0])[-1]
+
+    def wait(condition: Callable[[], bool], what: str) -> None:
         def look() -> bool:
-            assert ranks.running(), f"the run ended by itself: {ranks.errors.read_text() if ranks.errors else ''}"
-            return bool(there())
+            ranks.check_running()
+            return condition()
 
         wait_until(look, LIMIT, f"no {what} came", 0.001)
 
     if moment == "start":
         time.sleep(chance.random() * start_seconds)
         return
-    begun = newest()
-    arrives(lambda: newest() >= begun + chance.randint(1, AIM), "step")
+    goal = newest() + chance.randint(1, AIM)
+    wait(lambda: newest() >= goal, "step")
     if moment == "step":
         time.sleep(chance.random() * 0.3)
     elif moment == "save":
-        arrives((checkpoints_of(run) / TEMPORARY).exists, "save")
+        wait((checkpoints_of(run) / TEMPORARY).exists, "save")
         time.sleep(chance.random() * 0.03)
     else:
         before = newest()
-        arrives(lambda: newest() > before, "commit")  # the old ones go now
+        wait(lambda: newest() > before, "commit")  # the old ones go now
         time.sleep(chance.random() * 0.005)
 
 
@@ -294,7 +240,7 @@ def others(workplace: Path) -> Iterator[Written]:
     """The commands that write, on a small run of two checkpoints."""
     run, out = workplace / "runs" / "small", workplace / "out"
     out.mkdir()
-    start(workplace, settings(run, 4, **{"zero_tp.model.n_embd": 64})).finished()
+    Ranks(workplace, settings(run, 4, **{"zero_tp.model.n_embd": 64})).finish()
     lines = [json.dumps({"text": f"Line {number}: " + "a few words of text. " * 20}) for number in range(400)]
     (workplace / "lines.jsonl").write_text("\n".join(lines))
     prepare = ["--input", "lines.jsonl", "--tokenizer", "data/tokenizer", "--output", "out/data", "--overwrite"]
@@ -333,9 +279,9 @@ def kill_and_compare(workplace: Path, kills: int, chance: random.Random) -> None
     for each in written:
         each.prepare(workplace)
     begun = time.monotonic()
-    start(workplace, settings(killed, 1)).finished()
+    Ranks(workplace, settings(killed, 1)).finish()
     start_seconds = (time.monotonic() - begun) / patience(1)
-    start(workplace, settings(moved, 1, accumulation=ACCUMULATIONS[0])).finished()
+    Ranks(workplace, settings(moved, 1, accumulation=ACCUMULATIONS[0])).finish()
     while sum(counted.values()) < kills:
         if chance.random() >= TRAINING:
             command = chance.choice(written)
@@ -346,15 +292,13 @@ def kill_and_compare(workplace: Path, kills: int, chance: random.Random) -> None
             moment, background = chance.choice(MOMENTS), chance.random() < 0.5
             run, accumulation = chance.choice([(killed, None), (moved, chance.choice(ACCUMULATIONS))])
             arguments = settings(run, 10**6, accumulation=accumulation, **{"zero_tp.checkpoint.async": background})
-            launched = chance.random() < LAUNCHES
-            ranks = (start_launched if launched else start)(workplace, arguments)
+            ranks = Ranks(workplace, arguments)
             wait_for(moment, ranks, run, chance, start_seconds)
-            ranks.kill(chance.choice(("rank", "machine", *(["launch.py"] if launched else []))), chance)
+            ranks.kill(chance)
             inside += (checkpoints_of(run) / TEMPORARY).exists()
             contents(step_directory(run, complete_steps(run)[-1]))
             what = f"{moment}, saving in the {'background' if background else 'foreground'}"
             what += f", {accumulation} micro-batches" if accumulation else ""
-            what += " of a launch" if launched else ""
         counted[what] += 1
         print(f"kill {sum(counted.values())}: {what}", flush=True)
     compared = 0
@@ -363,7 +307,7 @@ def kill_and_compare(workplace: Path, kills: int, chance: random.Random) -> None
         last = -(-(complete_steps(one)[-1] + 3) // EVERY) * EVERY  # a step that is skipped
         for run, accumulation in ({one: next(iter(others_of_it.values()))} | others_of_it).items():
             changes = {"zero_tp.checkpoint.interval": last}
-            start(workplace, settings(run, last, accumulation=accumulation, **changes)).finished()
+            Ranks(workplace, settings(run, last, accumulation=accumulation, **changes)).finish()
         compared += compare(losses(one), [losses(run) for run in others_of_it])
         if one is killed:
             assert contents(step_directory(one, last)) == contents(step_directory(whole, last))

@@ -29,13 +29,7 @@ def main() -> int:
         parser.error(f"no fuzzer {unknown[0]}")
     os.environ.update(ENVIRONMENT)  # libraries read it when they are imported
     # What the commands import is there before they are forked.
-    for module in (
-        "deepspeed",
-        "transformers",
-        "zero_tp.training.start",
-        "zero_tp.training.loop",
-        "zero_tp.evaluation.zero_shot",
-    ):
+    for module in ("tests.support.preloaded", "zero_tp.training.loop", "zero_tp.evaluation.zero_shot"):
         importlib.import_module(module)
     failed = False
     for name in arguments.names or NAMES:

@@ -14,13 +14,13 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from tests.support.launched import ROOT
 from tests.support.waits import patience
 from zero_tp.commands.check import MISSING
 from zero_tp.errors import BAD_INPUT, visible
 
-ROOT = Path(__file__).resolve().parents[3]
 LIMIT = 20.0  # seconds on an idle machine
 LONGEST_REFUSAL, LONGEST_WORD = 400, 60  # characters
 _TYPES = "bool|int|str|float|dict|list|tuple|bytes"
@@ -126,6 +126,20 @@ def _wait(child: int, begun: float, limit: float) -> int | None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return None
+
+
+def attempt(
+    what: str, script: str, arguments: Sequence[str], directory: Path, *, check: bool = False, **options: Any
+) -> Ended | None:
+    """Run a command and hold it to what every command promises → None where it refused its input.
+
+    Raises:
+        AssertionError: with `what`, the promise that was broken.
+    """
+    ended = run(script, arguments, directory, **options)
+    problem = broken_promise(ended, check=check)
+    assert problem is None, f"{what}: {script} {problem}"
+    return None if ended.status == BAD_INPUT else ended
 
 
 def broken_promise(ended: Ended, *, check: bool = False) -> str | None:
