@@ -37,12 +37,16 @@ def environment(checkout: Path = ROOT) -> dict[str, str]:
 
 
 def run(
-    command: Sequence[str], directory: Path, limit: float = 240, checkout: Path = ROOT
+    command: Sequence[str], directory: Path, limit: float = 240, checkout: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of a checkout in `directory`. `limit`: seconds of an idle machine."""
-    return subprocess.run(
-        command, cwd=directory, env=environment(checkout), capture_output=True, text=True, timeout=patience(limit)
-    )
+    environ = environment(checkout) | variables
+    return subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=patience(limit))
+
+
+def zero_tp(directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `zero-tp ARGUMENTS` in `directory`."""
+    return run([sys.executable, "-m", "zero_tp", *arguments], directory, **variables)
 
 
 def launch(

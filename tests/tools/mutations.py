@@ -16,7 +16,6 @@ import ast
 import itertools
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,8 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.support.launched import ROOT, environment
-from tests.support.waits import patience
+from tests.support.launched import ROOT, run
 
 TABLE = Path(__file__).with_name("mutants.txt")
 PASSED = "survived"
@@ -157,23 +155,11 @@ def run_tests(copy: Path, tests: list[str], limit: float, guard: str = "") -> Ou
     command += ["-m", "not heavy and not cuda and not nvme and not cluster", "--hypothesis-profile", "thorough"]
     # A .pyc file is recognised by its size and second only.
     variables = {"PYTHONDONTWRITEBYTECODE": "1", "ZERO_TP_TEST_SEED": os.environ.get("ZERO_TP_TEST_SEED", "1")}
-    with subprocess.Popen(
-        [*command, *tests],
-        cwd=copy,
-        env=environment(copy) | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            printed, _ = process.communicate(timeout=patience(limit))
-        except subprocess.TimeoutExpired:
-            return Outcome(False, f"hung: no end after {limit:.0f} s")
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # pytest, and what it has started in its own group
-    if process.returncode == 0:
+    try:
+        done = run([*command, *tests], copy, limit, copy, **variables)
+    except subprocess.TimeoutExpired:  # the ranks end with pytest
+        return Outcome(False, f"hung: no end after {limit:.0f} s")
+    if done.returncode == 0:
         return Outcome(False, PASSED)
     for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
         for failure in case.findall("failure"):  # of the test's own call; set-up and tear-down are errors
@@ -181,7 +167,7 @@ def run_tests(copy: Path, tests: list[str], limit: float, guard: str = "") -> Ou
             if ASSERTS.match(error) or (guard and guard in error):
                 return Outcome(True, f"{case.get('name')}: {error.splitlines()[0][:200]}")
             return Outcome(False, f"proves nothing: {case.get('name')}: {error[:200]}")
-    return Outcome(False, f"proves nothing: pytest ended with {process.returncode}:\n{printed[-2000:]}")
+    return Outcome(False, f"proves nothing: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}")
 
 
 def _raised(report: str) -> str:
@@ -196,14 +182,9 @@ def _raised(report: str) -> str:
 
 def copy_repository(target: Path) -> None:
     """Copy what git has or would take, as it is in the working tree."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    with subprocess.Popen(listed, cwd=ROOT, stdout=subprocess.PIPE) as files:
-        subprocess.run(
-            ["xargs", "-0", "cp", "--parents", "--no-dereference", "-t", str(target)],
-            cwd=ROOT,
-            stdin=files.stdout,
-            stderr=subprocess.DEVNULL,  # cp names the files that are deleted but not staged
-        )
+    listing = "git ls-files -z --cached --others --exclude-standard"
+    # cp names the files that are deleted but not staged
+    subprocess.run(f"{listing} | xargs -0 cp --parents -P -t {target} 2>/dev/null", cwd=ROOT, shell=True)
 
 
 def try_all(mutants: dict[str, Mutant]) -> int:

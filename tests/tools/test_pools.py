@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tests.support.launched import ROOT, environment
 from tests.support.pool_rank import cached
 from tests.support.pools import Pool, RankError
+from tests.support.settings import deepspeed_settings
 from tests.support.waits import patience, wait_until
 from tests.tiers import THOROUGH
 
@@ -101,14 +102,7 @@ def train_with_deepspeed(stage: int) -> float:
 
     torch.manual_seed(5)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
-            "zero_optimization": {"stage": stage},
-        },
-    )
+    engine, *_ = deepspeed.initialize(model=model, config=deepspeed_settings(stage, micro_batch=2, lr=0.01))
     loss = torch.zeros(())
     for _ in range(3):
         loss = engine(torch.ones(2, 8)).square().mean()

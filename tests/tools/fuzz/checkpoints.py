@@ -58,9 +58,9 @@ CONSUMERS: dict[str, tuple[str, Callable[[str], list[str]]]] = {
             *("--output", "report.json"),
         ],
     ),
-    "sample": ("launch/sample.py", lambda name: ["--model", name, "--prompt", "the people"]),
+    "sample": ("launch/sample.py", lambda name: ["--model", name, "--prompt", "the people", "--temperature", "0"]),
 }
-WEIGHTS = {"resume": 2, "verify": 6, "inspect": 3, "export": 6, "evaluate": 6, "sample": 1}
+WEIGHTS = {"resume": 4, "verify": 6, "inspect": 3, "export": 6, "evaluate": 6, "sample": 1}
 
 
 def outcome(consumer: str, ended: Ended, directory: Path, name: str) -> Any:
@@ -230,11 +230,16 @@ def case(draw: random.Random, directory: Path) -> str:
     ended, made = consume(consumer, workplace, name)
     problem = broken_promise(ended)
     assert problem is None, f"{what}: {problem}"
+    damaged = [path for path, content in before.items() if left.get(path) != content]
     if ended.status == BAD_INPUT:
-        damaged = [path for path, content in before.items() if left.get(path) != content]
         named = [path for path in damaged if path.name in ended.err or path.parent.name in ended.err]
         assert named or consumer == "sample", f"{what}: {ended.err[-300:]} names none of the files"
         return "named" if named else "refused"
+    if consumer == "verify" and complete:  # its output is the same whatever it has read
+        verified = [
+            path for path in damaged if path.parent.name == f"step_{complete[-1]:08d}" and "states" in path.name
+        ]
+        assert not verified, f"{what}: verified"
     whole = expected(consumer, name, complete[-1]) if complete else None
     assert complete and made == whole, f"{what}: status 0, but {str(made)[:300]}, not {str(whole)[:300]}"
     return "equal"

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.tiny_models import write_corpus
 from tests.tools.fuzz.commands import attempt
 from tests.tools.fuzz.damage import ODD, edit_json
 from tests.tools.fuzz.fuzzing import scratch
-from zero_tp.data.indexed import IndexedWriter
 
 VOCABULARY, TRAINED_SHARE = 64, 0.15
 BASE: dict[str, Any] = {
@@ -81,10 +81,7 @@ ADDED: tuple[tuple[str, Any], ...] = (
 def base() -> Path:
     """Return a directory with a corpus of `VOCABULARY` tokens."""
     directory = scratch()
-    (directory / "data").mkdir()
-    with IndexedWriter(directory / "data" / "train", VOCABULARY) as writer:
-        for size in (5, 40, 60):
-            writer.add_document(np.arange(size) % VOCABULARY)
+    write_corpus(directory / "data" / "train", [np.arange(size) % VOCABULARY for size in (5, 40, 60)], VOCABULARY)
     return directory
 
 

@@ -71,7 +71,7 @@ def damage_bytes(content: bytes, draw: random.Random, limit: int | None = None) 
     """Flip bits, cut, overwrite, insert or append, before `limit` where there is one."""
     end = len(content) if limit is None else limit
     place = draw.randrange(end + 1)
-    how = draw.choice(("flip", "flip", "flip", "cut", "overwrite", "insert", "append"))
+    how = draw.choice((*["flip"] * 5, "overwrite", "overwrite", "cut", "insert", "append"))
     if how == "flip" and content:
         damaged = bytearray(content)
         flipped = [draw.randrange(end) for _ in range(draw.choice((1, 1, 1, 2, 5)))]

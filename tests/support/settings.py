@@ -1,0 +1,39 @@
+"""What engines of the tests are built from: DeepSpeed's settings and the config of a small GPT-2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import GPT2Config
+
+
+def deepspeed_settings(
+    stage: int, *, micro_batch: int = 1, accumulation: int = 1, dtype: str = "fp32", lr: float = 1e-3, **changes: Any
+) -> dict[str, Any]:
+    """Return DeepSpeed's config with torch's AdamW, and whole blocks of it changed.
+
+    Args:
+        dtype: "fp32", "bf16", "bf16_fp32_accumulation" (bf16 with gradients summed in fp32) or "fp16" (scale 16).
+    """
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+    }
+    if dtype.startswith("bf16"):
+        settings["bf16"] = {"enabled": True}
+    if dtype == "bf16_fp32_accumulation":
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if dtype == "fp16":
+        settings["fp16"] = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    return settings | changes
+
+
+def gpt2_config(dropout: float = 0.0, **changes: Any) -> GPT2Config:
+    """Return the config of a GPT-2 of 2 layers, 4 heads, hidden 24, 24 positions and 61 tokens, changed."""
+    sizes: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 24, "n_positions": 24, "vocab_size": 61}
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2Config(
+        **{**sizes, **ids, **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), dropout), **changes}
+    )
