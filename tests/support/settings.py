@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import GPT2Config
+from transformers import AutoConfig, GPT2Config
+
+from tests.support.compare import grid
+from zero_tp.config import RunConfig
 
 
 def deepspeed_settings(
@@ -37,3 +40,28 @@ def gpt2_config(dropout: float = 0.0, **changes: Any) -> GPT2Config:
     return GPT2Config(
         **{**sizes, **ids, **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), dropout), **changes}
     )
+
+
+def eager_config(model_type: str, kv_heads: int = 2, **changes: Any) -> Any:
+    """Return a small decoder's config with eager attention and no dropout: 2 layers, 4 heads, hidden 24."""
+    if model_type == "gpt2":
+        config: Any = gpt2_config(**changes)
+    else:
+        sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}
+        sizes |= {"num_key_value_heads": kv_heads, "vocab_size": 61, "max_position_embeddings": 24}
+        sizes |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+        config = AutoConfig.for_model(model_type, **(sizes | changes))
+    config._attn_implementation = "eager"
+    return config
+
+
+def engine_of(config: RunConfig, **options: Any) -> Any:
+    """Return a rank's engine of a run's config, with the weights that it names or draws."""
+    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.weights.load import PretrainedSource
+
+    run, hf_config = config.zero_tp, config.hf_config()
+    if config.pretrained is not None:
+        options.setdefault("source", PretrainedSource(config.pretrained, hf_config))
+    topology = grid(run.parallel.tensor, run.parallel.sequence)
+    return TrainingEngine(hf_config, topology, config.deepspeed_config(), **({"seed": run.training.seed} | options))

@@ -1,6 +1,9 @@
 """Random inputs are given to the commands, each kind by a fuzzer of its own, and every promise is held to.
 
 python -m tests.tools.fuzz configs --count 1000
+
+A fuzzer is a module with a function `case(random, directory)`: it makes a random input in an empty directory, tries it
+and returns how that ended ("refused", "accepted", …), or raises AssertionError: a promise is broken.
 """
 
 from __future__ import annotations
@@ -9,12 +12,42 @@ import argparse
 import importlib
 import os
 import random
+import shutil
 import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
 
 from tests.tools.fuzz.commands import ENVIRONMENT
-from tests.tools.fuzz.fuzzing import fuzz
 
 NAMES = ("configs", "data", "checkpoints", "models", "evaluation_inputs", "inputs")
+
+
+def fuzz(name: str, numbers: range, seed: int) -> bool:
+    """Run cases of a fuzzer, print the broken promises and how many cases ended how → whether every promise held.
+
+    Case k of a seed is the same whatever the other cases are.
+    """
+    case = importlib.import_module(f"tests.tools.fuzz.{name}").case
+    ends = Counter[str]()
+    for number in numbers:
+        directory = Path(
+            tempfile.mkdtemp(prefix="zero_tp-fuzz-")
+        )  # no TemporaryDirectory: a fork's end would remove it
+        try:
+            ends[case(random.Random(f"{seed}/{number}"), directory)] += 1
+        except KeyboardInterrupt:
+            ends["interrupted"] += 1
+            break
+        except Exception as error:
+            kind = "broken" if isinstance(error, AssertionError) else "failed"  # in the fuzzer; the others go on
+            ends[kind] += 1
+            what = "" if kind == "broken" else f"{type(error).__name__} in the fuzzer: "
+            print(f"{name} --seed {seed} --case {number}: {what}{error}")
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+    print(f"{name}, seed {seed}: " + ", ".join(f"{count} {end}" for end, count in sorted(ends.items())), flush=True)
+    return not ends["broken"] + ends["failed"]
 
 
 def main() -> int:
@@ -31,16 +64,11 @@ def main() -> int:
     # What the commands import is there before they are forked.
     for module in ("tests.support.preloaded", "zero_tp.training.loop", "zero_tp.evaluation.zero_shot"):
         importlib.import_module(module)
-    failed = False
-    for name in arguments.names or NAMES:
-        seed = random.SystemRandom().randrange(2**32) if arguments.seed is None else arguments.seed
-        case = importlib.import_module(f"tests.tools.fuzz.{name}").case
-        ends, broken = fuzz(case, arguments.count, seed, arguments.case)
-        for line in broken:
-            print(f"{name} {line}")
-        print(f"{name}, seed {seed}: " + ", ".join(f"{count} {end}" for end, count in sorted(ends.items())), flush=True)
-        failed |= bool(broken)
-    return int(failed)
+    first = arguments.case or 0
+    numbers = range(arguments.count) if arguments.case is None else range(first, first + 1)
+    seeds = (random.SystemRandom().randrange(2**32) if arguments.seed is None else arguments.seed for _ in NAMES)
+    held = [fuzz(name, numbers, seed) for name, seed in zip(arguments.names or NAMES, seeds, strict=False)]
+    return int(not all(held))
 
 
 if __name__ == "__main__":
