@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,20 @@ def environment(checkout: Path = ROOT) -> dict[str, str]:
 
 
 def run(
-    command: Sequence[str], directory: Path, limit: float = 240, checkout: Path = ROOT, **variables: str
+    command: Sequence[str],
+    directory: Path,
+    limit: float = 240,
+    checkout: Path = ROOT,
+    variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of a checkout in `directory`. `limit`: seconds of an idle machine."""
-    environ = environment(checkout) | variables
+    environ = environment(checkout) | dict(variables or {})
     return subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=patience(limit))
 
 
 def zero_tp(directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `zero-tp ARGUMENTS` in `directory`."""
-    return run([sys.executable, "-m", "zero_tp", *arguments], directory, **variables)
+    return run([sys.executable, "-m", "zero_tp", *arguments], directory, variables=variables)
 
 
 def launch(

@@ -139,7 +139,8 @@ class _State:
         self.values: list[tuple[dict[str, Any], str, Any]] = []
         self.containers: list[tuple[Any, Any]] = [(os.environ, dict(os.environ)), (sys.path, list(sys.path))]
         objects = (comm.timers, comm.comms_logger, checkpointing.get_cuda_rng_tracker())
-        for namespace in (*map(vars, map(importlib.import_module, DEEPSPEED_MODULES)), *map(vars, objects)):
+        modules = map(importlib.import_module, DEEPSPEED_MODULES)
+        for namespace in [vars(each) for each in (*modules, *objects)]:
             for key, value in namespace.items():
                 if isinstance(value, list | dict | set) and not key.startswith("__"):
                     self.containers.append((value, copy.copy(value)))

@@ -15,6 +15,7 @@ import transformers.generation
 import transformers.modeling_utils
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
+import transformers.trainer_utils
 
 import zero_tp.checkpoint.convert
 import zero_tp.checkpoint.resume

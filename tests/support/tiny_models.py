@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ def prepared_speeches(folder: Path, tokenizer: str, count: int, characters: int,
     return prepare([source], folder / "data", settings, progress=False).output
 
 
-def write_corpus(prefix: Path, documents: Iterable[Sequence[int]], vocabulary: int) -> Path:
-    """Write `prefix`.bin and `prefix`.idx of documents of token ids."""
+def write_corpus(prefix: Path, documents: Iterable[Any], vocabulary: int) -> Path:
+    """Write `prefix`.bin and `prefix`.idx of documents: sequences or arrays of token ids."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with IndexedWriter(prefix, vocabulary) as writer:
         for document in documents:

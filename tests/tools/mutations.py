@@ -156,7 +156,7 @@ def run_tests(copy: Path, tests: list[str], limit: float, guard: str = "") -> Ou
     # A .pyc file is recognised by its size and second only.
     variables = {"PYTHONDONTWRITEBYTECODE": "1", "ZERO_TP_TEST_SEED": os.environ.get("ZERO_TP_TEST_SEED", "1")}
     try:
-        done = run([*command, *tests], copy, limit, copy, **variables)
+        done = run([*command, *tests], copy, limit, copy, variables)
     except subprocess.TimeoutExpired:  # the ranks end with pytest
         return Outcome(False, f"hung: no end after {limit:.0f} s")
     if done.returncode == 0:

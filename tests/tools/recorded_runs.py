@@ -138,8 +138,8 @@ def record(checkout: Path, names: list[str], file: Path) -> None:
                 arguments = ["--deepspeed_config", str(run_file), "--output-dir", str(output)]
                 arguments += ["--set", f"zero_tp.training.steps={steps}"]
                 _succeeded(run([*launch(RUNS[name][1], checkout=checkout), *arguments], directory, 900, checkout))
-            words = ("to-hf", str(output), "--output", str(exported))
-            _succeeded(script("launch/convert.py", directory, *words, checkout=checkout))
+            convert = ("launch/convert.py", directory, "to-hf", str(output), "--output", str(exported))
+            _succeeded(script(*convert, checkout=checkout))
             fields = ("step", "loss", "grad_norm", "validation_loss")
             metrics = [{key: line[key] for key in fields if key in line} for line in metrics_of(output)]
             records[name] = {"metrics": metrics, "weights": _weights(exported)}
