@@ -1,14 +1,14 @@
-"""Kills commands at random points of everything that they do, and compares what is left with what was never killed.
+"""Kill commands at random points, finish them, and compare their output with that of commands that were never killed.
 
     python -m tests.tools.kills [--kills 20] [--seed N]
 
-Each time a moment of a training run (its start, a step, a save, the pruning after one), of an export, of prepare_data
-or of an evaluation is drawn, and a process gets SIGKILL there: in a run a rank, or all ranks as when the machine goes.
-What is under its final name is then whole. The run is started again until it is done: every logged loss and the last
-checkpoint must equal those of the run that went through, bit for bit; what the other commands write at last, what they
-wrote undisturbed. Every fifth step of a run is skipped, its last one among them. About 5 seconds a kill on an idle
-machine; it needs nobody, and is not part of the test command. Kills under real launchers are in
-tests/process/test_promises.py, starts with another accumulation in tests/checkpoint/test_reshape.py.
+Each kill draws a command: a training run, an export, prepare_data or an evaluation. A run is killed at its start, in a
+step, in a save or in the pruning after one: one rank, or all of them as when the machine fails. After each kill, what
+has its final name must be complete. At the end the run is started until it is done: every logged loss and the last
+checkpoint must equal those of an undisturbed run bit for bit, and so must the outputs of the other commands. The run
+skips every fifth step, its last one included. A kill takes about 5 seconds on an idle machine. Not covered here: kills
+under real launchers (tests/process/test_promises.py), starts with another accumulation
+(tests/checkpoint/test_reshape.py).
 """
 
 from __future__ import annotations
@@ -139,12 +139,12 @@ def wait_for(moment: str, ranks: Ranks, run: Path, chance: random.Random, start_
 
 
 def losses(run: Path) -> dict[int, float]:
-    """The loss of each step, as last logged."""
+    """Return the loss of each step, as last logged."""
     return {line["step"]: line["loss"] for line in metrics_of(run) if "loss" in line}
 
 
-def contents(checkpoint: Path) -> dict[str, str]:
-    """SHA-256 of every file of a checkpoint, read anew and held against the manifest."""
+def checkpoint_digests(checkpoint: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file of a checkpoint, after a check against its manifest."""
     files = read_manifest(checkpoint).files
     check_content(checkpoint, files)
     return {name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in files}
@@ -154,17 +154,19 @@ def contents(checkpoint: Path) -> dict[str, str]:
 
 
 @dataclass
-class Written:
-    """What a command writes under a final name, in two variants that replace each other.
+class WritingCommand:
+    """A command that replaces its output, in two variants.
 
     Attributes:
-        variants: the arguments of both. whole: what each leaves when nothing kills it, and how long it takes.
+        variants: the arguments of both.
+        undisturbed: the digests of what each writes when nothing kills it.
+        seconds: how long that takes.
     """
 
     script: str
     variants: tuple[list[str], list[str]]
     output: Path
-    whole: list[Any] = field(default_factory=list)
+    undisturbed: list[Any] = field(default_factory=list)
     seconds: float = 0.0
 
     def run(self, variant: int, workplace: Path, limit: float = LIMIT) -> commands.Ended:
@@ -176,20 +178,24 @@ class Written:
             ended = self.run(variant, workplace)
             assert ended.status == 0, ended.err
             self.seconds = ended.seconds
-            self.whole.append(held(self.output))
-        assert self.whole[0] != self.whole[1], f"{self.script} writes the same twice: {self.whole[0]}"
+            self.undisturbed.append(file_digests(self.output))
+        assert self.undisturbed[0] != self.undisturbed[1], f"{self.script} writes the same twice: {self.undisturbed[0]}"
 
-    def killed(self, workplace: Path, chance: random.Random) -> bool:
-        """Kill the command at a random moment; what was there or is new is whole. Whether it was killed in time."""
+    def kill(self, workplace: Path, chance: random.Random) -> bool:
+        """Kill the command at a random moment and check its output → whether it was killed before its end."""
         ended = self.run(chance.randrange(2), workplace, chance.random() * self.seconds * 1.1 / patience(1))
         assert ended.status in (None, 0), ended.err
-        assert held(self.output) in self.whole, f"{self.output} is neither what it was nor what it was to be"
+        assert file_digests(self.output) in self.undisturbed, (
+            f"{self.output} is neither what it was nor what it was to be"
+        )
         return ended.status is None
 
 
-def held(path: Path) -> dict[str, str]:
-    """SHA-256 of every file at or below a path; of a JSON file its figures, without how long they took. Files that
-    remember a corpus's hash hold times, and are left out."""
+def file_digests(path: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file at or below a path; of a JSON file its fields without times.
+
+    Files that remember a corpus's hash hold times, and are left out.
+    """
     files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
     files = [each for each in files if each not in {content_path(path / split) for split in SPLITS}]
     return {str(each.relative_to(path.parent)): _digest(each) for each in files}
@@ -207,21 +213,21 @@ def _untimed(value: Any) -> Any:
     return value
 
 
-def others(workplace: Path) -> Iterator[Written]:
-    """The commands that write, on a small run of two checkpoints."""
+def writing_commands(workplace: Path) -> Iterator[WritingCommand]:
+    """Prepare a corpus, export and evaluate checkpoints of a small run."""
     run, out = workplace / "runs" / "small", workplace / "out"
     out.mkdir()
     Ranks(workplace, settings(run, 4, **{"zero_tp.model.n_embd": 64})).finish()
     lines = [json.dumps({"text": f"Line {number}: " + "a few words of text. " * 20}) for number in range(400)]
     (workplace / "lines.jsonl").write_text("\n".join(lines))
     prepare = ["--input", "lines.jsonl", "--tokenizer", "data/tokenizer", "--output", "out/data", "--overwrite"]
-    yield Written("launch/prepare_data.py", (prepare, [*prepare, "--seed", "2"]), out / "data")
+    yield WritingCommand("launch/prepare_data.py", (prepare, [*prepare, "--seed", "2"]), out / "data")
     steps = [str(step_directory(run, step)) for step in (3, 4)]
     first, second = (["to-hf", step, "--output", "out/export", "--overwrite"] for step in steps)
-    yield Written("launch/convert.py", (first, second), out / "export")
+    yield WritingCommand("launch/convert.py", (first, second), out / "export")
     figures = ["--tasks", "perplexity", "--data", "perplexity=data/validation.jsonl", "--output", "out/figures.json"]
     first, second = (["--model", step, *figures, "--limit", "4"] for step in steps)
-    yield Written("eval/zero_shot.py", (first, second), out / "figures.json")
+    yield WritingCommand("eval/zero_shot.py", (first, second), out / "figures.json")
 
 
 # --- all together -----------------------------------------------------------------------------------------------------
@@ -243,19 +249,19 @@ def main() -> None:
 
 
 def kill_and_compare(workplace: Path, kills: int, chance: random.Random) -> None:
-    """Kill as often, then finish everything and compare."""
+    """Kill so many times, then run everything to its end and compare."""
     counted, inside = Counter[str](), 0
-    whole, killed = (workplace / "runs" / name for name in ("whole", "killed"))
-    written = list(others(workplace))
-    for each in written:
+    undisturbed, killed = (workplace / "runs" / name for name in ("undisturbed", "killed"))
+    writers = list(writing_commands(workplace))
+    for each in writers:
         each.prepare(workplace)
-    begun = time.monotonic()
+    begin = time.monotonic()
     Ranks(workplace, settings(killed, 1)).finish()
-    start_seconds = (time.monotonic() - begun) / patience(1)
+    start_seconds = (time.monotonic() - begin) / patience(1)
     while sum(counted.values()) < kills:
         if chance.random() >= TRAINING:
-            command = chance.choice(written)
-            if not command.killed(workplace, chance):
+            command = chance.choice(writers)
+            if not command.kill(workplace, chance):
                 continue  # it was faster
             what = command.script
         else:
@@ -264,23 +270,25 @@ def kill_and_compare(workplace: Path, kills: int, chance: random.Random) -> None
             wait_for(moment, ranks, killed, chance, start_seconds)
             ranks.kill(chance)
             inside += (checkpoints_of(killed) / TEMPORARY).exists()
-            contents(step_directory(killed, complete_steps(killed)[-1]))
+            checkpoint_digests(step_directory(killed, complete_steps(killed)[-1]))
             what = f"{moment}, saving in the {'background' if background else 'foreground'}"
         counted[what] += 1
         print(f"kill {sum(counted.values())}: {what}", flush=True)
     last = -(-(complete_steps(killed)[-1] + 3) // EVERY) * EVERY  # a step that is skipped
-    for run in (killed, whole):
+    for run in (killed, undisturbed):
         Ranks(workplace, settings(run, last, **{"zero_tp.checkpoint.interval": last})).finish()
-    assert losses(killed) == losses(whole) and len(losses(whole)) > 1, (losses(killed), losses(whole))
-    assert contents(step_directory(killed, last)) == contents(step_directory(whole, last))
-    for each in written:
+    assert losses(killed) == losses(undisturbed) and len(losses(undisturbed)) > 1, (losses(killed), losses(undisturbed))
+    assert checkpoint_digests(step_directory(killed, last)) == checkpoint_digests(step_directory(undisturbed, last))
+    for each in writers:
         for variant in (0, 1):  # each goes on from what it had read when it was killed, and leaves nothing of it
-            assert each.run(variant, workplace).status == 0 and held(each.output) == each.whole[variant]
-    left = {each.name for each in (workplace / "out").iterdir()} - {each.output.name for each in written}
+            assert each.run(variant, workplace).status == 0 and file_digests(each.output) == each.undisturbed[variant]
+    left = {each.name for each in (workplace / "out").iterdir()} - {each.output.name for each in writers}
     assert not left, f"left behind: {sorted(left)}"
     print(", ".join(f"{count} × {what}" for what, count in sorted(counted.items())))
     print(f"{sum(counted.values())} kills, {inside} of them left a save half written")
-    print(f"{len(losses(whole))} losses and the last checkpoint are equal to those of a run that was never killed")
+    print(
+        f"{len(losses(undisturbed))} losses and the last checkpoint are equal to those of a run that was never killed"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Random inputs are given to the commands, each kind by a fuzzer of its own, and every promise is held to.
+"""Run commands on random inputs and check what every command promises.
 
 python -m tests.tools.fuzz configs --count 1000
 
-A fuzzer is a module with a function `case(random, directory)`: it makes a random input in an empty directory, tries it
-and returns how that ended ("refused", "accepted", …), or raises AssertionError: a promise is broken.
+Each kind of input has a fuzzer: a module with a function `case(random, directory)`. It makes a random input in an empty
+directory, tries it and returns the result ("refused", "accepted", …). AssertionError: a promise is broken.
 """
 
 from __future__ import annotations
@@ -24,34 +24,37 @@ NAMES = ("configs", "data", "checkpoints", "models", "evaluation_inputs", "input
 
 
 def fuzz(name: str, numbers: range, seed: int) -> bool:
-    """Run cases of a fuzzer, print the broken promises and how many cases ended how → whether every promise held.
+    """Run cases of a fuzzer, print broken promises and the count of each result → whether no promise was broken.
 
-    Case k of a seed is the same whatever the other cases are.
+    Case k of a seed does not depend on the other cases.
     """
     case = importlib.import_module(f"tests.tools.fuzz.{name}").case
-    ends = Counter[str]()
+    results = Counter[str]()
     for number in numbers:
         directory = Path(
             tempfile.mkdtemp(prefix="zero_tp-fuzz-")
         )  # no TemporaryDirectory: a fork's end would remove it
         try:
-            ends[case(random.Random(f"{seed}/{number}"), directory)] += 1
+            results[case(random.Random(f"{seed}/{number}"), directory)] += 1
         except KeyboardInterrupt:
-            ends["interrupted"] += 1
+            results["interrupted"] += 1
             break
         except Exception as error:
             kind = "broken" if isinstance(error, AssertionError) else "failed"  # in the fuzzer; the others go on
-            ends[kind] += 1
+            results[kind] += 1
             what = "" if kind == "broken" else f"{type(error).__name__} in the fuzzer: "
             print(f"{name} --seed {seed} --case {number}: {what}{error}")
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-    print(f"{name}, seed {seed}: " + ", ".join(f"{count} {end}" for end, count in sorted(ends.items())), flush=True)
-    return not ends["broken"] + ends["failed"]
+    print(
+        f"{name}, seed {seed}: " + ", ".join(f"{count} {result}" for result, count in sorted(results.items())),
+        flush=True,
+    )
+    return not results["broken"] + results["failed"]
 
 
 def main() -> int:
-    """Run the command line: 0 when every promise held."""
+    """Run the command line: 0 when no promise was broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; by default all of them")
     parser.add_argument("--count", type=int, default=100, help="cases of each (default 100)")
@@ -67,8 +70,8 @@ def main() -> int:
     first = arguments.case or 0
     numbers = range(arguments.count) if arguments.case is None else range(first, first + 1)
     seeds = (random.SystemRandom().randrange(2**32) if arguments.seed is None else arguments.seed for _ in NAMES)
-    held = [fuzz(name, numbers, seed) for name, seed in zip(arguments.names or NAMES, seeds, strict=False)]
-    return int(not all(held))
+    passed = [fuzz(name, numbers, seed) for name, seed in zip(arguments.names or NAMES, seeds, strict=False)]
+    return int(not all(passed))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m tests.tools.fuzz checkpoints --count 1000
 
-What a command makes of the damaged run equals, bit for bit, what it makes of the whole one, or its error names the
+What a command makes of the damaged run equals, bit for bit, what it makes of the undamaged one, or its error names the
 file.
 """
 
@@ -117,7 +117,7 @@ def move(directory: Path) -> None:
 
 @cache
 def base() -> Path:
-    """Make a directory with runs that are whole."""
+    """Make a directory with undamaged runs."""
     import deepspeed  # noqa: F401
     import torch  # noqa: F401
     import transformers.models.auto.modeling_auto
@@ -155,18 +155,18 @@ def consume(consumer: str, workplace: Path, name: str) -> tuple[Ended, Any]:
 
 @cache
 def expected(consumer: str, name: str, step: int) -> Any:
-    """Return what a consumer makes of the whole run when `step` is its newest checkpoint."""
+    """Return what a consumer makes of the undamaged run when `step` is its newest checkpoint."""
     workplace = scratch() / "case"
-    furnish(workplace, name)
+    make_workplace(workplace, name)
     for later in SAVED:
         if later > step:
             shutil.rmtree(workplace / name / "checkpoints" / f"step_{later:08d}")
     ended, made = consume(consumer, workplace, name)
-    assert made is not None or consumer == "sample", f"{consumer} of a whole run: {ended.err}"
+    assert made is not None or consumer == "sample", f"{consumer} of an undamaged run: {ended.err}"
     return made
 
 
-def furnish(workplace: Path, name: str) -> None:
+def make_workplace(workplace: Path, name: str) -> None:
     directory = base()
     workplace.mkdir()
     for file in ("run.json", "text.txt", "data"):
@@ -217,29 +217,29 @@ def case(draw: random.Random, directory: Path) -> str:
     name = draw.choice(tuple(GRIDS))
     consumer = draw.choices(tuple(WEIGHTS), tuple(WEIGHTS.values()))[0]
     workplace = directory / "case"
-    furnish(workplace, name)
+    make_workplace(workplace, name)
     before = {path: path.read_bytes() for path in regular_files(workplace / name)}
-    told = []
+    changes = []
     for _ in range(draw.choice((1, 1, 1, 2))):
         file = target(workplace / name, draw)
-        told.append(f"{file.relative_to(workplace)}: {draw.choice(DAMAGES)(file, draw)}")
-    what = f"{consumer} of {name} ({GRIDS[name]}), {'; '.join(told)}"
+        changes.append(f"{file.relative_to(workplace)}: {draw.choice(DAMAGES)(file, draw)}")
+    description = f"{consumer} of {name} ({GRIDS[name]}), {'; '.join(changes)}"
     left = {path: path.read_bytes() for path in regular_files(workplace / name)}
     checkpoints = workplace / name / "checkpoints"
     complete = [step for step in SAVED if (checkpoints / f"step_{step:08d}/manifest.json").is_file()]
     ended, made = consume(consumer, workplace, name)
     problem = broken_promise(ended)
-    assert problem is None, f"{what}: {problem}"
+    assert problem is None, f"{description}: {problem}"
     damaged = [path for path, content in before.items() if left.get(path) != content]
     if ended.status == BAD_INPUT:
         named = [path for path in damaged if path.name in ended.err or path.parent.name in ended.err]
-        assert named or consumer == "sample", f"{what}: {ended.err[-300:]} names none of the files"
+        assert named or consumer == "sample", f"{description}: {ended.err[-300:]} names none of the files"
         return "named" if named else "refused"
     if consumer == "verify" and complete:  # its output is the same whatever it has read
         verified = [
             path for path in damaged if path.parent.name == f"step_{complete[-1]:08d}" and "states" in path.name
         ]
-        assert not verified, f"{what}: verified"
-    whole = expected(consumer, name, complete[-1]) if complete else None
-    assert complete and made == whole, f"{what}: status 0, but {str(made)[:300]}, not {str(whole)[:300]}"
+        assert not verified, f"{description}: verified"
+    undamaged = expected(consumer, name, complete[-1]) if complete else None
+    assert complete and made == undamaged, f"{description}: status 0, but {str(made)[:300]}, not {str(undamaged)[:300]}"
     return "equal"

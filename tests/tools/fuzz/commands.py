@@ -68,12 +68,12 @@ def run(
         limit: seconds until it is killed, on an idle machine.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        begun = time.monotonic()
+        begin = time.monotonic()
         child = os.fork()
         if child == 0:
             _become(script, arguments, directory, environment or {}, out.fileno(), err.fileno())
-        status = _wait(child, begun, limit)
-        return Ended(status, _text(out), _text(err), time.monotonic() - begun)
+        status = _wait(child, begin, limit)
+        return Ended(status, _text(out), _text(err), time.monotonic() - begin)
 
 
 def start(script: str, arguments: Sequence[str], directory: Path, environment: Mapping[str, str], errors: Path) -> int:
@@ -115,8 +115,8 @@ def _become(
         os._exit(status)
 
 
-def _wait(child: int, begun: float, limit: float) -> int | None:
-    while time.monotonic() - begun < patience(limit):
+def _wait(child: int, begin: float, limit: float) -> int | None:
+    while time.monotonic() - begin < patience(limit):
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
@@ -155,8 +155,8 @@ def broken_promise(ended: Ended, *, check: bool = False) -> str | None:
         return f"ended with a traceback: {ended.err[-1500:]}"
     if ended.status not in (0, BAD_INPUT, *([MISSING] if check else [])):
         return f"ended with status {ended.status}: {ended.err[-500:]}"
-    said = (ended.err + ended.out).replace("\r", "\n")
-    if visible(said) != said:
+    printed = (ended.err + ended.out).replace("\r", "\n")
+    if visible(printed) != printed:
         return f"printed control characters: {ended.err[-500:]!r}"
     errors = [line for line in ended.err.splitlines() if line.startswith("error: ")]
     counted = len(errors) == 1 or (check and errors)

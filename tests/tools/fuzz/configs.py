@@ -125,18 +125,18 @@ def case(draw: random.Random, directory: Path) -> str:
         changes.append("text")
     (directory / "run.json").write_text(text)
     world = [] if (drawn := draw.random()) < 0.3 else ["--world-size", "1" if drawn < 0.9 else str(draw.choice(ODD))]
-    told = f"{changes} {' '.join(world)}"
-    checked = attempt(told, "zero_tp/__main__.py", ["check", "run.json", *world], directory, check=True)
+    description = f"{changes} {' '.join(world)}"
+    checked = attempt(description, "zero_tp/__main__.py", ["check", "run.json", *world], directory, check=True)
     if draw.random() < 0.2:
         options = [*(world or ["--world-size", "1"]), "--device", draw.choice(["cpu", "h100-80gb"])]
         options += draw.choice([[], [], ["--search", "--top", "2"], ["--json"]])
-        attempt(told, "launch/plan.py", ["run.json", *options], directory)
+        attempt(description, "launch/plan.py", ["run.json", *options], directory)
     if checked is None:
         return "refused"
     absent = "not here" in checked.out
-    assert absent or not checked.status, told
+    assert absent or not checked.status, description
     if absent or world != ["--world-size", "1"] or parameters(config) > 1e6 or draw.random() > TRAINED_SHARE:
         return "absent" if absent else "accepted"
-    trained = attempt(told, "launch/pretrain.py", ["--deepspeed_config", "run.json"], directory)
-    assert trained is not None, f"accepted by check, and cannot start: {told}"
+    trained = attempt(description, "launch/pretrain.py", ["--deepspeed_config", "run.json"], directory)
+    assert trained is not None, f"accepted by check, and cannot start: {description}"
     return "trained"

@@ -36,7 +36,7 @@ def edit_json(tree: Any, draw: random.Random, odd: Sequence[Any] = ODD) -> str:
     *parents, key = draw.choice(draw.choice((inner, [path for path in inner if len(path) == 1])))
     block, before = at(tree, tuple(parents)), at(tree, (*parents, key))
     name = ".".join(map(str, (*parents, key)))
-    how = draw.choice(("odd", "odd", "odd", "near", "near", "drop", "rename"))
+    how = draw.choice(("odd", "odd", "odd", "nearby", "nearby", "drop", "rename"))
     if how == "drop":
         del block[key]
         return f"without {name}"
@@ -45,9 +45,9 @@ def edit_json(tree: Any, draw: random.Random, odd: Sequence[Any] = ODD) -> str:
         letters[draw.randrange(len(letters))] = draw.choice("abz_.\0é\x1b")
         block["".join(letters)] = block.pop(key)
         return f"{name} mistyped"
-    if how == "near" and isinstance(before, int | float) and not isinstance(before, bool):
+    if how == "nearby" and isinstance(before, int | float) and not isinstance(before, bool):
         block[key] = draw.choice([before * 2, before + 1, before - 1, -before, before * 10**6])
-    elif how == "near" and isinstance(before, str) and before:
+    elif how == "nearby" and isinstance(before, str) and before:
         block[key] = before[:-1] + draw.choice("0a/\x07é")
     else:
         block[key] = copy.deepcopy(draw.choice(odd))
@@ -62,9 +62,9 @@ def edit_json_file(file: Path, draw: random.Random, odd: Sequence[Any] = ODD) ->
         return damage_file(file, draw)
     if not isinstance(tree, dict | list) or not tree:
         return damage_file(file, draw)
-    told = edit_json(tree, draw, odd)
+    description = edit_json(tree, draw, odd)
     file.write_text(json.dumps(tree))
-    return told
+    return description
 
 
 def damage_bytes(content: bytes, draw: random.Random, limit: int | None = None) -> tuple[bytes, str]:
@@ -90,9 +90,9 @@ def damage_bytes(content: bytes, draw: random.Random, limit: int | None = None) 
 
 
 def damage_file(file: Path, draw: random.Random) -> str:
-    damaged, told = damage_bytes(file.read_bytes(), draw)
+    damaged, description = damage_bytes(file.read_bytes(), draw)
     file.write_bytes(damaged)
-    return told
+    return description
 
 
 def delete_file(file: Path, draw: random.Random) -> str:

@@ -61,23 +61,23 @@ LINES = (
 )
 
 
-def furnish(workplace: Path) -> Path:
-    models.furnish(workplace, "gpt2")
+def make_workplace(workplace: Path) -> Path:
+    models.make_workplace(workplace, "gpt2")
     (workplace / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     return workplace
 
 
-def evaluate(what: str, workplace: Path, *words: str) -> dict[str, Any] | None:
+def evaluate(description: str, workplace: Path, *words: str) -> dict[str, Any] | None:
     """Return the figures of the perplexity task, or None where the command refuses."""
-    if attempt(what, "eval/zero_shot.py", words, workplace, limit=60) is None:
+    if attempt(description, "eval/zero_shot.py", words, workplace, limit=60) is None:
         return None
     figures: dict[str, Any] = json.loads((workplace / "report.json").read_text())["tasks"]["perplexity"]
     return figures
 
 
 @cache
-def whole() -> float:
-    figures = evaluate("nothing is damaged", furnish(scratch()), *LINES)
+def undamaged_loss() -> float:
+    figures = evaluate("nothing is damaged", make_workplace(scratch()), *LINES)
     assert figures is not None
     return float(figures["nll"])
 
@@ -94,21 +94,23 @@ def texts(draw: random.Random, workplace: Path) -> str:
         blank = json.dumps({"text": draw.choice(("", " ", "\n\t")), "x": 1}).encode() + b"\n"
         parts = lines.splitlines(keepends=True)
         parts.insert(draw.randrange(len(parts) + 1), draw.choice((blank, b"\n", b"  \n")))
-        content, what = b"".join(parts), "a blank document"
+        content, description = b"".join(parts), "a blank document"
     else:
-        content, what = damage_bytes(lines, draw)
+        content, description = damage_bytes(lines, draw)
     file.write_bytes(content)
     words = list(LINES)
     if draw.random() < 0.3:
         zipped = gzip.compress(content)
         if draw.random() < 0.5:
             zipped, more = damage_bytes(zipped, draw)
-            harmless, what = False, f"{what}, zipped and {more}"
+            harmless, description = False, f"{description}, zipped and {more}"
         (workplace / "lines.jsonl.gz").write_bytes(zipped)
         words[words.index("perplexity=lines.jsonl")] += ".gz"
-    figures = evaluate(what, workplace, *words)
+    figures = evaluate(description, workplace, *words)
     if harmless:
-        assert figures is not None and figures["nll"] == whole(), f"{what}: {figures}, without it {whole()}"
+        assert figures is not None and figures["nll"] == undamaged_loss(), (
+            f"{description}: {figures}, without it {undamaged_loss()}"
+        )
         return "the same"
     return "refused" if figures is None else "other text"
 
@@ -121,14 +123,16 @@ def options(draw: random.Random, workplace: Path) -> str:
     """A number of an option."""
     name = draw.choice((*NAMES, "text-key"))
     value = str(draw.choice((*NUMBERS, *NUMBERS, "nan", "", "x", "1e3", "\x1b[31m", "1" * 5000)))
-    what = f"--{name}={value[:40]}"
-    figures = evaluate(what, workplace, *LINES, f"--{name}={value}")
+    description = f"--{name}={value[:40]}"
+    figures = evaluate(description, workplace, *LINES, f"--{name}={value}")
     if figures is None:
         return "refused"
     if name == "limit":
-        assert figures["documents"] == min(int(value), len(DOCUMENTS)), f"{what}: {figures['documents']} documents"
+        assert figures["documents"] == min(int(value), len(DOCUMENTS)), (
+            f"{description}: {figures['documents']} documents"
+        )
     elif name not in ("sequence-length", "overlap"):
-        assert abs(figures["nll"] / whole() - 1) < 1e-5, f"{what}: another perplexity"
+        assert abs(figures["nll"] / undamaged_loss() - 1) < 1e-5, f"{description}: another perplexity"
     return "accepted"
 
 
@@ -138,13 +142,13 @@ def tokenizers(draw: random.Random, workplace: Path) -> str:
     shutil.copytree(workplace / "model", other)
     for name in ("model.safetensors", "config.json"):
         (other / name).unlink()
-    what = "untouched"
+    description = "untouched"
     if (drawn := draw.random()) < 0.2:
         file = other / draw.choice(("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"))
-        what = f"{file.name} {replace_file(file, draw)}"
+        description = f"{file.name} {replace_file(file, draw)}"
     elif drawn < 0.9:
-        what = models.edit_other(other, draw)
-    figures = evaluate(f"--tokenizer: {what}", workplace, *LINES, "--tokenizer", "other")
+        description = models.edit_other(other, draw)
+    figures = evaluate(f"--tokenizer: {description}", workplace, *LINES, "--tokenizer", "other")
     return "refused" if figures is None else "accepted"
 
 
@@ -155,23 +159,23 @@ def tasks(draw: random.Random, workplace: Path) -> str:
     (directory / "code.py").write_text("open('ran', 'w')\ndef text(doc):\n    return 'x'\n")
     task = copy.deepcopy(TASK)
     task["dataset_kwargs"]["data_files"]["test"] = str(workplace / "lines.jsonl")
-    content, what = json.dumps(task).encode(), "untouched"
+    content, description = json.dumps(task).encode(), "untouched"
     if draw.random() < 0.6:
         task |= copy.deepcopy(draw.choice(CHANGES))
-        what = edit_json(task, draw, TASK_ODD)
+        description = edit_json(task, draw, TASK_ODD)
         content = json.dumps(task).replace('"!function code.text"', "!function code.text").encode()
     elif draw.random() < 0.7:
-        content, what = damage_bytes(content, draw)
+        content, description = damage_bytes(content, draw)
     (directory / "mine.yaml").write_bytes(content)
     words = ["--model", "model", "--tasks", "mine", "--include-path", "tasks", "--device", "cpu", "--limit", "2"]
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(workplace / "cache"), "HF_DATASETS_OFFLINE": "1"}
-    what = f"--include-path: {what}"
-    ended = attempt(what, "eval/zero_shot.py", words, workplace, environment=environment, limit=90)
-    assert not (workplace / "ran").exists(), f"{what}: its code was run"
+    description = f"--include-path: {description}"
+    ended = attempt(description, "eval/zero_shot.py", words, workplace, environment=environment, limit=90)
+    assert not (workplace / "ran").exists(), f"{description}: its code was run"
     return "refused" if ended is None else "accepted"
 
 
 def case(draw: random.Random, directory: Path) -> str:
-    furnish(directory)
+    make_workplace(directory)
     (kind,) = draw.choices((texts, options, tokenizers, tasks), (6, 6, 4, 2))
     return f"{kind.__name__} {kind(draw, directory)}"

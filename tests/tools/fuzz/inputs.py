@@ -30,7 +30,7 @@ TEXT = "".join(f"some words of document {number}\n\n" for number in range(20))
 CHECK = ("check", "run.json", "--world-size", "1")
 
 
-def furnish(workplace: Path) -> Path:
+def make_workplace(workplace: Path) -> Path:
     (workplace / "run.json").write_text(json.dumps(configs.BASE))
     (workplace / "data").symlink_to(configs.base() / "data")
     (workplace / "text.txt").write_text(TEXT)
@@ -40,18 +40,18 @@ def furnish(workplace: Path) -> Path:
 # --- kinds of cases ---------------------------------------------------------------------------------------------------
 
 
-def plan(workplace: Path, what: str) -> str | None:
+def plan(workplace: Path, description: str) -> str | None:
     words = ["run.json", "--world-size", "1", "--device", "device.json", "--json"]
-    ended = attempt(what, "launch/plan.py", words, workplace)
+    ended = attempt(description, "launch/plan.py", words, workplace)
     return None if ended is None else ended.out
 
 
 @cache
-def whole_plan() -> str | None:
+def undamaged_plan() -> str | None:
     folder = configs.base() / "plan"
     folder.mkdir()
-    (furnish(folder) / "device.json").write_text(json.dumps(DEVICE))
-    return plan(folder, "the whole device")
+    (make_workplace(folder) / "device.json").write_text(json.dumps(DEVICE))
+    return plan(folder, "the undamaged device")
 
 
 def devices(draw: random.Random, workplace: Path) -> str:
@@ -60,23 +60,23 @@ def devices(draw: random.Random, workplace: Path) -> str:
     device = copy.deepcopy(DEVICE)
     if kind < 0.2:
         keys = draw.sample(list(device), len(device))
-        content, what = (
+        content, description = (
             json.dumps({key: device[key] for key in keys}, indent=draw.choice((None, 1, 7))).encode(),
             "order",
         )
     elif kind < 0.8:
-        what = edit_json(device, draw)
+        description = edit_json(device, draw)
         content = json.dumps(device).encode()
     else:
-        content, what = damage_bytes(json.dumps(device).encode(), draw)
+        content, description = damage_bytes(json.dumps(device).encode(), draw)
     (workplace / "device.json").write_bytes(content)
-    printed = plan(workplace, f"device: {what}")
+    printed = plan(workplace, f"device: {description}")
     if kind < 0.2:
-        assert printed is not None and printed == whole_plan(), f"device: {what}: another plan"
+        assert printed is not None and printed == undamaged_plan(), f"device: {description}: another plan"
     if printed is not None:
         numbers = json.loads(printed, parse_constant=lambda word: word)
         odd = [place for place in places(numbers) if at(numbers, place) in ("NaN", "Infinity", "-Infinity")]
-        assert not odd, f"device: {what}: {odd[0]} of the plan is no number"
+        assert not odd, f"device: {description}: {odd[0]} of the plan is no number"
     return "refused" if printed is None else "planned"
 
 
@@ -90,8 +90,8 @@ def overrides(draw: random.Random, workplace: Path) -> str:
         name = draw.choice((f"{name}.", f".{name}", name.replace(".", "..", 1), f"{name}.x.y", name[:-1], "=", "a=b=c"))
     elif drawn > 0.9:
         text = draw.choice(("", "=", "{", "[1,", "NaN", "-Infinity", "1e999", '{"a":1,"a":2}', "[" * 5000, "9" * 5000))
-    what = f"--set {name}={text}"[:100]
-    ended = attempt(what, "zero_tp/__main__.py", [*CHECK, "--set", f"{name}={text}"], workplace, check=True)
+    description = f"--set {name}={text}"[:100]
+    ended = attempt(description, "zero_tp/__main__.py", [*CHECK, "--set", f"{name}={text}"], workplace, check=True)
     if drawn < 0.2 or drawn > 0.9:
         return "refused odd" if ended is None else "accepted odd"
     config = copy.deepcopy(configs.BASE)
@@ -99,7 +99,7 @@ def overrides(draw: random.Random, workplace: Path) -> str:
     (workplace / "run.json").write_text(json.dumps(config))
     written = attempt(f"{name} in the file", "zero_tp/__main__.py", CHECK, workplace, check=True)
     same = ended == written if ended is None or written is None else ended.out == written.out
-    assert same, f"{what}: {ended}, in the file {written}"
+    assert same, f"{description}: {ended}, in the file {written}"
     return "refused" if ended is None else "accepted"
 
 
@@ -167,20 +167,22 @@ def paths(draw: random.Random, workplace: Path) -> str:
     number = draw.randrange(len(OUTPUTS + INPUTS))
     (script, *words), option = (OUTPUTS + INPUTS)[number]
     reads = number >= len(OUTPUTS)
-    odd, what = odd_path(draw, workplace, reads)
-    if option == "--input" and what == "directory of all":
+    odd, description = odd_path(draw, workplace, reads)
+    if option == "--input" and description == "directory of all":
         return "not read"  # all texts below it would be
-    what = f"{script} {option or 'its argument'}: {what} ({odd[:60]!r})"
+    description = f"{script} {option or 'its argument'}: {description} ({odd[:60]!r})"
     before = contents(workplace)
-    ended = attempt(what, script, [*words, *([option] if option else []), odd], workplace, check="check" in words)
+    ended = attempt(
+        description, script, [*words, *([option] if option else []), odd], workplace, check="check" in words
+    )
     after = contents(workplace)
     replaceable = odd if ended is not None and not reads else None
     lost = [name for name, content in before.items() if after.get(name) != content and name != replaceable]
-    assert not lost, f"{what}: {lost[0]} was there before, and is not as it was"
+    assert not lost, f"{description}: {lost[0]} was there before, and is not as it was"
     return "refused" if ended is None else "accepted"
 
 
 def case(draw: random.Random, directory: Path) -> str:
-    furnish(directory)
+    make_workplace(directory)
     (kind,) = draw.choices((devices, overrides, paths), (3, 4, 5))
     return f"{kind.__name__} {kind(draw, directory)}"

@@ -2,9 +2,9 @@
 
     python -m tests.tools.fuzz models --count 1000
 
-What a command makes of a directory whose weights, index or header are damaged equals what it makes of the whole one, or
-it refuses. What a config or a tokenizer says may be another model: there evaluation and training have to agree on its
-loss where both accept it.
+If weights, index or header are damaged, a command computes what it computes of the undamaged directory, or refuses. A
+damaged config or tokenizer may describe another model: then evaluation and training must agree on its loss if both
+accept it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def make(directory: Path) -> None:
-    """Write the whole models, each in one file and in shards."""
+    """Write the undamaged models, each in one file and in shards."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -86,7 +86,7 @@ def make(directory: Path) -> None:
 
 @cache
 def base() -> Path:
-    """Make a directory with whole models."""
+    """Make a directory with undamaged models."""
     import torch  # noqa: F401
     import transformers.models.auto.modeling_auto
     import transformers.models.gpt2.modeling_gpt2
@@ -99,17 +99,17 @@ def base() -> Path:
     return directory
 
 
-def furnish(workplace: Path, name: str) -> Path:
+def make_workplace(workplace: Path, name: str) -> Path:
     shutil.copytree(base() / name, workplace / "model")
     (workplace / "text.txt").write_text(TEXT)
     (workplace / "training.py").write_text(TRAINING)
     return workplace / "model"
 
 
-def compute(consumer: str, workplace: Path, what: str) -> Any:
+def compute(consumer: str, workplace: Path, description: str) -> Any:
     """Return what a command computes of the model: a loss, or a sample; None where it refuses."""
     script = str(workplace / consumer) if consumer == "training.py" else consumer
-    ended = attempt(what, script, CONSUMERS[consumer], workplace, limit=60)
+    ended = attempt(description, script, CONSUMERS[consumer], workplace, limit=60)
     if ended is None or consumer == "launch/sample.py":
         return ended and ended.out
     if consumer == "training.py":
@@ -120,13 +120,13 @@ def compute(consumer: str, workplace: Path, what: str) -> Any:
 @cache
 def expected(consumer: str, name: str) -> Any:
     workplace = scratch()
-    furnish(workplace, name)
-    computed = compute(consumer, workplace, "a whole model")
-    assert computed is not None, f"{consumer} refuses a whole model"
+    make_workplace(workplace, name)
+    computed = compute(consumer, workplace, "an undamaged model")
+    assert computed is not None, f"{consumer} refuses an undamaged model"
     return computed
 
 
-# --- damage to weights, headers and the index: what is accepted is the whole model ------------------------------------
+# --- damage to weights, headers and the index: an accepted directory is the undamaged model ---------------------------
 
 
 def weights_file(model: Path, draw: random.Random) -> Path:
@@ -147,9 +147,9 @@ def join_file(file: Path, header: str, data: bytes) -> None:
 def damage_header(model: Path, draw: random.Random) -> str:
     file = weights_file(model, draw)
     content = file.read_bytes()
-    damaged, told = damage_bytes(content, draw, limit=8 + int.from_bytes(content[:8], "little"))
+    damaged, change = damage_bytes(content, draw, limit=8 + int.from_bytes(content[:8], "little"))
     file.write_bytes(damaged)
-    return f"{file.name}: {told}"
+    return f"{file.name}: {change}"
 
 
 def edit_header(model: Path, draw: random.Random) -> str:
@@ -211,14 +211,14 @@ def edit_config(model: Path, draw: random.Random) -> str:
         odd = ("quantization_config", "auto_map", "transformers_weights", "attn_implementation", "tie_word_embeddings")
         key, value = draw.choice((*odd, "x")), draw.choice((*ODD, {"a": "b.c"}, "llama"))
         config[key] = value
-        told = f"{key}: {value!r:.60}"
+        change = f"{key}: {value!r:.60}"
     else:
-        key, told = "vocab_size", edit_json(config, draw)
+        key, change = "vocab_size", edit_json(config, draw)
     text = json.dumps(config)
     if draw.random() < 0.1:
         text = text[:-1] + f', "{key}": 1}}'
     path.write_text(text)
-    return f"config.json: {told}"
+    return f"config.json: {change}"
 
 
 def edit_other(model: Path, draw: random.Random) -> str:
@@ -238,19 +238,23 @@ OTHERS = (edit_config, edit_config, edit_config, edit_other, edit_other, replace
 
 def case(draw: random.Random, directory: Path) -> str:
     name = draw.choice([kind + form for kind in SIZES for form in ("", "-shards")])
-    model = furnish(directory, name)
+    model = make_workplace(directory, name)
     if draw.random() < 0.5:
-        what = f"{name}: {draw.choice(SAME)(model, draw)}"
+        description = f"{name}: {draw.choice(SAME)(model, draw)}"
         consumer = draw.choice(tuple(CONSUMERS))
-        computed, whole = compute(consumer, directory, what), expected(consumer, name)
-        assert computed in (None, whole), f"{what}: {consumer}: {computed!r}, of the whole model {whole!r}"
+        computed, undamaged = compute(consumer, directory, description), expected(consumer, name)
+        assert computed in (None, undamaged), (
+            f"{description}: {consumer}: {computed!r}, of the undamaged model {undamaged!r}"
+        )
         return "refused" if computed is None else "the same"
-    what = f"{name}: {draw.choice(OTHERS)(model, draw)}"
+    description = f"{name}: {draw.choice(OTHERS)(model, draw)}"
     if draw.random() < 0.3:
-        return "refused" if compute("launch/sample.py", directory, what) is None else "sampled"
-    evaluated, trained = (compute(consumer, directory, what) for consumer in ("eval/zero_shot.py", "training.py"))
+        return "refused" if compute("launch/sample.py", directory, description) is None else "sampled"
+    evaluated, trained = (
+        compute(consumer, directory, description) for consumer in ("eval/zero_shot.py", "training.py")
+    )
     if evaluated is None or trained is None:
         return "refused" if evaluated is None and trained is None else "refused by one"
     same = math.isclose(evaluated, trained, rel_tol=1e-4)
-    assert same, f"{what}: evaluation computes {evaluated}, training {trained}"
+    assert same, f"{description}: evaluation computes {evaluated}, training {trained}"
     return "evaluated as trained"
