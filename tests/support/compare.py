@@ -66,13 +66,17 @@ def leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_()
 
 
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def whole_gradient(parameter: nn.Parameter, group: Group) -> Tensor:
     """Reassembled from every rank's shard by the parameter's layout; collective."""
-    assert parameter.grad is not None
-    layout = layout_of(parameter)
+    gradient, layout = gradient_of(parameter), layout_of(parameter)
     if not isinstance(layout, Sharded):
-        return parameter.grad
-    return layout.unshard(list(all_gather(parameter.grad.unsqueeze(0), group)))
+        return gradient
+    return layout.unshard(list(all_gather(gradient.unsqueeze(0), group)))
 
 
 def whole_gradients(model: Any) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +31,37 @@ def default_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def environment(checkout: Path = ROOT) -> dict[str, str]:
+    """Return the variables for a command of a checkout, which comes before the installed package, on ranks too."""
+    return {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
 
 
-def run(command: Sequence[str], directory: Path, limit: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run a command of the project in `directory`. `limit`: seconds of an idle machine."""
-    return subprocess.run(
-        command, cwd=directory, env=environment(), capture_output=True, text=True, timeout=patience(limit)
-    )
+def run(
+    command: Sequence[str],
+    directory: Path,
+    limit: float = 240,
+    checkout: Path = ROOT,
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of a checkout in `directory`. `limit`: seconds of an idle machine."""
+    environ = environment(checkout) | dict(variables or {})
+    return subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=patience(limit))
 
 
-def launch(world: int, launcher: str = "deepspeed", script: str = "launch/pretrain.py") -> list[str]:
+def zero_tp(directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `zero-tp ARGUMENTS` in `directory`."""
+    return run([sys.executable, "-m", "zero_tp", *arguments], directory, variables=variables)
+
+
+def launch(
+    world: int, launcher: str = "deepspeed", script: str = "launch/pretrain.py", checkout: Path = ROOT
+) -> list[str]:
     """The words that start a script on `world` CPU ranks, by "deepspeed" or "torchrun"."""
     words = {
         "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(world)],
         "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", str(world)],
     }[launcher]
-    return [sys.executable, *words, "--master_port", str(free_port()), str(ROOT / script)]
+    return [sys.executable, *words, "--master_port", str(free_port()), str(checkout / script)]
 
 
 def pretrain(
@@ -57,8 +70,8 @@ def pretrain(
     return run([*launch(world, launcher), *arguments], directory)
 
 
-def script(name: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, str(ROOT / name), *arguments], directory)
+def script(name: str, directory: Path, *arguments: str, checkout: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, str(checkout / name), *arguments], directory, checkout=checkout)
 
 
 def said(output: str) -> list[str]:
@@ -74,18 +87,8 @@ def furnish(directory: Path) -> Path:
     """Put a prepared corpus and a small config, small.json, into `directory`."""
     (directory / "tests").symlink_to(ROOT / "tests")
     corpus = ROOT / "launch" / "corpus" / "sotu.jsonl.gz"
-    prepared = script(
-        "launch/prepare_data.py",
-        directory,
-        "--input",
-        str(corpus),
-        "--tokenizer",
-        "bpe:512",
-        "--output",
-        "data",
-        "--processes",
-        "1",
-    )
+    words = ("--input", str(corpus), "--tokenizer", "bpe:512", "--output", "data", "--processes", "1")
+    prepared = script("launch/prepare_data.py", directory, *words)
     assert prepared.returncode == 0, prepared.stderr
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -96,11 +99,7 @@ def furnish(directory: Path) -> Path:
         "csv_monitor": {"enabled": True},
         "zero_tp": {
             "model": {
-                "model_type": "gpt2",
-                "n_layer": 2,
-                "n_embd": 64,
-                "n_head": 4,
-                "n_positions": 64,
+                **{"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64},
                 "vocab_size": 512,
             },
             "parallel": {"tensor": 2},

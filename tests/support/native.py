@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -12,13 +12,11 @@ import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from tests.support.compare import check_close
+from tests.support.compare import Given, check_close, gradient_of
 from zero_tp import architectures as tables
 from zero_tp.architectures import architecture_of, as_stored, native_class_of, weights_of
 from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.models.parallel_model import ParallelModel
-from zero_tp.parallel.layout import Layout
-from zero_tp.parallel.parameter import Init
 from zero_tp.topology import Topology
 from zero_tp.weights.export import live_entries
 
@@ -63,11 +61,7 @@ def native_tensors(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    found = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        found[name] = parameter.grad
-    return found
+    return {name: gradient_of(parameter) for name, parameter in model.named_parameters()}
 
 
 def check_gradients(model: ParallelModel, reference: Any) -> None:
@@ -88,17 +82,11 @@ def check_widths(config: PretrainedConfig, seed: int = 3) -> None:
         assert parameter.mean().item() == pytest.approx(mean, abs=1e-6 + 6 * std * few), name
 
 
-class Native:
+class Native(Given):
     """A WeightSource that reads a live Hugging Face model."""
 
     def __init__(self, model: Any) -> None:
-        self.tensors = to_ours(model.config, model.state_dict())
-
-    def fill(
-        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
-    ) -> None:
-        assert tuple(self.tensors[name].shape) == tuple(whole)
-        local.copy_(layout.shard(self.tensors[name], topology.tensor_rank, topology.tensor))
+        super().__init__(to_ours(model.config, model.state_dict()))
 
 
 def parallel_model(reference: Any, topology: Topology, attention: str | None = None, **options: Any) -> Any:

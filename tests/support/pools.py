@@ -14,14 +14,12 @@ keeping.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import forkserver
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,11 +33,14 @@ T = TypeVar("T")
 
 # Once one rank has failed, the others get this long to report too (seconds): most wait in a collective for ever.
 GRACE = 1.0
+START_SECONDS = 120.0  # more for the first function after a start
+SHOWN_LINES = 100  # of what a rank printed, its stacks included
 
 RANK_ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "MASTER_ADDR": "127.0.0.1",
     # Without a name gloo resolves the host's own, which fails in containers without such an entry.
     "GLOO_SOCKET_IFNAME": "lo",
 }
@@ -70,143 +71,116 @@ class Pool:
         self._store: Any = None
 
     def run(self, function: Callable[..., T], *args: Any, timeout: float = 120, **kwargs: Any) -> list[T]:
-        """Calls `function(*args, **kwargs)` on every rank and returns the results by rank, tensors as copies.
+        """Call `function(*args, **kwargs)` on every rank and return the results by rank, tensors as copies.
 
         The function is sent by its name, so it stands at the top level of a module (a test module will do).
-        Raises RankError with the traceback of the rank that failed first, or, after `timeout` seconds of an idle
-        machine (tests/support/waits.py), with the stacks of the ranks that didn't answer.
+
+        Raises:
+            RankError: with the traceback of the rank that failed first, or, after `timeout` seconds of an idle machine
+                (tests/support/waits.py), with the stacks of the ranks that did not answer.
         """
-        name = _reference(function)
-        if not self._processes:
-            self._start()
-        order = pack(("run", name, args, kwargs))
+        name = f"{function.__module__}:{function.__qualname__}"
+        if "<" in name or function.__module__ == "__main__":
+            raise ValueError(f"{name}: only a function at the top level of a module can be sent to ranks")
         try:
-            replies = self._exchange(order, timeout, name)
-            failure = self._failure(replies, name)
-            kinds = {reply[2] if reply and reply[0] == "error" else None for reply in replies}
-            if failure is not None and len(kinds) > 1:
-                self.kill()
-                raise failure
-            # The same refusal on every rank leaves no collective half done.
-            after = self._failure(self._exchange(pack(("reset",)), 30, "reset"), f"reset after {name}")
-            if after is not None:
-                self.kill()
-            found = failure or after
-            if found is not None:
-                raise found
-        except RankError:
-            raise
-        except BaseException:  # an interrupt, pytest-timeout: the ranks are in the middle of something
+            if not self._processes:
+                self._start()
+                timeout += START_SECONDS
+            replies = self._exchange(pack((name, args, kwargs)), timeout, name)
+        except BaseException:  # also an interrupt, pytest-timeout: the ranks are in the middle of something
             self.kill()
             raise
-        return [reply[1] for reply in replies if reply is not None]
+        errors = {rank: reply for rank, reply in replies.items() if reply[0] == "error"}
+        if not errors:
+            return [replies[rank][1] for rank in range(self.world)]
+        first = min(errors, key=lambda rank: errors[rank][1])  # later errors may be its consequence
+        _, _, kind, message, trace = errors[first]
+        text = f"rank {first} of {self.world} failed in {name}:\n{trace}{self._output(first)}"
+        # The same refusal on every rank leaves no collective half done.
+        if len(errors) < self.world or len({error[2] for error in errors.values()}) > 1:
+            self.kill()
+        raise RankError(first, text, kind, message)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # The fork server keeps the environment that it was started with.
-        with _environment(RANK_ENVIRONMENT):
-            context.set_forkserver_preload(["tests.support.preloaded"])
-            forkserver.ensure_running()
+        context.set_forkserver_preload(["tests.support.preloaded"])
         self._folder = tempfile.TemporaryDirectory(prefix="zero_tp_ranks_")
-        # The store lives here: a port that a rank had to find free could be taken before it is used.
+        # The store is in this process: a port that a rank had to find free could be taken before it is used.
         self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            environment = RANK_ENVIRONMENT | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(self.world),
-                "LOCAL_WORLD_SIZE": str(self.world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self._store.port),
-            }
-            files = (str(self._file(rank, "output")), str(self._file(rank, "stack")))
-            process = context.Process(
-                target=rank_main, args=(theirs, rank, self.world, dict(os.environ) | environment, files), daemon=True
-            )
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
+            variables["MASTER_PORT"] = self._store.port
+            environment = dict(os.environ) | RANK_ENVIRONMENT | {key: str(value) for key, value in variables.items()}
+            arguments = (theirs, rank, self.world, environment, str(self._output_file(rank)))
+            process = context.Process(target=rank_main, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
-        try:
-            failure = self._failure(self._exchange(pack(("reset",)), 120, "starting the ranks"), "the start")
-            if failure is not None:
-                raise failure
-        except BaseException:
-            self.kill()
-            raise
 
-    def _exchange(self, order: bytes, timeout: float, what: str) -> list[Any]:
-        """Sends an order, gathers the replies by rank; None for a rank still silent `GRACE` after the first failure."""
-        replies: list[Any] = [None] * self.world
+    def _exchange(self, order: bytes, timeout: float, name: str) -> dict[int, Any]:
+        """Send an order and return the replies by rank, without ranks still silent `GRACE` after the first failure."""
+        replies: dict[int, Any] = {}
         timeout = patience(timeout)
         deadline = time.monotonic() + timeout
-        failing = False
-        for rank, ours in enumerate(self._connections):
+        waiting: dict[Any, int] = {}
+        for rank, connection in enumerate(self._connections):
             try:
-                ours.send_bytes(order)
+                connection.send_bytes(order)
             except OSError:
-                self._died(rank, what)
-        waiting: dict[Any, int] = dict(zip(self._connections, range(self.world), strict=True))
+                raise self._death(rank, name, replies) from None
+            waiting[connection] = rank
         while waiting:
             ready: list[Any] = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready and any(reply[0] == "error" for reply in replies.values()):
+                break
             if not ready:
-                if failing:
-                    return replies
-                self._timed_out(sorted(waiting.values()), timeout, what)
+                silent = [rank for rank in waiting.values() if rank not in replies]
+                raise self._silence(silent or list(waiting.values()), timeout, name)
             for connection in ready:
-                rank = waiting.pop(connection)
+                rank = waiting[connection]
                 try:
-                    replies[rank] = unpack(connection.recv_bytes())
+                    reply = unpack(connection.recv_bytes())
                 except (EOFError, OSError):
-                    self._died(rank, what, replies)  # others may have failed because of it, and said so before
-                if replies[rank] is not None and replies[rank][0] == "error" and not failing:
-                    failing = True
+                    # Others may have failed because of it, and replied before.
+                    raise self._death(rank, name, replies) from None
+                if reply[0] != "ready":
+                    replies[rank] = reply
+                if reply[0] != "result":
+                    del waiting[connection]
+                if reply[0] == "error":
                     deadline = min(deadline, time.monotonic() + patience(GRACE))
         return replies
 
-    def _failure(self, replies: list[Any], name: str) -> RankError | None:
-        """The error of the rank that failed first: later ones may be its consequence."""
-        errors = {rank: reply for rank, reply in enumerate(replies) if reply and reply[0] == "error"}
-        if not errors:
-            return None
-        rank = min(errors, key=lambda rank: errors[rank][1])
-        _, _, kind, message, trace = errors[rank]
-        text = f"rank {rank} of {self.world} failed in {name}:\n{trace}{self._output(rank)}"
-        return RankError(rank, text, kind, message)
-
-    def _died(self, rank: int, what: str, replies: Sequence[Any] = ()) -> None:
+    def _death(self, rank: int, name: str, replies: dict[int, Any]) -> RankError:
         self._processes[rank].join(patience(5))
-        text = f"rank {rank} of {self.world} died in {what} with exit status {self._processes[rank].exitcode}"
-        text += self._output(rank)
-        text += "".join(f"\n{reply[-1]}" for reply in replies if reply is not None and reply[0] == "error")
-        self.kill()
-        raise RankError(rank, text)
+        text = f"rank {rank} of {self.world} died in {name} with exit status {self._processes[rank].exitcode}"
+        others = "".join(f"\n{reply[-1]}" for reply in replies.values() if reply[0] == "error")
+        return RankError(rank, text + self._output(rank) + others)
 
-    def _timed_out(self, silent: list[int], timeout: float, what: str) -> None:
+    def _silence(self, silent: list[int], timeout: float, name: str) -> RankError:
         for rank in silent:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(patience(0.5))  # faulthandler answers even where Python doesn't: inside a collective
-        text = f"no answer from ranks {silent} of {self.world} in {what} after {timeout:.0f} s"
-        for rank in silent:
-            text += f"\n--- stack of rank {rank}\n{self._file(rank, 'stack').read_text()}{self._output(rank)}"
-        self.kill()
-        raise RankError(silent[0], text)
+        text = f"no answer from ranks {silent} of {self.world} in {name} after {timeout:.0f} s"
+        return RankError(silent[0], text + "".join(map(self._output, silent)))
 
-    def _file(self, rank: int, kind: str) -> Path:
+    def _output_file(self, rank: int) -> Path:
         assert self._folder is not None
-        return Path(self._folder.name, f"{kind}_{rank}")
+        return Path(self._folder.name, str(rank))
 
     def _output(self, rank: int) -> str:
-        text = self._file(rank, "output").read_text(errors="replace")
-        return f"\n--- printed by rank {rank}\n" + "\n".join(text.splitlines()[-40:]) if text else ""
+        file = self._output_file(rank)
+        lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+        return "\n".join([f"\n--- printed by rank {rank}", *lines[-SHOWN_LINES:]]) if lines else ""
 
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
     def kill(self) -> None:
-        """Ends the ranks at once. The next `run` starts new ones."""
+        """End the ranks at once. The next `run` starts new ones."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -226,28 +200,8 @@ class Pools:
         self._pools: dict[int, Pool] = {}
 
     def __call__(self, world: int) -> Pool:
-        if world not in self._pools:
-            self._pools[world] = Pool(world)
-        return self._pools[world]
+        return self._pools.setdefault(world, Pool(world))
 
     def close(self) -> None:
         for pool in self._pools.values():
             pool.kill()
-
-
-def _reference(function: Callable[..., Any]) -> str:
-    name = f"{function.__module__}:{function.__qualname__}"
-    if "<" in name or function.__module__ == "__main__":
-        raise ValueError(f"{name}: only a function at the top level of a module can be sent to ranks")
-    return name
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

@@ -1,20 +1,26 @@
 """What the fork server of the pools imports once; its ranks share those pages."""
 
-import gc
+# ruff: noqa: F401
 
-import deepspeed  # noqa: F401
-import pydantic  # noqa: F401
-import pytest  # noqa: F401
-import torch  # noqa: F401
+import gc
+import os
+
+os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
+
+import deepspeed
+import pydantic
+import pytest
+import torch
 import transformers.generation
 import transformers.modeling_utils
 import transformers.models.gpt2.modeling_gpt2
-import transformers.models.llama.modeling_llama  # noqa: F401
+import transformers.models.llama.modeling_llama
+import transformers.trainer_utils
 
 import zero_tp.checkpoint.convert
 import zero_tp.checkpoint.resume
 import zero_tp.checkpoint.save
-import zero_tp.training.engine  # noqa: F401
+import zero_tp.training.engine
 
 # A collection in a rank would write to every object, and so copy those pages: 0.45 s of processor time a rank.
 gc.collect()

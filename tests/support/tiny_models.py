@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
+from tests.support.settings import gpt2_config
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
+from zero_tp.data.indexed import IndexedWriter
 from zero_tp.data.tokenizer_training import train_bpe
 
 CORPUS = Path(__file__).parents[2] / "launch" / "corpus" / "sotu.jsonl.gz"
@@ -30,18 +33,21 @@ def prepared_speeches(folder: Path, tokenizer: str, count: int, characters: int,
     return prepare([source], folder / "data", settings, progress=False).output
 
 
+def write_corpus(prefix: Path, documents: Iterable[Any], vocabulary: int) -> Path:
+    """Write `prefix`.bin and `prefix`.idx of documents: sequences or arrays of token ids."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with IndexedWriter(prefix, vocabulary) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return prefix
+
+
 def bert_fields(**changes: Any) -> dict[str, Any]:
     """Fields of a small encoder's config, without dropout."""
     fields = {
-        "model_type": "megatron-bert",
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-        "max_position_embeddings": 48,
-        "vocab_size": 600,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
+        **{"model_type": "megatron-bert", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4},
+        **{"intermediate_size": 64, "max_position_embeddings": 48, "vocab_size": 600},
+        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     }
     return {**fields, **changes}
 
@@ -50,16 +56,7 @@ def tiny_gpt2(directory: Path, texts: list[str], *, positions: int = 64, seed: i
     """A GPT-2 of 2 layers and a byte-level BPE of `texts`; its weights are large enough that every token matters."""
     tokenizer = train_bpe(iter(texts), vocabulary)
     torch.manual_seed(seed)
-    config = GPT2Config(
-        n_layer=2,
-        n_embd=32,
-        n_head=4,
-        n_positions=positions,
-        vocab_size=vocabulary + 3,
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    config = gpt2_config(0.1, n_embd=32, n_positions=positions, vocab_size=vocabulary + 3, initializer_range=0.3)
     model: Any = GPT2LMHeadModel(config)
     model.save_pretrained(str(directory))
     tokenizer.save_pretrained(str(directory))

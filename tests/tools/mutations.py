@@ -1,8 +1,9 @@
 """Check that tests notice a broken library. `python -m tests.tools.mutations [NAME …] [--list]`, minutes, on demand.
 
-Each mutant of tests/tools/mutants is put into a copy of the repository, where the tests that it names run. They must
-pass without it and fail with it in the test's own call: by an assertion, or by the library's error that the mutant
-names. A mutant that hangs or does not even run (a syntax error, a wrong shape) proves nothing.
+Each mutant of tests/tools/mutants.txt replaces one expression or statement inside a named function, which is found by
+syntax tree, in a copy of the repository. There its tests must pass without it and fail with it in the test's own call:
+by an assertion, or by the library's error that the mutant names. A mutant that hangs or does not even run (a syntax
+error, a wrong shape) proves nothing.
 
 Exit status: 0 when every mutant was caught, 1 when one survived or proved nothing, 2 when a mutant does not apply or a
 test fails without one.
@@ -11,151 +12,204 @@ test fails without one.
 from __future__ import annotations
 
 import argparse
-import json
+import ast
+import itertools
 import os
-import shutil
-import signal
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from xml.etree import ElementTree
 
-from tests.support.waits import patience
-from tests.tools.first_failure import VARIABLE
-from tests.tools.mutants import MUTANTS, Mutant, Unfit
+from tests.support.launched import ROOT, run
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+TABLE = Path(__file__).with_name("mutants.txt")
 PASSED = "survived"
 LIMIT = 300.0  # seconds of an idle machine for one mutant's tests; a pool of ranks gives up after 120
+ASSERTS = re.compile(r"(AssertionError|Failed|assert)\b")  # Failed: what pytest.raises and pytest-timeout raise
 
-# What pytest.raises and pytest-timeout raise is called Failed.
-A_TESTS_OWN = ("AssertionError", "Failed")
+
+class Unfit(Exception):
+    """A mutant that does not apply, or tests that fail without one."""
 
 
 @dataclass
-class Outcome:
-    """`caught` by `test`, with its error in `line`; otherwise `line` says what happened instead."""
+class Mutant:
+    """One entry of the table: `scope` is the qualified name of a function, a class or a variable of `file`."""
 
-    caught: bool
-    line: str
-    test: str = ""
+    file: str
+    fault: str
+    scope: str = ""
+    old: str = ""
+    new: str = ""
+    tests: list[str] = field(default_factory=list)
+    guard: str = ""
 
+    def apply(self, repository: Path) -> str:
+        """Return the source of the mutant's file with the edit.
 
-def copy_of_the_repository(target: Path) -> None:
-    """What git has or would take, as it is in the working tree."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=REPOSITORY,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    for name in filter(None, listed.split("\0")):
-        source = REPOSITORY / name
-        if source.is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source, target / name)
-
-
-def environment(copy: Path) -> dict[str, str]:
-    return os.environ | {
-        "PYTHONPATH": str(copy),  # before the installed package, on the ranks too
-        "PYTHONDONTWRITEBYTECODE": "1",  # a .pyc file is recognised by size and second
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "ZERO_TP_TEST_SEED": os.environ.get("ZERO_TP_TEST_SEED", "1"),
-    }
-
-
-def run_tests(copy: Path, tests: list[str], limit: float, guard: str = "") -> Outcome:
-    """`caught` by the first test that fails, if it does so by an assertion or by the library's error `guard`."""
-    file = copy / "first_failure.json"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "tests.tools.first_failure", "-p", "no:cacheprovider"]
-    command += ["-m", "not heavy and not cuda and not nvme and not cluster", "--hypothesis-profile", "thorough"]
-    with subprocess.Popen(
-        [*command, *tests],
-        cwd=copy,
-        env=environment(copy) | {VARIABLE: str(file)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
+        Raises:
+            Unfit: the file, the name or the fragment is missing, the fragment is ambiguous, or the result is not
+                Python.
+        """
         try:
-            printed, _ = process.communicate(timeout=patience(limit))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # pytest, and what it has started in its own group
-            return Outcome(False, f"hung: no end after {limit:.0f} s")
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    output = f"pytest ended with {process.returncode}:\n{printed[-2000:]}"
-    if not file.exists():
-        return Outcome(False, f"proves nothing: {output}")
-    report = json.loads(file.read_text())
-    file.unlink()
-    if not Path(report["library"]).resolve().is_relative_to(copy.resolve()):
-        raise Unfit(f"{report['library']} was tested, which is not in {copy}")
-    failure = report["failure"]
-    if failure is None:
-        return Outcome(False, PASSED if process.returncode == 0 else f"proves nothing: {output}")
-    line = f"{failure['kind']}: {failure['message']}".splitlines()[0][:200]
-    expected = failure["kind"] in A_TESTS_OWN or bool(guard and guard in failure["message"])
-    proves = failure["phase"] == "call" and expected
-    return Outcome(proves, line if proves else f"proves nothing: {line} (in {failure['phase']})", failure["test"])
+            source = (repository / self.file).read_text()
+            mutated = _replace(source, self._fragment(_definition(ast.parse(source), self.scope)), self.new)
+            compile(mutated, self.file, "exec")
+        except (OSError, LookupError, SyntaxError, ValueError) as error:
+            raise Unfit(f"{self.file}, {self.scope}: {error}") from error
+        return mutated
+
+    def _fragment(self, scope: ast.AST) -> ast.expr | ast.stmt:
+        (parsed,) = ast.parse(self.old).body
+        wanted = ast.dump(parsed.value if isinstance(parsed, ast.Expr) else parsed)
+        nodes = (node for node in ast.walk(scope) if isinstance(node, ast.expr | ast.stmt))
+        matches = [node for node in nodes if ast.dump(node) == wanted]
+        if len(matches) != 1:
+            raise LookupError(f"expected this fragment once, found it {len(matches)} times: {self.old}")
+        return matches[0]
 
 
-def run_mutant(copy: Path, mutant: Mutant) -> Outcome:
-    file = copy / mutant.file
-    right = file.read_text()
-    file.write_text(mutant.apply(copy))
-    try:
-        return run_tests(copy, list(mutant.tests), LIMIT, mutant.guard)
-    finally:
-        file.write_text(right)
+def read_table(text: str) -> dict[str, Mutant]:
+    """Return the mutants of a table by name; the table's first lines say its format."""
+    mutants: dict[str, Mutant] = {}
+    file = name = ""
+    for line in text.splitlines():
+        if line.startswith("["):
+            file = line.strip("[]")
+        elif line.startswith("    tests/"):
+            mutants[name].tests.append(line.strip())
+        elif line.startswith("    guard: "):
+            mutants[name].guard = line.partition(": ")[2]
+        elif line.startswith("    "):
+            mutant = mutants[name]
+            mutant.scope, _, edit = line.strip().partition(": ")
+            mutant.old, _, new = edit.partition(" => ")
+            mutant.new = new.replace(r"\n", "\n")
+        elif line and not line.startswith("#"):
+            name, _, fault = line.partition(": ")
+            mutants[name] = Mutant(file, fault)
+    return mutants
 
 
-def check_the_table(names: list[str]) -> None:
+def _definition(tree: ast.Module, name: str) -> ast.AST:
+    """Return the function, class or assignment with this qualified name."""
+    scope: ast.AST = tree
+    for part in name.split("."):
+        matches = [node for node in getattr(scope, "body", []) if part in _defined_names(node)]
+        if len(matches) != 1:
+            raise LookupError(f"expected one definition of {part}, found {len(matches)}")
+        scope = matches[0]
+    return scope
+
+
+def _defined_names(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _replace(source: str, node: ast.expr | ast.stmt, new: str) -> str:
+    """Replace the node's source by `new`, whose further lines are indented like the node."""
+    assert node.end_lineno is not None and node.end_col_offset is not None
+    lines = source.encode().splitlines(keepends=True)  # columns count bytes
+    before = b"".join([*lines[: node.lineno - 1], lines[node.lineno - 1][: node.col_offset]])
+    after = b"".join([lines[node.end_lineno - 1][node.end_col_offset :], *lines[node.end_lineno :]])
+    return (before + new.replace("\n", "\n" + " " * node.col_offset).encode() + after).decode()
+
+
+def check_table(mutants: dict[str, Mutant]) -> None:
     """Check that every mutant applies and that its tests exist.
 
     Raises:
         Unfit: names the first that does not.
     """
-    for name in names:
-        mutant = MUTANTS[name]
+    for name, mutant in mutants.items():
         try:
-            mutant.apply(REPOSITORY)
+            mutant.apply(ROOT)
         except Unfit as error:
             raise Unfit(f"{name}: {error}") from error
         for test in mutant.tests:
             file, _, function = test.partition("[")[0].partition("::")
-            if not (REPOSITORY / file).is_file() or f"def {function}(" not in (REPOSITORY / file).read_text():
+            if not (ROOT / file).is_file() or f"def {function}(" not in (ROOT / file).read_text():
                 raise Unfit(f"{name}: there is no {test}")
 
 
-def try_all(names: list[str]) -> list[str]:
-    """Run them, print the outcome of each, and return those that were not caught."""
-    check_the_table(names)
-    tests = list(dict.fromkeys(test for name in names for test in MUTANTS[name].tests))
+@dataclass
+class Outcome:
+    """`caught` by a test's error, which `line` shows; otherwise `line` says what happened instead."""
+
+    caught: bool
+    line: str
+
+
+def run_tests(copy: Path, tests: list[str], limit: float, guard: str = "") -> Outcome:
+    """Run tests up to the first failure; it catches the mutant by an assertion or by the library's error `guard`."""
+    report = copy / "report.xml"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}"]
+    command += ["-m", "not heavy and not cuda and not nvme and not cluster", "--hypothesis-profile", "thorough"]
+    # A .pyc file is recognised by its size and second only.
+    variables = {"PYTHONDONTWRITEBYTECODE": "1", "ZERO_TP_TEST_SEED": os.environ.get("ZERO_TP_TEST_SEED", "1")}
+    try:
+        done = run([*command, *tests], copy, limit, copy, variables)
+    except subprocess.TimeoutExpired:  # the ranks end with pytest
+        return Outcome(False, f"hung: no end after {limit:.0f} s")
+    if done.returncode == 0:
+        return Outcome(False, PASSED)
+    for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+        for failure in case.findall("failure"):  # of the test's own call; set-up and tear-down are errors
+            error = _raised(failure.text or "")
+            if ASSERTS.match(error) or (guard and guard in error):
+                return Outcome(True, f"{case.get('name')}: {error.splitlines()[0][:200]}")
+            return Outcome(False, f"proves nothing: {case.get('name')}: {error[:200]}")
+    return Outcome(False, f"proves nothing: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}")
+
+
+def _raised(report: str) -> str:
+    """Return the error of a failure's report; of a RankError, the rank's own error."""
+    lines = [line[8:] for line in report.splitlines() if line.startswith("E       ")]
+    error = "\n".join(lines)
+    if error.startswith("tests.support.pools.RankError: rank "):
+        trace = error.partition("\n--- printed by rank")[0].rpartition("Traceback (most recent call last):\n")[2]
+        error = "\n".join(itertools.dropwhile(lambda line: line.startswith(" "), trace.splitlines()))
+    return error
+
+
+def copy_repository(target: Path) -> None:
+    """Copy what git has or would take, as it is in the working tree."""
+    listing = "git ls-files -z --cached --others --exclude-standard"
+    # cp names the files that are deleted but not staged
+    subprocess.run(f"{listing} | xargs -0 cp --parents -P -t {target} 2>/dev/null", cwd=ROOT, shell=True)
+
+
+def try_all(mutants: dict[str, Mutant]) -> int:
+    """Run the mutants, print each outcome, and return how many were not caught."""
+    check_table(mutants)
+    tests = list(dict.fromkeys(test for mutant in mutants.values() for test in mutant.tests))
+    uncaught = 0
     with tempfile.TemporaryDirectory(prefix="zero_tp_mutations_") as folder:
         copy = Path(folder)
-        copy_of_the_repository(copy)
+        copy_repository(copy)
         begin = time.monotonic()
-        right = run_tests(copy, tests, 4 * LIMIT)
-        if right.line != PASSED:
-            raise Unfit(f"{right.test} fails without a mutant: {right.line}")
+        unchanged = run_tests(copy, tests, 4 * LIMIT)
+        if unchanged.line != PASSED:
+            raise Unfit(f"a test fails without a mutant: {unchanged.line}")
         print(f"{len(tests)} tests pass without a mutant ({time.monotonic() - begin:.0f} s)", flush=True)
-        uncaught = []
-        for name in names:
+        for name, mutant in mutants.items():
             begin = time.monotonic()
-            outcome = run_mutant(copy, MUTANTS[name])
+            source = (copy / mutant.file).read_text()
+            (copy / mutant.file).write_text(mutant.apply(copy))
+            outcome = run_tests(copy, mutant.tests, LIMIT, mutant.guard)
+            (copy / mutant.file).write_text(source)
             print(f"{'caught' if outcome.caught else 'NOT CAUGHT'}: {name} ({time.monotonic() - begin:.0f} s)")
-            print(f"    {outcome.test}: {outcome.line}" if outcome.caught else f"    {outcome.line}", flush=True)
-            if not outcome.caught:
-                uncaught.append(name)
-    print(f"{len(names) - len(uncaught)} of {len(names)} mutants caught")
+            print(f"    {outcome.line}", flush=True)
+            uncaught += not outcome.caught
+    print(f"{len(mutants) - uncaught} of {len(mutants)} mutants caught")
     return uncaught
 
 
@@ -164,16 +218,15 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to try; all by default")
     parser.add_argument("--list", action="store_true", help="print the mutants and their faults")
     arguments = parser.parse_args()
-    unknown = [name for name in arguments.names if name not in MUTANTS]
-    if unknown:
+    mutants = read_table(TABLE.read_text())
+    if unknown := [name for name in arguments.names if name not in mutants]:
         parser.error(f"no mutant {unknown[0]!r}; --list prints them")
-    names = arguments.names or list(MUTANTS)
+    chosen = {name: mutants[name] for name in arguments.names or mutants}
     if arguments.list:
-        for name in names:
-            print(f"{name}: {MUTANTS[name].fault}")
+        print("\n".join(f"{name}: {mutant.fault}" for name, mutant in chosen.items()))
         return 0
     try:
-        return 1 if try_all(names) else 0
+        return 1 if try_all(chosen) else 0
     except Unfit as error:
         print(error, file=sys.stderr)
         return 2

@@ -14,20 +14,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 
+from tests.support.launched import ROOT, launch, metrics_of, run, script
 from zero_tp.files import write_atomically
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, VOCABULARY = 4, 512
 SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 8}
 COMMON = {**SIZES, "max_position_embeddings": 64, "vocab_size": VOCABULARY, "initializer_range": 0.05}
@@ -87,11 +85,11 @@ RUNS: dict[str, Run] = {
 
 def _merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """`base` with `more` over it, objects merged."""
-    found = dict(base)
-    for key, value in more.items():
-        both = isinstance(value, dict) and isinstance(found.get(key), dict)
-        found[key] = _merged(found[key], value) if both else value
-    return found
+    merged = base | more
+    for key in base.keys() & more.keys():
+        if isinstance(base[key], dict) and isinstance(more[key], dict):
+            merged[key] = _merged(base[key], more[key])
+    return merged
 
 
 def config(run: Run, corpus: Path) -> dict[str, Any]:
@@ -119,76 +117,56 @@ def config(run: Run, corpus: Path) -> dict[str, Any]:
     return {**_merged(base, deepspeed), "zero_tp": _merged(tp, block)}
 
 
-def _command(checkout: Path, directory: Path, *words: str) -> None:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
-    done = subprocess.run(words, cwd=directory, env=environment, capture_output=True, text=True, timeout=900)
+def _succeeded(done: CompletedProcess[str]) -> None:
     if done.returncode:
-        said = done.stdout[-3000:] + done.stderr[-3000:]
-        raise SystemExit(f"{' '.join(words)}: exit status {done.returncode}\n{said}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        raise SystemExit(f"{done.args}: exit status {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
 
 
 def record(checkout: Path, names: list[str], file: Path) -> None:
     """Write what the runs called `names` compute with the code of `checkout`; those that `file` holds stay."""
-    python = sys.executable
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    names = [name for name in names if name not in found]
+    records: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         corpus = directory / "corpus"
         source = str(checkout / "launch/corpus/sotu.jsonl.gz")
-        prepare = (python, str(checkout / "launch/prepare_data.py"), "--input", source)
-        _command(checkout, directory, *prepare, "--tokenizer", f"bpe:{VOCABULARY}", "--output", str(corpus))
-        for number, name in enumerate(names):
-            run_file, output = directory / f"{number}.json", directory / f"run{number}"
+        words = ("--input", source, "--tokenizer", f"bpe:{VOCABULARY}", "--output", str(corpus))
+        _succeeded(script("launch/prepare_data.py", directory, *words, checkout=checkout))
+        for number, name in enumerate(name for name in names if name not in records):
+            run_file, output, exported = (directory / f"{kind}{number}" for kind in ("config", "run", "export"))
             run_file.write_text(json.dumps(config(RUNS[name], corpus)))
             for steps in (STEPS // 2, STEPS):
-                ranks = ("--num_accelerators", str(RUNS[name][1]), "--master_port", str(_free_port()))
-                launcher = (python, "-m", "deepspeed.launcher.runner", *ranks)
-                arguments = ("--deepspeed_config", str(run_file), "--output-dir", str(output))
-                script = str(checkout / "launch/pretrain.py")
-                steps_key = f"zero_tp.training.steps={steps}"
-                _command(checkout, directory, *launcher, script, *arguments, "--set", steps_key)
-            exported = directory / f"export{number}"
-            convert = str(checkout / "launch/convert.py")
-            _command(checkout, directory, python, convert, "to-hf", str(output), "--output", str(exported))
-            found[name] = {"metrics": _metrics(output), "weights": _weights(exported)}
-            write_atomically(file, json.dumps(found, indent=1) + "\n")
-            print(f"{name}: {found[name]['metrics'][-2]}", flush=True)
-
-
-def _metrics(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = ("step", "loss", "grad_norm", "validation_loss")
-    return [{key: line[key] for key in kept if key in line} for line in lines]
+                arguments = ["--deepspeed_config", str(run_file), "--output-dir", str(output)]
+                arguments += ["--set", f"zero_tp.training.steps={steps}"]
+                _succeeded(run([*launch(RUNS[name][1], checkout=checkout), *arguments], directory, 900, checkout))
+            convert = ("launch/convert.py", directory, "to-hf", str(output), "--output", str(exported))
+            _succeeded(script(*convert, checkout=checkout))
+            fields = ("step", "loss", "grad_norm", "validation_loss")
+            metrics = [{key: line[key] for key in fields if key in line} for line in metrics_of(output)]
+            records[name] = {"metrics": metrics, "weights": _weights(exported)}
+            write_atomically(file, json.dumps(records, indent=1) + "\n")
+            print(f"{name}: {metrics[-2]}", flush=True)
 
 
 def _weights(exported: Path) -> dict[str, str]:
-    found = {}
+    """SHA-256 of each tensor of a model directory, its dtype and shape included."""
+    hashes = {}
     for file in sorted(exported.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                tensor = tensors.get_tensor(name)
-                found[name] = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-                found[name].update(tensor.contiguous().view(-1).view(dtype=torch.uint8).numpy().tobytes())
-    return {name: digest.hexdigest() for name, digest in found.items()}
+        for name, tensor in load_file(file).items():
+            content = tensor.contiguous().view(-1).view(dtype=torch.uint8).numpy().tobytes()
+            hashes[name] = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + content).hexdigest()
+    return hashes
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """One line for each run that is not the same in both, or in one of them only."""
-    told = []
+    lines = []
     for name in dict.fromkeys((*before, *after)):
         if name not in before or name not in after:
-            told.append(f"{name}: recorded once only")
+            lines.append(f"{name}: recorded once only")
         elif before[name] != after[name]:
             parts = [part for part in before[name] if before[name][part] != after[name][part]]
-            told.append(f"{name}: other {' and '.join(parts)}")
-    return told
+            lines.append(f"{name}: other {' and '.join(parts)}")
+    return lines
 
 
 def main() -> None:
@@ -206,9 +184,9 @@ def main() -> None:
         record(options.checkout.resolve(), options.only or list(RUNS), options.file)
         return
     before, after = (json.loads(file.read_text()) for file in (options.before, options.after))
-    told = compare(before, after)
-    print("\n".join(told) or f"{len(before)} runs are equal bit for bit")
-    sys.exit(bool(told))
+    differences = compare(before, after)
+    print("\n".join(differences) or f"{len(before)} runs are equal bit for bit")
+    sys.exit(bool(differences))
 
 
 if __name__ == "__main__":

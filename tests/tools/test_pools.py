@@ -17,9 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.launched import ROOT, environment
 from tests.support.pool_rank import cached
 from tests.support.pools import Pool, RankError
-from tests.support.waits import patience
+from tests.support.settings import deepspeed_settings
+from tests.support.waits import patience, wait_until
 from tests.tiers import THOROUGH
 
 
@@ -31,15 +33,15 @@ def pool() -> Iterator[Pool]:
     pool.kill()
 
 
-def describe(offset: int, scale: torch.Tensor) -> dict[str, Any]:
-    total = torch.full((3,), float(dist.get_rank() + offset)) * scale
+def describe(scale: torch.Tensor) -> dict[str, Any]:
+    total = torch.full((3,), float(dist.get_rank() + 1)) * scale
     dist.all_reduce(total)
     return {"rank": dist.get_rank(), "world": dist.get_world_size(), "total": total, "threads": torch.get_num_threads()}
 
 
 def fail_on(failing: int) -> None:
     if dist.get_rank() == failing:
-        raise ArithmeticError("this rank's own words")
+        raise ArithmeticError("a rank's own words")
     dist.all_reduce(torch.ones(1))
 
 
@@ -49,11 +51,7 @@ def fail_everywhere() -> None:
 
 def hang_on(hanging: int) -> None:
     if dist.get_rank() == hanging:
-        a_function_that_never_returns()
-
-
-def a_function_that_never_returns() -> None:
-    time.sleep(1000)
+        time.sleep(1000)
 
 
 def die_on(dying: int) -> None:
@@ -75,7 +73,11 @@ def leave_things_behind() -> tuple[int, int]:
     deepspeed.checkpointing.PARTITION_ACTIVATIONS = True
     os.environ["LEFT_BEHIND"] = "1"
     torch.set_default_dtype(torch.float64)
+    weak_proxies.append(weakref.proxy(set()))
     return before, _groups()
+
+
+weak_proxies: list[Any] = []
 
 
 def find_things() -> dict[str, Any]:
@@ -100,27 +102,13 @@ def train_with_deepspeed(stage: int) -> float:
 
     torch.manual_seed(5)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
-            "zero_optimization": {"stage": stage},
-        },
-    )
+    engine, *_ = deepspeed.initialize(model=model, config=deepspeed_settings(stage, micro_batch=2, lr=0.01))
     loss = torch.zeros(())
     for _ in range(3):
         loss = engine(torch.ones(2, 8)).square().mean()
         engine.backward(loss)
         engine.step()
     return loss.item()
-
-
-def leave_a_proxy_of_nothing() -> None:
-    left_behind.append(weakref.proxy(set()))
-
-
-left_behind: list[Any] = []
 
 
 def spoil_the_way_back(rank: int) -> None:
@@ -135,49 +123,43 @@ def count_threads_and_descriptors() -> tuple[int, int]:
 
 def test_results_come_in_the_order_of_ranks(ranks: Any) -> None:
     for world in (2, 3, 4):
-        results = ranks(world).run(describe, 1, scale=torch.tensor(2.0))
+        results = ranks(world).run(describe, scale=torch.tensor(2.0))
         assert [r["rank"] for r in results] == list(range(world))
         assert all(r["world"] == world and r["threads"] == 1 for r in results)
         assert all(torch.equal(r["total"], torch.full((3,), world * (world + 1.0))) for r in results)
 
 
-@THOROUGH
-@pytest.mark.parametrize("failing", [0, 1])
-def test_one_failing_rank_is_reported_while_the_other_waits(pool: Pool, failing: int) -> None:
-    pool.run(describe, 1, torch.ones(1))
-    start = time.monotonic()
-    with pytest.raises(RankError, match="this rank's own words") as caught:
-        pool.run(fail_on, failing)
+@pytest.mark.parametrize(
+    ("function", "rank", "kind", "message"),
+    [
+        (die_on, 1, None, r"rank 1 of 2 died in .*:die_on with exit status 7\n(.*\n)*last words"),
+        pytest.param(fail_on, 0, "ArithmeticError", "in fail_on\n(.*\n)*.*: a rank's own words", marks=THOROUGH),
+        pytest.param(fail_on, 1, "ArithmeticError", "in fail_on\n(.*\n)*.*: a rank's own words", marks=THOROUGH),
+        pytest.param(hang_on, 1, None, r"no answer from ranks \[1\] of 2(.*\n)*.* in hang_on", marks=THOROUGH),
+        pytest.param(spoil_the_way_back, 1, "TypeError", "rank 1 of 2 failed in .*:spoil_the_way_back", marks=THOROUGH),
+    ],
+)
+def test_a_failure_of_one_rank_is_reported_and_ends_the_pool(
+    pool: Pool, function: Any, rank: int, kind: str | None, message: str
+) -> None:
+    pool.run(describe, torch.ones(1))
+    before, start = pool.pids, time.monotonic()
+    with pytest.raises(RankError, match=message) as caught:
+        pool.run(function, rank, timeout=5)
     assert time.monotonic() - start < patience(60)  # a collective gives up after 120
-    assert caught.value.rank == failing
-    assert caught.value.kind == "ArithmeticError"
-    assert "in fail_on" in str(caught.value)
-    assert len(pool.run(describe, 1, torch.ones(1))) == 2  # recovered
+    assert (caught.value.rank, caught.value.kind) == (rank, kind)
+    assert len(pool.run(describe, torch.ones(1))) == 2
+    assert not {*pool.pids} & {*before}
 
 
 def test_the_same_failure_on_all_ranks_keeps_the_pool(pool: Pool) -> None:
-    pool.run(describe, 1, torch.ones(1))
+    pool.run(describe, torch.ones(1))
     before = pool.pids
     with pytest.raises(RankError, match="the same on all") as caught:
         pool.run(fail_everywhere)
     assert caught.value.kind == "KeyError"
-    pool.run(describe, 1, torch.ones(1))
+    pool.run(describe, torch.ones(1))
     assert pool.pids == before
-
-
-@THOROUGH
-def test_time_out_shows_the_stack(pool: Pool) -> None:
-    with pytest.raises(RankError, match=r"no answer from ranks \[1\]") as caught:
-        pool.run(hang_on, 1, timeout=2)
-    assert "a_function_that_never_returns" in str(caught.value)
-    assert len(pool.run(describe, 1, torch.ones(1))) == 2
-
-
-def test_a_dead_rank_is_reported(pool: Pool) -> None:
-    with pytest.raises(RankError, match=r"rank 1 of 2 died .* exit status 7") as caught:
-        pool.run(die_on, 1)
-    assert "last words" in str(caught.value)
-    assert len(pool.run(describe, 1, torch.ones(1))) == 2
 
 
 def test_nothing_is_left_for_the_next_function(pool: Pool) -> None:
@@ -191,26 +173,10 @@ def test_nothing_is_left_for_the_next_function(pool: Pool) -> None:
 
 
 @THOROUGH
-def test_a_rank_that_cannot_be_put_back_is_reported(pool: Pool) -> None:
-    pool.run(leave_a_proxy_of_nothing)
-    before = pool.pids
-    with pytest.raises(RankError, match=r"rank 1 of 2 failed in reset after .*:spoil_the_way_back"):
-        pool.run(spoil_the_way_back, 1)
-    assert len(pool.run(describe, 1, torch.ones(1))) == 2
-    assert pool.pids != before
-
-
-@THOROUGH
-def test_deepspeed_engines_of_all_stages_follow_one_another(pool: Pool) -> None:
+def test_engines_of_all_stages_follow_one_another_and_leave_no_threads_or_descriptors(pool: Pool) -> None:
     losses = [pool.run(train_with_deepspeed, stage) for stage in (0, 1, 2, 3, 0)]
     for both in losses:
         assert both == pytest.approx(losses[0], rel=1e-5)
-
-
-@THOROUGH
-def test_engines_leave_no_threads_or_descriptors(pool: Pool) -> None:
-    for stage in (1, 3):
-        pool.run(train_with_deepspeed, stage)
     before = pool.run(count_threads_and_descriptors)
     for stage in (1, 3, 1, 3):
         pool.run(train_with_deepspeed, stage)
@@ -224,22 +190,16 @@ def test_only_top_level_functions_are_sent(pool: Pool) -> None:
 
 @THOROUGH
 def test_ranks_end_with_pytest(tmp_path: Path) -> None:
-    script = (
+    script = tmp_path / "session.py"
+    script.write_text(
         "import time\nfrom tests.support.pools import Pool\nfrom tests.tools.test_pools import find_things\n"
         "if __name__ == '__main__':\n"
         "    pool = Pool(2)\n    pool.run(find_things)\n    print(*pool.pids, flush=True)\n    time.sleep(1000)\n"
     )
-    path = tmp_path / "session.py"
-    path.write_text(script)
-    root = Path(__file__).resolve().parents[2]
-    environment = dict(os.environ) | {"PYTHONPATH": str(root)}
-    command = [sys.executable, str(path)]
-    with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True) as session:
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as session:
         assert session.stdout is not None
         pids = [int(pid) for pid in session.stdout.readline().split()]
         assert len(pids) == 2
         session.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + patience(10)
-    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), 10, f"ranks {pids} are left", 0.1)

@@ -2,16 +2,14 @@
 
     python -m tests.tools.fuzz checkpoints --count 1000
 
-What a command makes of the damaged run equals, bit for bit, what it makes of the whole one, or its error names the
-file. A run in the old format, without a hash of its manifest, is held to the same for damage of anything but that
-manifest; for that one a command has to end as every command does.
+What a command makes of the damaged run equals, bit for bit, what it makes of the undamaged one, or its error names the
+file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable, Sequence
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.tools.fuzz.commands import Ended, broken_promise, run
+from tests.tools.fuzz.damage import damage_file, delete_file, edit_json_file, replace_file
 from tests.tools.fuzz.fuzzing import in_a_child, scratch
 from zero_tp.errors import BAD_INPUT
 
@@ -59,9 +58,9 @@ CONSUMERS: dict[str, tuple[str, Callable[[str], list[str]]]] = {
             *("--output", "report.json"),
         ],
     ),
-    "sample": ("launch/sample.py", lambda name: ["--model", name, "--prompt", "the people"]),
+    "sample": ("launch/sample.py", lambda name: ["--model", name, "--prompt", "the people", "--temperature", "0"]),
 }
-WEIGHTS = {"resume": 2, "verify": 6, "inspect": 3, "export": 6, "evaluate": 6, "sample": 1}
+WEIGHTS = {"resume": 4, "verify": 6, "inspect": 3, "export": 6, "evaluate": 6, "sample": 1}
 
 
 def outcome(consumer: str, ended: Ended, directory: Path, name: str) -> Any:
@@ -85,11 +84,6 @@ def outcome(consumer: str, ended: Ended, directory: Path, name: str) -> Any:
         figures = {key: value for key, value in report["tasks"]["perplexity"].items() if "second" not in key}
         return {"figures": figures, "model": {key: report["model"][key] for key in ("class", "parameters", "step")}}
     return ended.out
-
-
-def begun(consumer: str, directory: Path, name: str) -> Ended:
-    script, words = CONSUMERS[consumer]
-    return run(script, words(name), directory, limit=60)
 
 
 def _whole(reader: Any, name: str, kind: str, shape: Sequence[int]) -> Any:
@@ -122,8 +116,8 @@ def move(directory: Path) -> None:
 
 
 @cache
-def base() -> tuple[Path, dict[tuple[str, str, int], Any]]:
-    """A directory with runs, and what each consumer makes of each of them at its steps, whole."""
+def base() -> Path:
+    """Make a directory with undamaged runs."""
     import deepspeed  # noqa: F401
     import torch  # noqa: F401
     import transformers.models.auto.modeling_auto
@@ -148,32 +142,33 @@ def base() -> tuple[Path, dict[tuple[str, str, int], Any]]:
     trained = run("launch/pretrain.py", pretrain("run", SAVED[-1]), directory, limit=60)
     assert trained.status == 0, trained.err
     in_a_child(lambda: move(directory))
-    return directory, {}
+    return directory
 
 
+def consume(consumer: str, workplace: Path, name: str) -> tuple[Ended, Any]:
+    """Run a command → its end, and what it made, without the place where it was made; None where it did not make it."""
+    script, words = CONSUMERS[consumer]
+    ended = run(script, words(name), workplace, limit=60)
+    made = outcome(consumer, ended, workplace, name) if ended.status == 0 else None
+    return ended, json.loads(json.dumps(made).replace(str(workplace), ""))
+
+
+@cache
 def expected(consumer: str, name: str, step: int) -> Any:
-    """What a consumer makes of the whole run when `step` is its newest checkpoint."""
-    _, known = base()
-    if (consumer, name, step) not in known:
-        folder = scratch()
-        try:
-            workplace = folder / "case"
-            furnish(workplace, name)
-            for other in SAVED:
-                if other > step:
-                    shutil.rmtree(workplace / name / "checkpoints" / f"step_{other:08d}")
-            ended = begun(consumer, workplace, name)
-            made = outcome(consumer, ended, workplace, name) if ended.status == 0 else None
-            assert made is not None or consumer == "sample", f"{consumer} of a whole run: {ended.err}"
-            known[consumer, name, step] = relative(made, workplace)
-        finally:
-            shutil.rmtree(folder)
-    return known[consumer, name, step]
+    """Return what a consumer makes of the undamaged run when `step` is its newest checkpoint."""
+    workplace = scratch() / "case"
+    make_workplace(workplace, name)
+    for later in SAVED:
+        if later > step:
+            shutil.rmtree(workplace / name / "checkpoints" / f"step_{later:08d}")
+    ended, made = consume(consumer, workplace, name)
+    assert made is not None or consumer == "sample", f"{consumer} of an undamaged run: {ended.err}"
+    return made
 
 
-def furnish(workplace: Path, name: str) -> None:
-    directory, _ = base()
-    workplace.mkdir(exist_ok=True)
+def make_workplace(workplace: Path, name: str) -> None:
+    directory = base()
+    workplace.mkdir()
     for file in ("run.json", "text.txt", "data"):
         (workplace / file).symlink_to(directory / file)
     shutil.copytree(directory / name, workplace / name, symlinks=True)
@@ -182,169 +177,69 @@ def furnish(workplace: Path, name: str) -> None:
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 
-def flip(file: Path, chance: random.Random) -> str:
-    content = bytearray(file.read_bytes())
-    if not content:
-        return extend(file, chance)
-    places = [chance.randrange(len(content)) for _ in range(chance.choice((1, 1, 1, 2, 5)))]
-    for place in places:
-        content[place] ^= 1 << chance.randrange(8)
-    file.write_bytes(content)
-    return f"bits flipped at {places}"
-
-
-def cut(file: Path, chance: random.Random) -> str:
-    size = file.stat().st_size
-    keep = chance.choice((0, max(0, size - 1), chance.randrange(size + 1)))
-    os.truncate(file, keep)
-    return f"cut after {keep} of {size} bytes"
-
-
-def extend(file: Path, chance: random.Random) -> str:
-    more = chance.randbytes(chance.choice((1, 8, 1000)))
-    with file.open("ab") as stream:
-        stream.write(more)
-    return f"{len(more)} bytes more"
-
-
-def overwrite(file: Path, chance: random.Random) -> str:
-    content = bytearray(file.read_bytes())
-    start = chance.randrange(len(content) + 1)
-    block = chance.choice((bytes(64), chance.randbytes(64), bytes(content[:64])))
-    content[start : start + 64] = block[: len(content) - start]
-    file.write_bytes(content)
-    return f"64 bytes overwritten at {start}"
-
-
-def delete(file: Path, chance: random.Random) -> str:
-    file.unlink()
-    return "deleted"
-
-
-def replace(file: Path, chance: random.Random) -> str:
-    """By what is no regular file."""
-    file.unlink()
-    kind = chance.choice(("directory", "pipe", "dangling link", "link to a device"))
-    if kind == "directory":
-        file.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(file)
-    else:
-        file.symlink_to("/dev/zero" if kind == "link to a device" else "nowhere")
-    return f"replaced by a {kind}"
-
-
-def swap(file: Path, chance: random.Random) -> str:
-    """With any other file of the run."""
-    others = [path for path in files_of(file.parents[2]) if path != file]
-    other = chance.choice(others)
+def swap(file: Path, draw: random.Random) -> str:
+    """Swap a file with another one of the run."""
+    other = draw.choice([path for path in regular_files(file.parents[2]) if path != file])
     first, second = file.read_bytes(), other.read_bytes()
     file.write_bytes(second)
     other.write_bytes(first)
     return f"swapped with {other.name} of {other.parent.name}"
 
 
-def edit(file: Path, chance: random.Random) -> str:
-    """A value or a key of JSON; whatever it is in another file."""
-    try:
-        value = json.loads(file.read_bytes())
-    except ValueError:
-        return flip(file, chance)
-    places: list[tuple[Any, Any]] = []
-
-    def walk(block: Any) -> None:
-        for key, inner in list(block.items()) if isinstance(block, dict) else list(enumerate(block)):
-            places.append((block, key))
-            if isinstance(inner, (dict, list)):
-                walk(inner)
-
-    if not isinstance(value, (dict, list)) or not value:
-        return flip(file, chance)
-    walk(value)
-    top = [(block, key) for block, key in places if block is value]
-    block, key = chance.choice(chance.choice((places, top)))
-    before = block[key]
-    how = chance.choice(("delete", "change", "type", "rename"))
-    if how == "delete" or (how == "rename" and not isinstance(block, dict)):
-        del block[key]
-    elif how == "rename":
-        block[f"{key}_"] = block.pop(key)
-    elif how == "change" and isinstance(before, (int, float)):
-        block[key] = not before if isinstance(before, bool) else chance.choice((before + 1, -before, before * 1000, 0))
-    elif how == "change" and isinstance(before, str) and before:
-        block[key] = before[:-1] + chance.choice("0a/\x07é")
-    else:
-        block[key] = chance.choice((None, True, -1, 0, 1e300, 2**70, "", "../x", "\x1b[31m", [], {}, [[]], {"a": 1}))
-    file.write_text(json.dumps(value))
-    return f"{how} of {key!r} ({str(before)[:40]!r} → {str(block[key])[:40] if key in block or (isinstance(block, list) and key < len(block)) else 'gone'!r})"  # noqa: E501
-
-
-def add(file: Path, chance: random.Random) -> str:
-    """Something beside it that does not belong there."""
-    name = chance.choice(("states_tp09_dp0000.safetensors", "step_00000099", "notes.txt", "latest.new", ".writing"))
+def add(file: Path, draw: random.Random) -> str:
+    """Add something that does not belong there."""
+    name = draw.choice(("states_tp09_dp0000.safetensors", "step_00000099", "notes.txt", "latest.new", ".writing"))
     extra = file.parent / name
     if extra.exists():
         return "nothing added"
-    if chance.random() < 0.5:
-        extra.mkdir(exist_ok=True)
-        shutil.copy(file, extra / file.name)
-    else:
-        shutil.copy(file, extra)
+    if draw.random() < 0.5:
+        extra.mkdir()
+    shutil.copy(file, extra)
     return f"{name} added"
 
 
-DAMAGES = (flip, flip, flip, cut, extend, overwrite, delete, replace, swap, edit, edit, add)
+DAMAGES = (*[damage_file] * 6, delete_file, replace_file, swap, edit_json_file, edit_json_file, add)
 
 
-def files_of(run_directory: Path) -> list[Path]:
+def regular_files(run_directory: Path) -> list[Path]:
     return sorted(path for path in run_directory.rglob("*") if path.is_file() and not path.is_symlink())
 
 
-def target(run_directory: Path, chance: random.Random) -> Path:
-    """A file of a run: mostly of its newest checkpoint."""
-    files = files_of(run_directory)
+def target(run_directory: Path, draw: random.Random) -> Path:
+    """Draw a file of a run: mostly of its newest checkpoint."""
+    files = regular_files(run_directory)
     newest = [path for path in files if path.parent.name == f"step_{SAVED[-1]:08d}"]
     manifests = [path for path in newest if path.name == "manifest.json"]
-    return chance.choice(chance.choice([found for found in (manifests, newest, newest, files) if found]))
+    return draw.choice(draw.choice([group for group in (manifests, newest, newest, files) if group]))
 
 
-def case(chance: random.Random, directory: Path) -> str:
-    name = chance.choice(tuple(GRIDS))
-    consumer = chance.choices(tuple(WEIGHTS), tuple(WEIGHTS.values()))[0]
+def case(draw: random.Random, directory: Path) -> str:
+    name = draw.choice(tuple(GRIDS))
+    consumer = draw.choices(tuple(WEIGHTS), tuple(WEIGHTS.values()))[0]
     workplace = directory / "case"
-    furnish(workplace, name)
-    damaged: list[Path] = []
-    told = []
-    for _ in range(chance.choice((1, 1, 1, 2))):
-        file = target(workplace / name, chance)
-        before = {path: path.read_bytes() for path in files_of(workplace / name)}
-        how = chance.choice(DAMAGES)(file, chance)
-        damaged += [path for path, content in before.items() if not regular(path) or path.read_bytes() != content]
-        told.append(f"{file.relative_to(workplace)}: {how}")
-    what = f"{consumer} of {name} ({GRIDS[name]}), {'; '.join(told)}"
-    whole = {step: expected(consumer, name, step) for step in SAVED}
-    complete = [
-        step for step in SAVED if (workplace / name / "checkpoints" / f"step_{step:08d}/manifest.json").is_file()
-    ]
-    ended = begun(consumer, workplace, name)
-    promise = broken_promise(ended)
-    assert promise is None, f"{what}: {promise}"
+    make_workplace(workplace, name)
+    before = {path: path.read_bytes() for path in regular_files(workplace / name)}
+    changes = []
+    for _ in range(draw.choice((1, 1, 1, 2))):
+        file = target(workplace / name, draw)
+        changes.append(f"{file.relative_to(workplace)}: {draw.choice(DAMAGES)(file, draw)}")
+    description = f"{consumer} of {name} ({GRIDS[name]}), {'; '.join(changes)}"
+    left = {path: path.read_bytes() for path in regular_files(workplace / name)}
+    checkpoints = workplace / name / "checkpoints"
+    complete = [step for step in SAVED if (checkpoints / f"step_{step:08d}/manifest.json").is_file()]
+    ended, made = consume(consumer, workplace, name)
+    problem = broken_promise(ended)
+    assert problem is None, f"{description}: {problem}"
+    damaged = [path for path, content in before.items() if left.get(path) != content]
     if ended.status == BAD_INPUT:
-        if consumer == "sample":
-            return "refused"
         named = [path for path in damaged if path.name in ended.err or path.parent.name in ended.err]
-        assert named, f"{what}: {ended.err[-300:]} names none of the files"
-        return "named"
-    made = relative(outcome(consumer, ended, workplace, name), workplace)
-    same = [whole[step] for step in complete[-1:]]
-    assert made in same, f"{what}: status 0, but {str(made)[:300]}, not {str(same)[:300]}"
+        assert named or consumer == "sample", f"{description}: {ended.err[-300:]} names none of the files"
+        return "named" if named else "refused"
+    if consumer == "verify" and complete:  # its output is the same whatever it has read
+        verified = [
+            path for path in damaged if path.parent.name == f"step_{complete[-1]:08d}" and "states" in path.name
+        ]
+        assert not verified, f"{description}: verified"
+    undamaged = expected(consumer, name, complete[-1]) if complete else None
+    assert complete and made == undamaged, f"{description}: status 0, but {str(made)[:300]}, not {str(undamaged)[:300]}"
     return "equal"
-
-
-def regular(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
-
-
-def relative(made: Any, workplace: Path) -> Any:
-    """Without the place where it was made."""
-    return json.loads(json.dumps(made).replace(str(workplace), ""))

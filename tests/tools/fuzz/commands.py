@@ -14,13 +14,13 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from tests.support.launched import ROOT
 from tests.support.waits import patience
 from zero_tp.commands.check import MISSING
 from zero_tp.errors import BAD_INPUT, visible
 
-ROOT = Path(__file__).resolve().parents[3]
 LIMIT = 20.0  # seconds on an idle machine
 LONGEST_REFUSAL, LONGEST_WORD = 400, 60  # characters
 _TYPES = "bool|int|str|float|dict|list|tuple|bytes"
@@ -68,12 +68,12 @@ def run(
         limit: seconds until it is killed, on an idle machine.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        begun = time.monotonic()
+        begin = time.monotonic()
         child = os.fork()
         if child == 0:
             _become(script, arguments, directory, environment or {}, out.fileno(), err.fileno())
-        status = _wait(child, begun, limit)
-        return Ended(status, _text(out), _text(err), time.monotonic() - begun)
+        status = _wait(child, begin, limit)
+        return Ended(status, _text(out), _text(err), time.monotonic() - begin)
 
 
 def start(script: str, arguments: Sequence[str], directory: Path, environment: Mapping[str, str], errors: Path) -> int:
@@ -115,8 +115,8 @@ def _become(
         os._exit(status)
 
 
-def _wait(child: int, begun: float, limit: float) -> int | None:
-    while time.monotonic() - begun < patience(limit):
+def _wait(child: int, begin: float, limit: float) -> int | None:
+    while time.monotonic() - begin < patience(limit):
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
@@ -126,6 +126,20 @@ def _wait(child: int, begun: float, limit: float) -> int | None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return None
+
+
+def attempt(
+    what: str, script: str, arguments: Sequence[str], directory: Path, *, check: bool = False, **options: Any
+) -> Ended | None:
+    """Run a command and hold it to what every command promises → None where it refused its input.
+
+    Raises:
+        AssertionError: with `what`, the promise that was broken.
+    """
+    ended = run(script, arguments, directory, **options)
+    problem = broken_promise(ended, check=check)
+    assert problem is None, f"{what}: {script} {problem}"
+    return None if ended.status == BAD_INPUT else ended
 
 
 def broken_promise(ended: Ended, *, check: bool = False) -> str | None:
@@ -141,8 +155,8 @@ def broken_promise(ended: Ended, *, check: bool = False) -> str | None:
         return f"ended with a traceback: {ended.err[-1500:]}"
     if ended.status not in (0, BAD_INPUT, *([MISSING] if check else [])):
         return f"ended with status {ended.status}: {ended.err[-500:]}"
-    said = (ended.err + ended.out).replace("\r", "\n")
-    if visible(said) != said:
+    printed = (ended.err + ended.out).replace("\r", "\n")
+    if visible(printed) != printed:
         return f"printed control characters: {ended.err[-500:]!r}"
     errors = [line for line in ended.err.splitlines() if line.startswith("error: ")]
     counted = len(errors) == 1 or (check and errors)

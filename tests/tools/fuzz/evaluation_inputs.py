@@ -8,29 +8,22 @@ of a task file.
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
-import os
 import random
 import shutil
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tests.tools.fuzz import models
-from tests.tools.fuzz.commands import Ended, broken_promise, run
+from tests.tools.fuzz.commands import attempt
+from tests.tools.fuzz.damage import ODD, damage_bytes, edit_json, replace_file
 from tests.tools.fuzz.fuzzing import scratch
 
 DOCUMENTS = [f"{models.TEXT[:60]} {number}" for number in range(5)]
-ODD: tuple[Any, ...] = (
-    *models.ODD,
-    "{{text}}",
-    "{{ nothing }}",
-    "{{ ''.__class__.__mro__ }}",
-    "{% for %}",
-    "!function code.text",
-)
+TASK_ODD = (*ODD, "{{text}}", "{{ nothing }}", "{{ ''.__class__.__mro__ }}", "{% for %}", "!function code.text")
 TASK: dict[str, Any] = {
     "task": "mine",
     "dataset_path": "json",
@@ -41,7 +34,6 @@ TASK: dict[str, Any] = {
     "doc_to_target": " more",
     "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
 }
-CHOICES: dict[str, Any] = {"output_type": "multiple_choice", "doc_to_choice": ["a", "b"], "doc_to_target": 0}
 GENERATES: dict[str, Any] = {
     "output_type": "generate_until",
     "generation_kwargs": {"until": ["."], "max_gen_toks": 4, "do_sample": False, "temperature": 0.0},
@@ -51,9 +43,7 @@ GENERATES: dict[str, Any] = {
     ],
 }
 ROLLING: dict[str, Any] = {
-    "output_type": "loglikelihood_rolling",
-    "doc_to_text": "",
-    "doc_to_target": "{{text}}",
+    **{"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"},
     "metric_list": [{"metric": "word_perplexity"}],
 }
 CHANGES: tuple[dict[str, Any], ...] = (
@@ -61,188 +51,131 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"num_fewshot": 1},
     {"include": "other.yaml"},
     {"class": "x"},
-    CHOICES,
+    {"output_type": "multiple_choice", "doc_to_choice": ["a", "b"], "doc_to_target": 0},
     GENERATES,
     ROLLING,
 )
+LINES = (
+    *("--model", "model", "--tasks", "perplexity", "--data", "perplexity=lines.jsonl", "--device", "cpu"),
+    *("--batch-size", "1", "--output", "report.json"),
+)
 
 
-def evaluate(workplace: Path, *words: str) -> Ended:
-    return run("eval/zero_shot.py", words, workplace, limit=60)
-
-
-def of_lines(*words: str) -> tuple[str, ...]:
-    return (
-        *("--model", "model", "--tasks", "perplexity", "--data", "perplexity=lines.jsonl", "--device", "cpu"),
-        *("--batch-size", "1", "--output", "report.json", *words),
-    )
-
-
-def furnish(workplace: Path) -> Path:
-    models.furnish(workplace, "gpt2")
+def make_workplace(workplace: Path) -> Path:
+    models.make_workplace(workplace, "gpt2")
     (workplace / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     return workplace
 
 
+def evaluate(description: str, workplace: Path, *words: str) -> dict[str, Any] | None:
+    """Return the figures of the perplexity task, or None where the command refuses."""
+    if attempt(description, "eval/zero_shot.py", words, workplace, limit=60) is None:
+        return None
+    figures: dict[str, Any] = json.loads((workplace / "report.json").read_text())["tasks"]["perplexity"]
+    return figures
+
+
 @cache
-def whole() -> dict[str, Any]:
-    """The report of what is not damaged."""
-    workplace = furnish(scratch())
-    ended = evaluate(workplace, *of_lines())
-    assert ended.status == 0, ended.err
-    found: dict[str, Any] = json.loads((workplace / "report.json").read_text())
-    return found
-
-
-def kept(ended: Ended, what: str) -> bool:
-    """Whether the command accepted it; the promises of every command are held to."""
-    broken = broken_promise(ended)
-    assert broken is None, f"{what}: {broken}"
-    return ended.status == 0
-
-
-def edited(value: Any, chance: random.Random) -> str:
-    """Change one value somewhere in it."""
-    block, key = value, chance.choice(sorted(value))
-    while isinstance(block[key], (dict, list)) and block[key] and chance.random() < 0.8:
-        block = block[key]
-        key = chance.choice(sorted(block)) if isinstance(block, dict) else chance.randrange(len(block))
-    before = block[key]
-    how = chance.choice(("change", "change", "rename", "drop"))
-    if how == "rename" and isinstance(block, dict):
-        block[f"{key}\x1b[31m"] = block.pop(key)
-    elif how == "drop":
-        del block[key]
-    else:
-        block[key] = chance.choice(ODD)
-        return f"{key!r}: {str(before)[:40]!r} → {str(block[key])[:40]!r}"
-    return f"{how} {key!r}"
-
-
-def damaged(content: bytes, chance: random.Random) -> tuple[bytes, str]:
-    place = chance.randrange(len(content) + 1)
-    how = chance.choice(("flip", "cut", "insert"))
-    if how == "flip" and place < len(content):
-        return content[:place] + bytes([content[place] ^ 1 << chance.randrange(8)]) + content[
-            place + 1 :
-        ], f"{how} {place}"
-    if how == "cut":
-        return content[:place], f"cut after {place}"
-    more = chance.choice((b"\0", b"\xff", b"\x1b[31m", b'"', b"\n\n", b"{" * 300, b"9" * 5000))
-    return content[:place] + more + content[place:], f"{more[:8]!r} at {place}"
+def undamaged_loss() -> float:
+    figures = evaluate("nothing is damaged", make_workplace(scratch()), *LINES)
+    assert figures is not None
+    return float(figures["nll"])
 
 
 # --- kinds of cases ---------------------------------------------------------------------------------------------------
 
 
-def texts(chance: random.Random, workplace: Path) -> str:
+def texts(draw: random.Random, workplace: Path) -> str:
     """Lines that change nothing, or damage."""
     file = workplace / "lines.jsonl"
     lines = file.read_bytes()
-    harmless = chance.random() < 0.3
+    harmless = draw.random() < 0.3
     if harmless:
-        blank = json.dumps({"text": chance.choice(("", " ", "\n\t")), "x": 1}).encode() + b"\n"
+        blank = json.dumps({"text": draw.choice(("", " ", "\n\t")), "x": 1}).encode() + b"\n"
         parts = lines.splitlines(keepends=True)
-        parts.insert(chance.randrange(len(parts) + 1), chance.choice((blank, b"\n", b"  \n")))
-        file.write_bytes(b"".join(parts))
-        what = "a blank document"
+        parts.insert(draw.randrange(len(parts) + 1), draw.choice((blank, b"\n", b"  \n")))
+        content, description = b"".join(parts), "a blank document"
     else:
-        content, what = damaged(lines, chance)
-        file.write_bytes(content)
-    words = list(of_lines())
-    if chance.random() < 0.3:
-        zipped = gzip.compress(file.read_bytes())
-        if chance.random() < 0.5:
-            zipped, more = damaged(zipped, chance)
-            harmless, what = False, f"{what}, zipped and {more}"
+        content, description = damage_bytes(lines, draw)
+    file.write_bytes(content)
+    words = list(LINES)
+    if draw.random() < 0.3:
+        zipped = gzip.compress(content)
+        if draw.random() < 0.5:
+            zipped, more = damage_bytes(zipped, draw)
+            harmless, description = False, f"{description}, zipped and {more}"
         (workplace / "lines.jsonl.gz").write_bytes(zipped)
         words[words.index("perplexity=lines.jsonl")] += ".gz"
-    if not kept(evaluate(workplace, *words), what):
-        assert not harmless, f"{what} is refused"
-        return "refused"
-    found = json.loads((workplace / "report.json").read_text())["tasks"]["perplexity"]
-    expected = whole()["tasks"]["perplexity"]
-    assert not harmless or found["nll"] == expected["nll"], f"{what}: {found['nll']}, without it {expected['nll']}"
-    return "the same" if harmless else "other text"
-
-
-def options(chance: random.Random, workplace: Path) -> str:
-    """A number of an option."""
-    numbers = (-1, 0, 1, 2, 7, 64, 10**6, 2**31 - 1, 2**31, 2**63, 10**30, 10**80)
-    words = ("nan", "", "x", "1e3", "\x1b[31m", "1" * 5000)
-    name = chance.choice(
-        (
-            "batch-size",
-            "sequence-length",
-            "overlap",
-            "limit",
-            "num-fewshot",
-            "tensor-parallel",
-            "dtype",
-            "device",
-            "text-key",
+    figures = evaluate(description, workplace, *words)
+    if harmless:
+        assert figures is not None and figures["nll"] == undamaged_loss(), (
+            f"{description}: {figures}, without it {undamaged_loss()}"
         )
-    )
-    value = str(chance.choice((*numbers, *numbers, *words)))
-    ended = evaluate(workplace, *of_lines(f"--{name}={value}"))
-    if not kept(ended, f"--{name}={value[:40]}"):
+        return "the same"
+    return "refused" if figures is None else "other text"
+
+
+NUMBERS = (-1, 0, 1, 2, 7, 64, 10**6, 2**31 - 1, 2**31, 2**63, 10**30, 10**80)
+NAMES = ("batch-size", "sequence-length", "overlap", "limit", "num-fewshot", "tensor-parallel", "dtype", "device")
+
+
+def options(draw: random.Random, workplace: Path) -> str:
+    """A number of an option."""
+    name = draw.choice((*NAMES, "text-key"))
+    value = str(draw.choice((*NUMBERS, *NUMBERS, "nan", "", "x", "1e3", "\x1b[31m", "1" * 5000)))
+    description = f"--{name}={value[:40]}"
+    figures = evaluate(description, workplace, *LINES, f"--{name}={value}")
+    if figures is None:
         return "refused"
-    found = json.loads((workplace / "report.json").read_text())["tasks"]["perplexity"]
     if name == "limit":
-        assert found["documents"] == min(int(value), len(DOCUMENTS)), f"--limit {value}: {found['documents']} documents"
+        assert figures["documents"] == min(int(value), len(DOCUMENTS)), (
+            f"{description}: {figures['documents']} documents"
+        )
     elif name not in ("sequence-length", "overlap"):
-        close = abs(found["nll"] / whole()["tasks"]["perplexity"]["nll"] - 1)
-        assert close < 1e-5, f"--{name}={value}: another perplexity"
+        assert abs(figures["nll"] / undamaged_loss() - 1) < 1e-5, f"{description}: another perplexity"
     return "accepted"
 
 
-def tokenizers(chance: random.Random, workplace: Path) -> str:
+def tokenizers(draw: random.Random, workplace: Path) -> str:
     """Another directory's tokenizer, damaged."""
-    shutil.copytree(workplace / "model", workplace / "other")
+    other = workplace / "other"
+    shutil.copytree(workplace / "model", other)
     for name in ("model.safetensors", "config.json"):
-        (workplace / "other" / name).unlink()
-    if chance.random() < 0.2:
-        file = (
-            workplace / "other" / chance.choice(("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"))
-        )
-        file.unlink(missing_ok=True)
-        os.mkfifo(file)
-        what = f"{file.name} is a pipe"
-    else:
-        what = models.edit_other(workplace / "other", chance) if chance.random() < 0.9 else "untouched"
-    ended = evaluate(workplace, *of_lines("--tokenizer", "other"))
-    return "accepted" if kept(ended, f"--tokenizer: {what}") else "refused"
+        (other / name).unlink()
+    description = "untouched"
+    if (drawn := draw.random()) < 0.2:
+        file = other / draw.choice(("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"))
+        description = f"{file.name} {replace_file(file, draw)}"
+    elif drawn < 0.9:
+        description = models.edit_other(other, draw)
+    figures = evaluate(f"--tokenizer: {description}", workplace, *LINES, "--tokenizer", "other")
+    return "refused" if figures is None else "accepted"
 
 
-def tasks(chance: random.Random, workplace: Path) -> str:
+def tasks(draw: random.Random, workplace: Path) -> str:
     """A task file of lm-eval's, with Python beside it."""
     directory = workplace / "tasks"
     directory.mkdir()
     (directory / "code.py").write_text("open('ran', 'w')\ndef text(doc):\n    return 'x'\n")
-    task = json.loads(json.dumps(TASK))
+    task = copy.deepcopy(TASK)
     task["dataset_kwargs"]["data_files"]["test"] = str(workplace / "lines.jsonl")
-    what = "untouched"
-    text = json.dumps(task)
-    if chance.random() < 0.6:
-        task |= chance.choice(CHANGES)
-        what = edited(task, chance)
-        text = json.dumps(task).replace('"!function code.text"', "!function code.text")
-    elif chance.random() < 0.7:
-        content, what = damaged(text.encode(), chance)
-        text = content.decode("utf-8", "replace")
-    (directory / "mine.yaml").write_text(text)
+    content, description = json.dumps(task).encode(), "untouched"
+    if draw.random() < 0.6:
+        task |= copy.deepcopy(draw.choice(CHANGES))
+        description = edit_json(task, draw, TASK_ODD)
+        content = json.dumps(task).replace('"!function code.text"', "!function code.text").encode()
+    elif draw.random() < 0.7:
+        content, description = damage_bytes(content, draw)
+    (directory / "mine.yaml").write_bytes(content)
     words = ["--model", "model", "--tasks", "mine", "--include-path", "tasks", "--device", "cpu", "--limit", "2"]
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(workplace / "cache"), "HF_DATASETS_OFFLINE": "1"}
-    ended = run("eval/zero_shot.py", words, workplace, environment=environment, limit=90)
-    accepted = kept(ended, f"--include-path: {what}")
-    assert not (workplace / "ran").exists(), f"--include-path: {what}: its code was run"
-    return "accepted" if accepted else "refused"
+    description = f"--include-path: {description}"
+    ended = attempt(description, "eval/zero_shot.py", words, workplace, environment=environment, limit=90)
+    assert not (workplace / "ran").exists(), f"{description}: its code was run"
+    return "refused" if ended is None else "accepted"
 
 
-KINDS: dict[Callable[[random.Random, Path], str], int] = {texts: 6, options: 6, tokenizers: 4, tasks: 2}
-
-
-def case(chance: random.Random, directory: Path) -> str:
-    furnish(directory)
-    (kind,) = chance.choices(tuple(KINDS), tuple(KINDS.values()))
-    return f"{kind.__name__} {kind(chance, directory)}"
+def case(draw: random.Random, directory: Path) -> str:
+    make_workplace(directory)
+    (kind,) = draw.choices((texts, options, tokenizers, tasks), (6, 6, 4, 2))
+    return f"{kind.__name__} {kind(draw, directory)}"

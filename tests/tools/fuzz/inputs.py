@@ -12,120 +12,95 @@ import copy
 import json
 import os
 import random
-from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tests.tools.fuzz import configs
-from tests.tools.fuzz.commands import broken_promise, run
-from tests.tools.fuzz.evaluation_inputs import damaged, edited
+from tests.tools.fuzz.commands import attempt
+from tests.tools.fuzz.damage import ODD, at, damage_bytes, edit_json, places
 from zero_tp.devices import Device
-from zero_tp.errors import BAD_INPUT
 
 DEVICE: dict[str, Any] = {
-    "name": "mine",
-    "memory_gib": 40,
-    "bf16_tflops": 312,
-    "fp16_tflops": 312,
-    "fp32_tflops": 19.5,
-    "memory_gbps": 1555,
-    "intra_gbps": 300,
-    "inter_gbps": 25,
+    **{"name": "mine", "memory_gib": 40, "bf16_tflops": 312, "fp16_tflops": 312, "fp32_tflops": 19.5},
+    **{"memory_gbps": 1555, "intra_gbps": 300, "inter_gbps": 25},
     **{key: Device.model_fields[key].default for key in ("host_gbps", "per_node", "matrix_share", "context_gib")},
 }
 TEXT = "".join(f"some words of document {number}\n\n" for number in range(20))
+CHECK = ("check", "run.json", "--world-size", "1")
 
 
-def furnish(workplace: Path) -> Path:
+def make_workplace(workplace: Path) -> Path:
     (workplace / "run.json").write_text(json.dumps(configs.BASE))
     (workplace / "data").symlink_to(configs.base() / "data")
     (workplace / "text.txt").write_text(TEXT)
     return workplace
 
 
-def tried(script: str, words: Sequence[str], workplace: Path, what: str) -> str | None:
-    """What the command prints, or None where it refuses."""
-    ended = run(script, words, workplace)
-    assert (problem := broken_promise(ended, check="check" in words)) is None, f"{what}: {problem}"
-    return None if ended.status == BAD_INPUT else ended.out
-
-
 # --- kinds of cases ---------------------------------------------------------------------------------------------------
 
 
-def plan(workplace: Path, device: str, what: str) -> str | None:
-    return tried("launch/plan.py", ["run.json", "--world-size", "1", "--device", device, "--json"], workplace, what)
+def plan(workplace: Path, description: str) -> str | None:
+    words = ["run.json", "--world-size", "1", "--device", "device.json", "--json"]
+    ended = attempt(description, "launch/plan.py", words, workplace)
+    return None if ended is None else ended.out
 
 
 @cache
-def whole_plan() -> str:
+def undamaged_plan() -> str | None:
     folder = configs.base() / "plan"
     folder.mkdir()
-    (furnish(folder) / "device.json").write_text(json.dumps(DEVICE))
-    found = plan(folder, "device.json", "the whole device")
-    assert found is not None
-    return found
+    (make_workplace(folder) / "device.json").write_text(json.dumps(DEVICE))
+    return plan(folder, "the undamaged device")
 
 
-def devices(chance: random.Random, workplace: Path) -> str:
+def devices(draw: random.Random, workplace: Path) -> str:
     """A device file, changed or damaged, or the same in another order."""
-    kind = chance.random()
+    kind = draw.random()
     device = copy.deepcopy(DEVICE)
     if kind < 0.2:
-        keys = list(device)
-        chance.shuffle(keys)
-        text, what = json.dumps({key: device[key] for key in keys}, indent=chance.choice((None, 1, 7))), "reordered"
+        keys = draw.sample(list(device), len(device))
+        content, description = (
+            json.dumps({key: device[key] for key in keys}, indent=draw.choice((None, 1, 7))).encode(),
+            "order",
+        )
     elif kind < 0.8:
-        what = edited(device, chance)
-        text = json.dumps(device)
+        description = edit_json(device, draw)
+        content = json.dumps(device).encode()
     else:
-        content, what = damaged(json.dumps(device).encode(), chance)
-        text = content.decode("utf-8", "surrogateescape")
-    (workplace / "device.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    found = plan(workplace, "device.json", f"device: {what}")
+        content, description = damage_bytes(json.dumps(device).encode(), draw)
+    (workplace / "device.json").write_bytes(content)
+    printed = plan(workplace, f"device: {description}")
     if kind < 0.2:
-        assert found == whole_plan(), f"device: {what}: another plan"
-    if found is not None:
-        numbers = json.loads(found, parse_constant=lambda word: word)
-        odd = [place for place in configs.places(numbers) if configs.at(numbers, place) in ("NaN", "Infinity")]
-        assert not odd, f"device: {what}: {odd[0]} of the plan is no number"
-    return "refused" if found is None else "planned"
+        assert printed is not None and printed == undamaged_plan(), f"device: {description}: another plan"
+    if printed is not None:
+        numbers = json.loads(printed, parse_constant=lambda word: word)
+        odd = [place for place in places(numbers) if at(numbers, place) in ("NaN", "Infinity", "-Infinity")]
+        assert not odd, f"device: {description}: {odd[0]} of the plan is no number"
+    return "refused" if printed is None else "planned"
 
 
-def overrides(chance: random.Random, workplace: Path) -> str:
+def overrides(draw: random.Random, workplace: Path) -> str:
     """--set of a path and a value, beside a file that has the value in that place."""
-    places = [place for place in configs.places(configs.BASE)[1:] if all(isinstance(key, str) for key in place)]
-    keys = list(map(str, chance.choice(places)))
-    value = chance.choice(configs.ODD)
-    name = ".".join(keys)
-    drawn = chance.random()
+    keys = draw.choice([place for place in places(configs.BASE)[1:] if all(isinstance(key, str) for key in place)])
+    value = draw.choice(ODD)
+    name, text = ".".join(keys), json.dumps(value)
+    drawn = draw.random()
     if drawn < 0.2:
-        name = chance.choice(
-            (name + ".", "." + name, name.replace(".", "..", 1), name + ".x.y", name[:-1], "=", "a=b=c")
-        )
-    text = json.dumps(value)
-    if drawn > 0.9:
-        text = chance.choice(
-            ("", "=", "{", "[1,", "NaN", "-Infinity", "1e999", '{"a":1,"a":2}', "[" * 5000, "9" * 5000)
-        )
-    try:
-        os.fsencode(text)
-        if "\0" in text + name:
-            return "not a word"
-    except UnicodeError:
-        return "not a word"
-    word = f"{name}={text}"
-    what = f"--set {word[:100]}"
-    found = tried("zero_tp/__main__.py", ["check", "run.json", "--world-size", "1", "--set", word], workplace, what)
+        name = draw.choice((f"{name}.", f".{name}", name.replace(".", "..", 1), f"{name}.x.y", name[:-1], "=", "a=b=c"))
+    elif drawn > 0.9:
+        text = draw.choice(("", "=", "{", "[1,", "NaN", "-Infinity", "1e999", '{"a":1,"a":2}', "[" * 5000, "9" * 5000))
+    description = f"--set {name}={text}"[:100]
+    ended = attempt(description, "zero_tp/__main__.py", [*CHECK, "--set", f"{name}={text}"], workplace, check=True)
     if drawn < 0.2 or drawn > 0.9:
-        return "refused odd" if found is None else "accepted odd"
+        return "refused odd" if ended is None else "accepted odd"
     config = copy.deepcopy(configs.BASE)
-    configs.at(config, tuple(keys[:-1]))[keys[-1]] = value
+    at(config, keys[:-1])[keys[-1]] = value
     (workplace / "run.json").write_text(json.dumps(config))
-    written = tried("zero_tp/__main__.py", ["check", "run.json", "--world-size", "1"], workplace, f"{name} in the file")
-    assert found == written, f"{what}: {found!r}, in the file {written!r}"
-    return "refused" if found is None else "accepted"
+    written = attempt(f"{name} in the file", "zero_tp/__main__.py", CHECK, workplace, check=True)
+    same = ended == written if ended is None or written is None else ended.out == written.out
+    assert same, f"{description}: {ended}, in the file {written}"
+    return "refused" if ended is None else "accepted"
 
 
 PLAN = ("launch/plan.py", "run.json", "--world-size", "1", "--device", "cpu")
@@ -149,68 +124,65 @@ INPUTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("launch/sample.py", "--prompt", "x"), "--model"),
     (("eval/zero_shot.py", "--tasks", "perplexity", "--data", "perplexity=text.txt", "--output", "o.json"), "--model"),
 )
+OUTSIDE: dict[str, tuple[str, ...]] = {
+    "empty": ("", ".", "~", "-", "--"),
+    "long": ("x" * 300,),
+    "bytes": (os.fsdecode(b"odd\xff\x1b[31m"),),
+    "under a file": ("text.txt/below",),
+}
+READ: dict[str, tuple[str, ...]] = {
+    "device": ("/dev/null", "/dev/full", "/dev/zero", "/proc/self/mem", "/dev/tty"),
+    "directory of all": ("..", "/", "/proc", "/dev"),
+}
 
 
-KINDS_OF_PATHS = ("pipe", "loop", "dangling", "file", "directory", "under a file", "long", "bytes", "empty")
-
-
-def odd_path(chance: random.Random, workplace: Path, reads: bool) -> tuple[str, str]:
+def odd_path(draw: random.Random, workplace: Path, reads: bool) -> tuple[str, str]:
     """Return a path of something odd, and in words of what."""
-    ending = chance.choice(("", ".json", ".txt", ".jsonl", ".gz"))
+    ending = draw.choice(("", ".json", ".txt", ".jsonl", ".gz"))
     path = workplace / f"odd{ending}"
-    kind = chance.choice((*KINDS_OF_PATHS, *(("device", "directory of all") if reads else ())))
+    names = OUTSIDE | (READ if reads else {})
+    kind = draw.choice(("pipe", "loop", "dangling", "file", "directory", *names))
+    if kind in names:
+        return draw.choice(names[kind]) + (ending if kind in ("long", "bytes", "under a file") else ""), kind
     if kind == "pipe":
         os.mkfifo(path)
-    elif kind == "loop":
-        path.symlink_to(path.name)
-    elif kind == "dangling":
-        path.symlink_to("nowhere/at/all")
     elif kind == "file":
-        path.write_text(chance.choice(("", "{}", "null", "kept", "\x1b[31m")))
+        path.write_text(draw.choice(("", "{}", "null", "kept", "\x1b[31m")))
     elif kind == "directory":
         path.mkdir()
         (path / "kept").write_text("kept")
-    elif kind == "under a file":
-        path.write_text("kept")
-        return f"{path.name}/below{ending}", kind
-    elif kind == "long":
-        return "x" * 300 + ending, kind
-    elif kind == "bytes":
-        return os.fsdecode(b"odd\xff\x1b[31m") + ending, kind
-    elif kind == "device":
-        return chance.choice(("/dev/null", "/dev/full", "/dev/zero", "/proc/self/mem", "/dev/tty")), kind
     else:
-        return chance.choice(("", ".", "~", "-", "--") if kind == "empty" else ("..", "/", "/proc", "/dev")), kind
+        path.symlink_to(path.name if kind == "loop" else "nowhere/at/all")
     return path.name, f"{kind}{ending}"
 
 
-def kept(workplace: Path) -> dict[str, bytes]:
-    """The files that stood there before, links not followed."""
-    found = [each for each in workplace.rglob("*") if each.is_file() and not each.is_symlink()]
-    return {str(each.relative_to(workplace)): each.read_bytes() for each in found}
+def contents(workplace: Path) -> dict[str, bytes]:
+    """Return the files at or below a directory, links not followed."""
+    files = [each for each in workplace.rglob("*") if each.is_file() and not each.is_symlink()]
+    return {str(each.relative_to(workplace)): each.read_bytes() for each in files}
 
 
-def paths(chance: random.Random, workplace: Path) -> str:
+def paths(draw: random.Random, workplace: Path) -> str:
     """An odd path for something that is read or written."""
-    (script, *words), option = chance.choice(OUTPUTS + INPUTS)
-    reads = ((script, *words), option) in INPUTS
-    odd, what = odd_path(chance, workplace, reads)
-    if option == "--input" and what == "directory of all":
+    number = draw.randrange(len(OUTPUTS + INPUTS))
+    (script, *words), option = (OUTPUTS + INPUTS)[number]
+    reads = number >= len(OUTPUTS)
+    odd, description = odd_path(draw, workplace, reads)
+    if option == "--input" and description == "directory of all":
         return "not read"  # all texts below it would be
-    what = f"{script} {option or 'its argument'}: {what} ({odd[:60]!r})"
-    before = kept(workplace)
-    found = tried(script, [*words, *([option] if option else []), odd], workplace, what)
-    after = kept(workplace)
-    replaced = found is not None and not reads  # a file that is named for output may be
-    lost = [name for name, content in before.items() if after.get(name) != content and not (replaced and name == odd)]
-    assert not lost, f"{what}: {lost[0]} was there before, and is not as it was"
-    return "refused" if found is None else "accepted"
+    description = f"{script} {option or 'its argument'}: {description} ({odd[:60]!r})"
+    before = contents(workplace)
+    ended = attempt(
+        description, script, [*words, *([option] if option else []), odd], workplace, check="check" in words
+    )
+    after = contents(workplace)
+    replaceable = odd if ended is not None and not reads else None
+    lost = [name for name, content in before.items() if after.get(name) != content and name != replaceable]
+    assert not lost, f"{description}: {lost[0]} was there before, and is not as it was"
+    return "refused" if ended is None else "accepted"
 
 
-KINDS: dict[Callable[[random.Random, Path], str], int] = {devices: 3, overrides: 4, paths: 5}
-
-
-def case(chance: random.Random, directory: Path) -> str:
-    furnish(directory)
-    (kind,) = chance.choices(tuple(KINDS), tuple(KINDS.values()))
-    return f"{kind.__name__} {kind(chance, directory)}"
+def case(draw: random.Random, directory: Path) -> str:
+    make_workplace(directory)
+    (kind,) = draw.choices((devices, overrides, paths), (3, 4, 5))
+    return f"{kind.__name__} {kind(draw, directory)}"

@@ -1,0 +1,67 @@
+"""What engines of the tests are built from: DeepSpeed's settings and the config of a small GPT-2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, GPT2Config
+
+from tests.support.compare import grid
+from zero_tp.config import RunConfig
+
+
+def deepspeed_settings(
+    stage: int, *, micro_batch: int = 1, accumulation: int = 1, dtype: str = "fp32", lr: float = 1e-3, **changes: Any
+) -> dict[str, Any]:
+    """Return DeepSpeed's config with torch's AdamW, and whole blocks of it changed.
+
+    Args:
+        dtype: "fp32", "bf16", "bf16_fp32_accumulation" (bf16 with gradients summed in fp32) or "fp16" (scale 16).
+    """
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+    }
+    if dtype.startswith("bf16"):
+        settings["bf16"] = {"enabled": True}
+    if dtype == "bf16_fp32_accumulation":
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if dtype == "fp16":
+        settings["fp16"] = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    return settings | changes
+
+
+def gpt2_config(dropout: float = 0.0, **changes: Any) -> GPT2Config:
+    """Return the config of a GPT-2 of 2 layers, 4 heads, hidden 24, 24 positions and 61 tokens, changed."""
+    sizes: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 24, "n_positions": 24, "vocab_size": 61}
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2Config(
+        **{**sizes, **ids, **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), dropout), **changes}
+    )
+
+
+def eager_config(model_type: str, kv_heads: int = 2, **changes: Any) -> Any:
+    """Return a small decoder's config with eager attention and no dropout: 2 layers, 4 heads, hidden 24."""
+    if model_type == "gpt2":
+        config: Any = gpt2_config(**changes)
+    else:
+        sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}
+        sizes |= {"num_key_value_heads": kv_heads, "vocab_size": 61, "max_position_embeddings": 24}
+        sizes |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+        config = AutoConfig.for_model(model_type, **(sizes | changes))
+    config._attn_implementation = "eager"
+    return config
+
+
+def engine_of(config: RunConfig, **options: Any) -> Any:
+    """Return a rank's engine of a run's config, with the weights that it names or draws."""
+    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.weights.load import PretrainedSource
+
+    run, hf_config = config.zero_tp, config.hf_config()
+    if config.pretrained is not None:
+        options.setdefault("source", PretrainedSource(config.pretrained, hf_config))
+    topology = grid(run.parallel.tensor, run.parallel.sequence)
+    return TrainingEngine(hf_config, topology, config.deepspeed_config(), **({"seed": run.training.seed} | options))
