@@ -156,7 +156,7 @@ def train(world: World, clocks: Clocks, prepared: RunInputs, engine: TrainingEng
             number, config.global_batch, config.micro_batch, config.accumulation, topology.data_rank, topology.data
         )
         engine.train_step(batches)
-        requests.agreed(engine.device)
+        requests.all_reduce(engine.device)
 
     for number in range(world.steps + 1):  # the first makes the optimizer's states
         with clocks.part("first step" if number == 0 else "step"):

@@ -33,7 +33,7 @@ from zero_tp.planning.memory import model_of, rank_memory
 from zero_tp.planning.pictures import over_time, write_page
 from zero_tp.planning.plan import plan
 from zero_tp.planning.plan_settings import Workload, ZeroSettings
-from zero_tp.planning.search import NEAREST, Search, changed
+from zero_tp.planning.search import NEAREST, Search, config_with
 from zero_tp.strict_json import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -223,7 +223,7 @@ def test_a_written_candidate_has_the_settings_that_were_weighed(
     weighed, workload = settings_of(raw), Workload(1024, 4, policy=RecomputePolicy(mode="full"))
     for stage, owners in [*((stage, False) for stage in range(4)), (1, True), (2, True)]:
         wanted = weighed.with_stage(stage, accumulation=16, owners=owners)
-        written = settings_of(changed(raw, workload, wanted))
+        written = settings_of(config_with(raw, workload, wanted))
         assert written == wanted
         assert written.to_owners == owners
 
@@ -257,7 +257,7 @@ def test_what_fits_in_no_way_says_what_was_tried_and_what_is_short(tmp_path: Pat
     apply_overrides(raw, overrides)
     short: dict[str, float] = {}  # of the plan of a run with those settings, which knows of no search
     for one in search.ranked[:NEAREST]:
-        (tmp_path / "one.json").write_text(json.dumps(changed(raw, one.workload, one.settings)))
+        (tmp_path / "one.json").write_text(json.dumps(config_with(raw, one.workload, one.settings)))
         memory = plan(RunConfig.load(tmp_path / "one.json", (), 8), chosen).memory
         groups = 1 if one.workload.tensor in (1, 8) else 3
         short[one.describe()] = max(
@@ -273,7 +273,7 @@ def test_search_runs_the_nearest_dry_before_it_says_that_none_fits() -> None:
     search = Search(RunConfig.load(GPT2, (), 8), device("h100"))
     search.fitting = 0
     shown, _ = search.fastest((), 100)
-    assert 0 < len(shown) <= NEAREST and all(one.short <= 0 for one in shown)
+    assert 0 < len(shown) <= NEAREST and all(one.shortage <= 0 for one in shown)
 
 
 @THOROUGH

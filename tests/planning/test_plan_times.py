@@ -15,7 +15,7 @@ from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
 from zero_tp.planning.plan import plan
 from zero_tp.planning.plan_settings import ZeroSettings
-from zero_tp.planning.timing import FAR_HOP, NEAR_HOP, START, TILE, Rates
+from zero_tp.planning.rates import FAR_HOP, NEAR_HOP, START, TILE, Rates
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT2 = ROOT / "ds_configs" / "gpt2_355m.json"

@@ -103,12 +103,12 @@ def told_ranks(late: bool) -> list[tuple[bool, bool]]:
     requests, told = Requests(late=late), []
     requests.save = True  # of a run before, which nobody read
     with requests.accepting():
-        requests.agreed(torch.device("cpu"))
+        requests.all_reduce(torch.device("cpu"))
     with requests.accepting():
         for step in range(1, 7):
             requests.save = step == 2 and dist.get_rank() == 1
             requests.stop = requests.stop or (step == 4 and dist.get_rank() == 0)
-            told.append(requests.agreed(torch.device("cpu")))
+            told.append(requests.all_reduce(torch.device("cpu")))
     return told
 
 
