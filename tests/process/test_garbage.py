@@ -15,7 +15,7 @@ from zero_tp.training.run_callbacks import COLLECTION_INTERVAL, GarbageCollectio
 
 
 class Ring:
-    """This is garbage for a collection alone."""
+    """Garbage that only a collection frees."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -23,7 +23,7 @@ class Ring:
 
 @contextmanager
 def collected_between_steps() -> Iterator[Callable[[int], None]]:
-    """Open a run's garbage collection and give what ends a step."""
+    """Open a run's garbage collection and yield the function that ends a step."""
     state, callback = train_state(Path("run")), GarbageCollection()
 
     def end(step: int) -> None:
@@ -35,13 +35,6 @@ def collected_between_steps() -> Iterator[Callable[[int], None]]:
         yield end
     finally:
         callback.on_end(state)
-
-
-@pytest.fixture(autouse=True)
-def collecting() -> Iterator[None]:
-    assert gc.isenabled()
-    yield
-    gc.enable()
 
 
 def test_a_run_collects_after_its_first_step_and_at_each_fiftieth() -> None:
@@ -64,10 +57,13 @@ def test_a_run_collects_after_its_first_step_and_at_each_fiftieth() -> None:
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
-def test_an_error_leaves_it_as_it_was() -> None:
-    for enabled in (True, False):
-        (gc.enable if enabled else gc.disable)()
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_error_leaves_it_as_it_was(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+    try:
         with pytest.raises(KeyError), collected_between_steps() as collect:
             collect(1)
             raise KeyError
         assert gc.isenabled() == enabled
+    finally:
+        gc.enable()

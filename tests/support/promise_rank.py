@@ -1,4 +1,4 @@
-"""One rank of the jobs in test_promises.py: it trains nothing, step by step, until something ends it."""
+"""One rank of the jobs in test_promises.py: it runs steps without training until its case ends it."""
 
 from __future__ import annotations
 
