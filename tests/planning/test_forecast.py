@@ -6,14 +6,12 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 from tests.support.launched import ROOT
 from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
 from zero_tp.devices import named_device
-from zero_tp.planning.forecast import MemoryForecast, run_isolated
+from zero_tp.planning.forecast import MemoryForecast
 from zero_tp.planning.memory import rank_memory
 from zero_tp.planning.plan import plan
 
@@ -47,10 +45,3 @@ def test_the_forecast_of_an_accelerator_leaves_the_process_as_it_was() -> None:
     config = RunConfig.load(QUICKSTART, (), 4)
     assert float(planned) == rank_memory(config, cpu=False, varlen=False).peak.total / GIB
     assert accelerator == "cpu"
-
-
-@THOROUGH
-def test_an_error_of_the_isolated_planner_is_raised() -> None:
-    with pytest.raises(ValueError, match=r"^invalid literal for int\(\) with base 10: 'x'$"):
-        run_isolated(int, "x")
-    assert run_isolated(int, "17", base=8) == 15

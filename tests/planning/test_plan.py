@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +110,8 @@ def test_each_group_of_ranks_has_a_communicator(world: int, tensor: int, communi
 
 
 def test_the_links_and_hosts_of_nodes_that_are_not_eight_devices() -> None:
-    """Cards in PCIe slots, a superchip that is its own node, a rack that is one."""
-    devices = {name: named_device(name) for name in ("a100-80gb", "a100-pcie-80gb", "a800-80gb", "gh200", "gb200")}
-    assert [each.intra_gbps for each in devices.values()] == [300, 32, 200, 50, 900]
-    assert [each.per_node for each in devices.values()] == [8, 8, 8, 1, 72]
-    assert devices["gh200"].host_memory_gib < 480 < 1024 < devices["gb200"].host_memory_gib
+    """A rack, a board of eight, one with slower links, a superchip that is its own node, cards in PCIe slots."""
+    assert [named_device(name).per_node for name in ("gb200", "h100", "gh200")] == [72, 8, 1]
     names = ("a100-80gb", "a800-80gb", "a100-pcie-80gb")
     seconds = [plan_gpt2("zero_tp.parallel.tensor=2", device=name).time.tensor for name in names]
     assert sorted(set(seconds)) == seconds
@@ -180,14 +176,6 @@ def test_the_time_of_the_whole_run() -> None:
         assert numbers and float(numbers[3].replace(",", "")) == pytest.approx(8 * seconds / 3600, abs=0.051)
         hours = float(numbers[1].replace(",", "")) * (24 if numbers[2] == "days" else 1)
         assert hours == pytest.approx(seconds / 3600, abs=1.3)
-
-
-def test_a_model_of_96_layers_is_planned_in_seconds() -> None:
-    plan_gpt2()  # torch loads parts of itself
-    start = time.process_time()
-    overrides = ["train_batch_size=8", "zero_optimization.stage=0"]
-    large = plan(RunConfig.load(CONFIGS / "papers" / "gpt_175b.json", overrides, 8), named_device("h100"))
-    assert large.model.spec.layers == 96 and time.process_time() - start < 3
 
 
 def test_the_papers_column_has_the_runs_policy_and_dtype() -> None:

@@ -12,11 +12,10 @@ from transformers import GPT2Config
 
 from tests.support.plan_configs import DOCUMENTS, WIDE, WINDOWS, family, load
 from tests.tiers import THOROUGH, in_tiers
-from zero_tp import devices
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.stores import LEAVING
 from zero_tp.models import norm
-from zero_tp.parallel import elementwise, loss
+from zero_tp.parallel import elementwise
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import (
     Layer,
@@ -28,22 +27,6 @@ from zero_tp.planning.formulas import (
     sdpa_fused_core,
 )
 from zero_tp.planning.plan_settings import Workload, workload_of
-
-
-def test_an_accelerator_keeps_what_the_cpu_keeps_if_the_code_has_no_branches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are no dropout in attention, no collectives and no pieces, for which kernels of the CPU differ."""
-    monkeypatch.setattr(devices, "multiplies_bf16", lambda: False)
-    monkeypatch.setattr(elementwise, "CACHE_ELEMENTS", 10**9)
-    monkeypatch.setattr(loss, "SLICE_ELEMENTS", 10**9)
-    for recompute in ("none", "full"):
-        config = load(
-            ["zero_tp.parallel.tensor=1", "zero_tp.model.attn_pdrop=0.0", f"zero_tp.recompute={recompute}", *WIDE]
-        )
-        cpu, other = (dry_run(config.hf_config(), workload_of(config, cpu=cpu)) for cpu in (True, False))
-        for phase in ("forward", "backward"):
-            for size in ("activations", "transients", "gradients"):
-                most = [max(getattr(one, size) for one in run if one.phase == phase) for run in (cpu, other)]
-                assert most[0] == pytest.approx(most[1], rel=0.005)
 
 
 def test_a_dry_run_computes_representative_pieces_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -36,20 +35,6 @@ def on_all(stores: list[JobStore], work: Callable[[int], str]) -> list[str]:
 
     with ThreadPoolExecutor(len(stores)) as threads:
         return list(threads.map(run, range(len(stores))))
-
-
-def test_all_start_once_all_are_ready(stores: list[JobStore]) -> None:
-    ready: list[int] = []
-
-    def work(rank: int) -> str:
-        stores[rank].join(LIMIT)
-        time.sleep(0.2 * rank)
-        ready.append(rank)
-        stores[rank].wait_until_all_ready(LIMIT)
-        assert len(ready) == 3
-        return "ready"
-
-    assert on_all(stores, work) == ["ready"] * 3
 
 
 def test_all_end_when_some_refuse_and_one_of_them_is_the_first(stores: list[JobStore]) -> None:

@@ -55,12 +55,13 @@ class Job:
     def __init__(self, directory: Path, case: str, launcher: str, *options: str) -> None:
         self.marker, self.log = uuid.uuid4().hex, directory / "output.txt"
         *start, script = command_of(launcher)
+        restarts = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if "--max-restarts" in options else {}
         with self.log.open("w") as stream:
             self.launcher = subprocess.Popen(
                 [*start, *options, script, "--case", case, "--marker", self.marker],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env=environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+                env=environment() | restarts,
                 cwd=directory,
                 start_new_session=True,
                 preexec_fn=default_interrupts,
@@ -238,7 +239,8 @@ def test_a_rank_that_hangs_is_named_with_its_frame(launcher: str, start: Start) 
     [
         ("launch.py", 1, "error: no heartbeat from rank 1"),
         ("torchrun", 1, "error: no heartbeat from rank 1"),
-        ("launch.py", 0, f"error: {HOST} has had no answer from the ranks' store"),  # which rank 0 serves
+        ("torchrun", 0, "error: no heartbeat from rank 0"),  # the agent serves the store
+        ("launch.py", 0, f"error: {HOST} has had no answer from the ranks' store"),  # rank 0 serves the store
     ],
 )
 def test_silence_of_a_rank_or_of_the_store_ends_the_job(launcher: str, silent: int, error: str, start: Start) -> None:

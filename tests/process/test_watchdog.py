@@ -39,26 +39,6 @@ class Member:
         self.watch._current_status = lambda: status  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_that_is_gone_ends_the_others_though_none_waits_for_it(lost: int) -> None:
-    store = dist.HashStore()
-    members = [Member(store, rank, 3, 1.5) for rank in range(3)]
-    watching = [member.ends for rank, member in enumerate(members) if rank != lost and 0 in (rank, lost)]
-    time.sleep(2.5)
-    assert not any(member.ends for member in members)
-    members[lost].fall_silent()
-    wait_until(lambda: all(watching), 20, "nobody misses it", 0.05)
-    for [text] in watching:
-        status, error = text.splitlines()
-        assert status.startswith(f"rank {lost} (a) in save 500 for 300 s")
-        assert error == (
-            f"error: no heartbeat from rank {lost} (a) for 0.025 minutes, by "
-            "zero_tp.training.timeout_minutes.heartbeat: the machine, its network or the process has stopped"
-        )
-    for member in members:
-        member.watch.leave()
-
-
 def test_no_rank_is_missed_without_a_heartbeat_after_its_end_or_without_a_store() -> None:
     store, other_store = dist.HashStore(), dist.HashStore()
     first, silent = (Member(store, rank, 2, None, step=0.4) for rank in range(2))
@@ -118,15 +98,6 @@ def test_only_a_phase_without_marks_reaches_its_limit() -> None:
     watch.leave()
 
 
-def test_one_rank_prints_the_hang_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_tp.process.watch.ANSWER_SECONDS", 1.0)
-    store = dist.HashStore()
-    members = [Member(store, rank, 3, None, save=1.0) for rank in range(3)]
-    wait_until(lambda: all(member.ends for member in members), 20, "not all have ended", 0.05)
-    [text] = [text for member in members for text in member.ends if text]
-    assert [line.split(" (")[0] for line in text.splitlines()[:-1]] == ["rank 0", "rank 1", "rank 2"]
-
-
 # --- real steps ------------------------------------------------------------------------------------------------------
 
 
@@ -171,17 +142,16 @@ def test_a_rank_that_hangs_is_named_by_one(ranks: Pools) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    ("stopped", "limits", "error"),
+    ("limits", "error"),
     [
-        (1, '{"step": 0.2}', r".* for 0\.2 minutes, by zero_tp\.training\.timeout_minutes: rank 0 waits for rank 1"),
-        (1, '{"heartbeat": 0.5}', r"no heartbeat from rank 1 \(.+\) for 0\.5 minutes, by .*\.heartbeat: .*"),
-        (0, '{"heartbeat": 0.5}', r".+ has had no answer from the ranks' store for 0\.5 minutes, by .*\.heartbeat: .*"),
+        ('{"step": 0.2}', r".* for 0\.2 minutes, by zero_tp\.training\.timeout_minutes: rank 0 waits for rank 1"),
+        ('{"heartbeat": 0.5}', r"no heartbeat from rank 1 \(.+\) for 0\.5 minutes, by .*\.heartbeat: .*"),
     ],
 )
-def test_a_run_with_a_stopped_rank_ends_by_its_limit(stopped: int, limits: str, error: str, workplace: Path) -> None:
-    name = f"suspended_{stopped}_{re.sub(r'[^a-z]', '', limits)}"
+def test_a_run_with_a_stopped_rank_ends_by_its_limit(limits: str, error: str, workplace: Path) -> None:
+    name = f"suspended_{re.sub(r'[^a-z]', '', limits)}"
     with running(workplace, name, "deepspeed", f"zero_tp.training.timeout_minutes={limits}") as run:
-        run.rank(stopped).suspend()
+        run.rank(1).suspend()
         run.launcher.wait(patience(150))
     assert run.launcher.returncode == 1
     text = run.log.read_text()
