@@ -49,8 +49,8 @@ def residual(*, measured: bool) -> Reproduction:
         size = f"{model_in(config).whole / 1e6:.1f} M parameters"
         tables[f"activations after forward: {size}, TP 2"] = checkpoints_measured()
         tables["buffers in backward: ZeRO-2 on 2 ranks"] = buffers_measured()
-        found = {on: followed_steps(small_config(4, *with_m_d(on)))[0][1].events for on in M_D}
-        tables[f"fragmentation: a step of {size}, ZeRO-2, TP 2 × DP 2"] = fragmentation(found, "measured")
+        events_by_switch = {on: followed_steps(small_config(4, *with_m_d(on)))[0][1].events for on in M_D}
+        tables[f"fragmentation: a step of {size}, ZeRO-2, TP 2 × DP 2"] = fragmentation(events_by_switch, "measured")
     tables["activations after forward: 7.5 B, TP 8, b 8, s 1,024"] = [
         checkpoints_planned(name, "zero_7.5b", block) for name, block in CHECKPOINTS.items()
     ]
@@ -141,16 +141,16 @@ def defragmented(on: bool) -> str:
     return checkpointing({**CHECKPOINTS["P_a"], "contiguous_memory_optimization": on})
 
 
-def fragmentation(found: Mapping[bool, Sequence[Event]], column: str) -> list[Row]:
+def fragmentation(events_by_switch: Mapping[bool, Sequence[Event]], column: str) -> list[Row]:
     """Return what the caching allocator makes of what a real step, or a dry run, makes and lets go."""
     sizes, notes = dict[str, float](), dict[str, str]()
     for on, name in M_D.items():
-        made = replay(found[on])
-        sizes[f"{name}: most in tensors"] = made.tensors
-        sizes[f"{name}: most in segments"] = made.reserved
-        sizes[f"{name}: never filled"] = made.reserved - made.tensors
-        notes[f"{name}: never filled"] = f"{made.fragmentation:.1%} of the segments"
-        sizes[f"{name}: least memory that runs it"] = least_capacity(found[on])
+        replayed = replay(events_by_switch[on])
+        sizes[f"{name}: most in tensors"] = replayed.tensors
+        sizes[f"{name}: most in segments"] = replayed.reserved
+        sizes[f"{name}: never filled"] = replayed.reserved - replayed.tensors
+        notes[f"{name}: never filled"] = f"{replayed.fragmentation:.1%} of the segments"
+        sizes[f"{name}: least memory that runs it"] = least_capacity(events_by_switch[on])
     return rows("MiB", {column: sizes}, MIB, notes)
 
 
