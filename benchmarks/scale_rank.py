@@ -35,8 +35,9 @@ from zero_tp.checkpoint.save import Saver, run_saver
 from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.parallel.agreement import require_same_on_all_ranks
+from zero_tp.process.hang_report import RankStatus
 from zero_tp.process.signals import Requests
-from zero_tp.process.watch import RankStatus, Watchdog
+from zero_tp.process.watch import Watchdog
 from zero_tp.tensors.safetensors_files import PART, Written
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine

@@ -121,6 +121,6 @@ def use_deterministic_cublas() -> None:
     value = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if value not in (":4096:8", ":16:8"):
         raise UserError(
-            f"CUBLAS_WORKSPACE_CONFIG is {value!r}, with which cuBLAS is not deterministic, but "
-            "zero_tp.training.guard_gradients compares repeated gradients; unset it, or set it to :4096:8"
+            f"CUBLAS_WORKSPACE_CONFIG is {value!r}, with which zero_tp.training.guard_gradients cannot compare "
+            "gradients: cuBLAS is not deterministic; unset it, or set it to :4096:8"
         )
