@@ -17,13 +17,13 @@ from tests.support.waits import wait_until
 
 @pytest.fixture(scope="session")
 def rack() -> Iterator[Rack]:
-    made = Rack(2)
+    two_nodes = Rack(2)
     try:
-        for node in made.nodes:
+        for node in two_nodes.nodes:
             node.serve_ssh()
-        yield made
+        yield two_nodes
     finally:
-        made.close()
+        two_nodes.close()
 
 
 @pytest.fixture(scope="session")

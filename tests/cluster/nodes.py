@@ -114,13 +114,12 @@ class Node(Space):
         directory: Path = SHARED,
         variables: Mapping[str, str] | None = None,
         output: Any = subprocess.DEVNULL,
-        stdin: Any = subprocess.DEVNULL,
     ) -> subprocess.Popen[str]:
-        """Start a command on the node as a session of its own: stdout and stderr to `output`, stdin from `stdin`."""
+        """Start a command on the node as a session of its own: stdout and stderr to `output`."""
         return subprocess.Popen(
             [*self.enter(f"--wd={self.seen(directory)}"), *words],
             env=environment() | dict(variables or {}),
-            stdin=stdin,
+            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,

@@ -76,10 +76,10 @@ def test_one_rank_saves_on_request_and_another_stops_the_run(workplace: Path, la
 def test_a_sigterm_to_the_launcher_saves_and_the_next_start_resumes(workplace: Path, launcher: str) -> None:
     """torchrun signals all ranks; DeepSpeed's launch.py one after another, each when the one before has ended."""
     with running(workplace, f"stopped_{launcher}", launcher) as run:
-        target = run.launcher
+        pid = run.launcher.pid
         if launcher == "deepspeed":
-            target = next(each for each in run.processes() if "deepspeed.launcher.launch" in each.cmdline())
-        target.send_signal(signal.SIGTERM)
+            pid = next(each.pid for each in run.processes() if "deepspeed.launcher.launch" in each.cmdline())
+        os.kill(pid, signal.SIGTERM)
     step = saved_stop(run)
     if launcher == "torchrun":
         longer = ["--set", f"zero_tp.training.steps={step + 1}", "--set", "scheduler.params.total_num_steps=1000"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -69,59 +70,34 @@ def test_groups(tensor: int, data: int) -> None:
     assert len({(topology.tensor_rank, topology.data_rank) for topology in ranks}) == world
 
 
-class World:
-    """The default group of a job: bound to a device and splitting, as NCCL's under DeepSpeed, or as gloo's."""
-
-    def __init__(self, splits: bool):
-        self.supports_splitting = splits
-        self.bound_device_id = torch.device("cuda:3") if splits else None
-
-    def _get_backend(self, device: torch.device) -> World:
-        return self
-
-
 @pytest.mark.parametrize("splits", [True, False])
 @pytest.mark.parametrize(("tensor", "kinds"), [(1, ["tensor"]), (8, ["tensor", "data"]), (512, ["data"])])
 def test_groups_of_512_ranks(tensor: int, kinds: list[str], splits: bool) -> None:
-    """NCCL makes all groups of a kind in one call; no group is made of the whole world."""
-    world, rank, calls = World(splits), 11, list[list[list[int]]]()
-    made: dict[int, list[int]] = {}
-
-    def group(members: list[int]) -> object:
-        if rank not in members:
-            return dist.GroupMember.NON_GROUP_MEMBER
-        new = object()
-        made[id(new)] = members
-        return new
+    """NCCL creates all groups of a kind in one call, gloo one by one; no group is created for the whole world."""
+    rank, calls = 11, list[list[list[int]]]()
+    world = SimpleNamespace(supports_splitting=splits, bound_device_id=torch.device("cuda:3") if splits else None)
+    world._get_backend = lambda _: world
 
     def split_group(*, split_ranks: list[list[int]], timeout: object) -> object:
         calls.append(split_ranks)
-        return group(next(members for members in split_ranks if rank in members))
+        return tuple(next(members for members in split_ranks if rank in members))
 
     def new_group(members: list[int], *, timeout: object) -> object:
         calls.append([members])
-        return group(members)
+        return tuple(members) if rank in members else dist.GroupMember.NON_GROUP_MEMBER
 
+    functions = {"split_group": split_group, "new_group": new_group, "is_initialized": lambda: True}
     with (
-        mock.patch.multiple(
-            dist,
-            is_initialized=lambda: True,
-            get_world_size=lambda: 512,
-            get_rank=lambda: rank,
-            split_group=split_group,
-            new_group=new_group,
-        ),
+        mock.patch.multiple(dist, **functions, get_world_size=lambda: 512, get_rank=lambda: rank),
         mock.patch.object(dist.distributed_c10d, "_get_default_group", lambda: world),
     ):
         topology = Topology(tensor)
     members = {"tensor": topology.tensor_members(), "data": topology.data_members()}
-    for kind, own in (("tensor", topology.tensor_group), ("data", topology.data_group)):
-        if kind not in kinds:
-            assert own is world
-        else:
-            assert made[id(own)] == next(ranks for ranks in members[kind] if rank in ranks)
-    asked = [members[kind] for kind in kinds]
-    assert calls == (asked if splits else [[ranks] for kind in asked for ranks in kind])
+    for kind, group in (("tensor", topology.tensor_group), ("data", topology.data_group)):
+        own = tuple(next(ranks for ranks in members[kind] if rank in ranks))
+        assert group == (own if kind in kinds else world)
+    created = [members[kind] for kind in kinds]
+    assert calls == (created if splits else [[ranks] for kind in created for ranks in kind])
 
 
 @given(tensor=SIZES, world=st.integers(1, 81))
@@ -164,9 +140,9 @@ def test_the_mpu_has_what_deepspeed_needs_and_nothing_forbidden() -> None:
 
 def test_deepspeed_asks_its_mpu_for_nothing_new() -> None:
     """A new name in DeepSpeed's source has to be reviewed: a missing method can mean world size 1 without an error."""
-    found_spec = importlib.util.find_spec("deepspeed")
-    assert found_spec is not None and found_spec.origin is not None
-    root = Path(found_spec.origin).parent
+    spec = importlib.util.find_spec("deepspeed")
+    assert spec is not None and spec.origin is not None
+    root = Path(spec.origin).parent
     runtime = root / "runtime"
     files = [
         runtime / name for name in ("engine.py", "config.py", "utils.py", "bf16_optimizer.py", "base_optimizer.py")
