@@ -95,8 +95,8 @@ def test_if_nothing_fits_the_nearest_candidate_and_its_shortage_are_named(tmp_pa
     with pytest.raises(UserError) as caught:
         search.fastest((), 5)
     message = str(caught.value)
-    tried = f"of {len(search.ranked)} ways none fit by formulas, and none of the nearest {NEAREST} fits when run dry"
-    assert f"does not fit 8 × rtx4090-24gb: {tried}" in message
+    tried = f"of {len(search.ranked)} candidates none fit by formulas, and none of the nearest {NEAREST} fits in a"
+    assert f"does not fit 8 × rtx4090-24gb: {tried} dry run" in message
     raw = read_json(path)
     apply_overrides(raw, overrides)
     shortages: dict[str, float] = {}  # by plans of runs with those settings, which know of no search

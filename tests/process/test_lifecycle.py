@@ -63,6 +63,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"""
         ("sys.exit(4)", 4, "", ""),
         ("sys.exit('no such file')", 1, "", "error: no such file"),
         ("raise UserError('steps is -1:\\nat least 1')", 2, "", "error: steps is -1: at least 1"),
+        ("raise KeyboardInterrupt", 130, "", "interrupted"),
         ("{}['key']", 1, "", f"rank 0 ({HOST}): KeyError: 'key'"),
         ("threading.Thread(target=time.sleep, args=(60,)).start()", 0, "", ""),
         ("open('/no/such/file')", 2, "", "error: /no/such/file: No such file or directory"),

@@ -98,8 +98,8 @@ class Search:
         largest = sorted(nearest.peak.bytes.items(), key=lambda item: -item[1])[:3]
         listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
         return (
-            f"{self.config.path}: does not fit {self.ranks} × {device.name}: of {len(self.ranked)} ways "
-            f"{self.fitting or 'none'} fit by formulas, and none of the nearest {len(too_large)} fits when run dry; "
+            f"{self.config.path}: does not fit {self.ranks} × {device.name}: of {len(self.ranked)} candidates "
+            f"{self.fitting or 'none'} fit by formulas, and none of the nearest {len(too_large)} fits in a dry run; "
             f"{nearest.describe()} comes nearest with {nearest.needed / GIB:.1f} of {device.memory_gib:.4g} GiB "
             f"a device ({listed}) and {nearest.host_needed / GIB:.0f} of {device.host_memory_gib:.4g} GiB of a node's "
             f"host memory, short by {nearest.shortage / GIB:.1f} GiB a device; use more or larger devices"
