@@ -72,10 +72,6 @@ def run_isolated(function: Callable[..., T], *arguments: Any, **options: Any) ->
 
     A dry run for an accelerator registers a simulated device, which becomes the process's accelerator
     (`at::getAccelerator` prefers PrivateUse1), and patches functions of torch while it runs.
-
-    Raises:
-        Exception: what the function raised.
-        multiprocessing.TimeoutError: it took more than SECONDS.
     """
     with multiprocessing.get_context("spawn").Pool(1, initializer=_hide_devices) as pool:
         return pool.apply_async(function, arguments, options).get(SECONDS)

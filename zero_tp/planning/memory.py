@@ -38,11 +38,7 @@ class Model(NamedTuple):
 
 
 def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
-    """Build a model on the meta device and count its parameters.
-
-    Raises:
-        UserError: an architecture or size that is not supported.
-    """
+    """Build a model on the meta device and count its parameters."""
     spec = architecture_of(config).spec(config)
     model = model_class(spec)(config, Topology(tensor, sequence, world=tensor), device="meta")
     sizes = [(parameter.numel(), whole_shape(parameter)) for parameter in model.parameters()]

@@ -36,9 +36,6 @@ def write_page(plan: Plan, path: Path, advice: Sequence[str] = (), fastest: Esti
 
     Returns:
         The written files: the page, and the picture as PNG.
-
-    Raises:
-        UserError: matplotlib is missing, or a file can't be written.
     """
     shown = {"the present settings": plan} | ({"the fastest settings": fastest} if fastest else {})
     figure = over_time({title: (one.memory.points, one.usable) for title, one in shown.items()})

@@ -44,11 +44,7 @@ class Estimate:
 
     @cached_property
     def time(self) -> StepTime:
-        """Return the seconds of one step.
-
-        Raises:
-            UserError: the device can't compute in the run's dtype.
-        """
+        """Return the seconds of one step."""
         parameters = self.model.parameters.total
         return Timing(self.model.spec, self.workload, self.device, self.settings, parameters).estimate()
 

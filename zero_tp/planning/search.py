@@ -46,11 +46,7 @@ class Search:
     """
 
     def __init__(self, config: RunConfig, device: Device):
-        """Rank all candidates by formulas.
-
-        Raises:
-            UserError: the device can't compute in the run's dtype; no setting splits this world size.
-        """
+        """Rank all candidates by formulas."""
         assert config.world_size is not None
         self.config, self.device, self.ranks = config, device, config.world_size
         self._dry_runs: dict[tuple[int, bool, int, str], list[Moment]] = {}

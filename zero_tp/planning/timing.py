@@ -242,11 +242,7 @@ class Timing:
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def estimate(self) -> StepTime:
-        """Return the seconds of one step, by term.
-
-        Raises:
-            UserError: the device can't compute in this dtype.
-        """
+        """Return the seconds of one step, by term."""
         micro, layers = self.zero.accumulation, self.spec.layers
         recomputed = self.workload.policy.mean_recomputed_layers(layers, micro)
         layer, head = self.layer_time(), self.head_time()

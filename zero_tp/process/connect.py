@@ -62,11 +62,7 @@ def connect(
 
 
 def rank_device(environment: RankEnvironment, device_type: str) -> torch.device:
-    """Return this rank's device: the one with its local rank's index, or the only one that it can see.
-
-    Raises:
-        UserError: there is no such device, or the rank has no local rank.
-    """
+    """Return this rank's device: the one with its local rank's index, or the only one that it can see."""
     from deepspeed.accelerator import get_accelerator
 
     index, count = environment.local_rank, torch.get_device_module(device_type).device_count()
@@ -83,11 +79,7 @@ def rank_device(environment: RankEnvironment, device_type: str) -> torch.device:
 
 
 def connect_deepspeed(config: RunConfig, environment: RankEnvironment) -> tuple[Topology, torch.device]:
-    """Check that this machine has what the config uses, then `connect` on DeepSpeed's accelerator. Collective.
-
-    Raises:
-        UserError: see `connect`; the machine lacks the config's dtype, NVMe or a compiler for DeepSpeed's optimizer.
-    """
+    """Check that this machine has what the config uses, then `connect` on DeepSpeed's accelerator. Collective."""
     from deepspeed.accelerator import get_accelerator
 
     from zero_tp.config import check_accelerator
@@ -114,9 +106,6 @@ def use_deterministic_cublas() -> None:
     """Make cuBLAS deterministic, as `guards.check_repeated` requires. Call it before this process uses CUDA.
 
     torch reads the variable at its first product (`Context::alertCuBLASConfigNotDeterministic`).
-
-    Raises:
-        UserError: the environment has a value with which cuBLAS is not deterministic.
     """
     value = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if value not in (":4096:8", ":16:8"):

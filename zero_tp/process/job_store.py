@@ -36,11 +36,7 @@ class JobStore:
         self._store: dist.Store | None = None
 
     def join(self, limit: timedelta = JOIN_LIMIT) -> dist.Store:
-        """Connect to the store. Rank 0 starts its server, which torch's process group will use too.
-
-        Raises:
-            RuntimeError: there is no server within the limit.
-        """
+        """Connect to the store. Rank 0 starts its server, which torch's process group will use too."""
         import torch.distributed as dist
 
         if self._store is None:
