@@ -104,4 +104,4 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     """Return the highest point of each interval of the micro-batch, and all points after the micro-batch."""
     micro_batch, length = points[:-POINTS_AFTER_BACKWARD], -(-len(points) // SHOWN_POINTS)
     intervals = (micro_batch[start : start + length] for start in range(0, len(micro_batch), length))
-    return [*(max(each, key=lambda point: point.total) for each in intervals), *points[-POINTS_AFTER_BACKWARD:]]
+    return [*(max(interval, key=lambda point: point.total) for interval in intervals), *points[-POINTS_AFTER_BACKWARD:]]
