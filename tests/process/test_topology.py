@@ -6,6 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -86,7 +87,7 @@ def test_groups_of_512_ranks(tensor: int, kinds: list[str], splits: bool) -> Non
         calls.append([members])
         return tuple(members) if rank in members else dist.GroupMember.NON_GROUP_MEMBER
 
-    functions = {"split_group": split_group, "new_group": new_group, "is_initialized": lambda: True}
+    functions: dict[str, Any] = {"split_group": split_group, "new_group": new_group, "is_initialized": lambda: True}
     with (
         mock.patch.multiple(dist, **functions, get_world_size=lambda: 512, get_rank=lambda: rank),
         mock.patch.object(dist.distributed_c10d, "_get_default_group", lambda: world),
