@@ -123,9 +123,9 @@ def of_sums(year: int, sentence: str) -> Iterator[Example]:
     if len(YEAR.findall(sentence)) != 1 or len(SUM.findall(sentence)) != 1:
         return
     for question, pattern in QUESTIONS.items():
-        found = pattern.search(sentence)
-        assert found is not None
-        answer = {"text": found.group(), "answer_start": found.start()}
+        match = pattern.search(sentence)
+        assert match is not None
+        answer = {"text": match.group(), "answer_start": match.start()}
         yield {"context": sentence, "qas": [{"question": question, "answers": [answer]}]}
 
 
@@ -181,9 +181,9 @@ def main() -> None:
         folder = Path(directory)
         run, pretraining = pretrained(options.run, folder)
         to_huggingface(run, folder / "export")
-        found = {name: tried(name, folder / "export", options, folder) for name in options.tasks}
+        scores = {name: tried(name, folder / "export", options, folder) for name in options.tasks}
     if options.output:
-        fine_tuning = {**{name: getattr(options, name) for name in ("epochs", "lr", "length", "seed")}, "tasks": found}
+        fine_tuning = {**{name: getattr(options, name) for name in ("epochs", "lr", "length", "seed")}, "tasks": scores}
         write_result(options.output, "bert-small", {"pretraining": pretraining, "fine_tuning": fine_tuning})
 
 

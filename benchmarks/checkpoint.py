@@ -124,19 +124,19 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
     processor: dict[str, list[float]] = {name: [] for name in times}
     size = 0
     for turn in range(rounds + WARM_UP):
-        taken = {"save": timed(partial(saver.save, turn + 1))}
+        durations = {"save": timed(partial(saver.save, turn + 1))}
         assert saver.outcome() == (turn + 1, "")
         checkpoint = directory.step_directory(run, turn + 1)
         size = sum(file.bytes for file in directory.read_manifest(checkpoint).files.values())
         # A new file each time, and as many kept: the first writing of a disk's blocks can take several times as long.
         plain = folder / f"plain{turn}"
-        taken["write"] = timed(partial(write_plainly, plain, random, size, folder / f"plain{turn - 3}"))
+        durations["write"] = timed(partial(write_plainly, plain, random, size, folder / f"plain{turn - 3}"))
         forget(checkpoint)
-        taken["load"] = timed(partial(load, engine, checkpoint, config.zero_tp.training.seed))
+        durations["load"] = timed(partial(load, engine, checkpoint, config.zero_tp.training.seed))
         forget(plain)
-        taken["read"] = timed(partial(read_plainly, plain))
+        durations["read"] = timed(partial(read_plainly, plain))
         if turn >= WARM_UP:
-            for name, (seconds, spent) in taken.items():
+            for name, (seconds, spent) in durations.items():
                 times[name].append(seconds)
                 processor[name].append(spent)
     gigabytes = size / 1e9
@@ -171,10 +171,10 @@ def standing_still(folder: Path, rounds: int) -> dict[str, Any]:
         saver.wait()
         wholes.append(time.perf_counter() - begin)
         assert saver.outcome() == (step, "")
-        held = [tensor for state in engine.zero.optimizer.optimizer.state.values() for tensor in state.values()]
-        held += list(engine.zero.optimizer.single_partition_of_fp32_groups)
+        tensors = [tensor for state in engine.zero.optimizer.optimizer.state.values() for tensor in state.values()]
+        tensors += list(engine.zero.optimizer.single_partition_of_fp32_groups)
         begin = time.perf_counter()
-        copied = [tensor.detach().clone() for tensor in held]
+        copied = [tensor.detach().clone() for tensor in tensors]
         copies.append(time.perf_counter() - begin)
         del copied
     wait, whole, copy = (statistics.median(values) for values in (waits, wholes, copies))
@@ -244,8 +244,8 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
         f"resharding {parameters / 1e9:.2f} B parameters for one of 4 TP ranks: {peak / 1e6:.0f} MB of anonymous "
         f"memory (allowed: {allowed / 1e6:.0f}), {seconds:.1f} s"
     )
-    found = {"parameters": parameters, "peak_bytes": peak, "allowed_bytes": allowed, "seconds": seconds}
-    return found | {"export": exporting(big, parameters, rounds)}
+    result = {"parameters": parameters, "peak_bytes": peak, "allowed_bytes": allowed, "seconds": seconds}
+    return result | {"export": exporting(big, parameters, rounds)}
 
 
 def exporting(big: Path, parameters: int, rounds: int) -> dict[str, Any]:
@@ -259,18 +259,18 @@ def exporting(big: Path, parameters: int, rounds: int) -> dict[str, Any]:
     for turn in range(rounds):
         output, copied = big.parent / f"export{turn}", big.parent / f"copy{turn}"
         forget(big)
-        taken = {"export": timed(partial(to_huggingface, big, output))}
+        durations = {"export": timed(partial(to_huggingface, big, output))}
         forget(original)
-        taken["copy"] = timed(partial(copy_plainly, original, copied))
-        for name, (seconds, spent) in taken.items():
+        durations["copy"] = timed(partial(copy_plainly, original, copied))
+        for name, (seconds, spent) in durations.items():
             times[name].append(seconds)
             processor[name].append(spent)
         shutil.rmtree(output)
         copied.unlink()
     ratios = [a / b for a, b in zip(times["export"], times["copy"], strict=True)]
     print(f"exporting / copying {4 * parameters / 1e9:.1f} GB, {rounds} rounds: {quartiles(ratios)} × the time")
-    for name, found in times.items():
-        print(f"  {name:>6}: {quartiles(found)} s, {quartiles(processor[name])} s on the processor")
+    for name, values in times.items():
+        print(f"  {name:>6}: {quartiles(values)} s, {quartiles(processor[name])} s on the processor")
     return {"seconds": times, "processor_seconds": processor, "export_to_copy": ratios}
 
 

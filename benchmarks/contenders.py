@@ -239,11 +239,11 @@ def seconds_of(ranks: int, run: Callable[[], Any]) -> float:
 
     if ranks > 1:
         dist.barrier()
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     run()
     if ranks > 1:
         dist.barrier()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start_time
 
 
 def floors(ranks: int, parameters: int, step: Callable[[], Any]) -> dict[str, float]:

@@ -51,11 +51,11 @@ def truly(sets: Sequence[set[str]], threshold: float) -> set[int]:
 def by_rensa(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[int], dict[str, float]]:
     from zero_tp.data.similarity import near_duplicates, sketches
 
-    begun = time.process_time()
-    found = [sketch for at in range(0, len(texts), 500) for sketch in sketches(texts[at : at + 500])]
+    start_time = time.process_time()
+    all_sketches = [sketch for at in range(0, len(texts), 500) for sketch in sketches(texts[at : at + 500])]
     sketched = time.process_time()
-    removed = {near.document for near in near_duplicates(enumerate(found), found.__getitem__)}
-    return removed, {"sketch": sketched - begun, "index": time.process_time() - sketched}
+    removed = {near.document for near in near_duplicates(enumerate(all_sketches), all_sketches.__getitem__)}
+    return removed, {"sketch": sketched - start_time, "index": time.process_time() - sketched}
 
 
 def by_datasketch(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[int], dict[str, float]]:
@@ -63,17 +63,17 @@ def by_datasketch(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[i
 
     from zero_tp.data.similarity import shingles
 
-    begun = time.process_time()
+    start_time = time.process_time()
     shingled = [[shingle.encode() for shingle in shingles(text)] for text in texts]
-    found = list(MinHash.bulk(shingled, num_perm=128, seed=42))
+    hashes = list(MinHash.bulk(shingled, num_perm=128, seed=42))
     sketched = time.process_time()
     index, removed = MinHashLSH(num_perm=128, params=(32, 4)), set[int]()
-    for number, its in enumerate(found):
-        if any(its.jaccard(found[other]) >= 0.7 for other in index.query(its)):
+    for number, its in enumerate(hashes):
+        if any(its.jaccard(hashes[other]) >= 0.7 for other in index.query(its)):
             removed.add(number)
         else:
             index.insert(number, its, check_duplication=False)
-    return removed, {"sketch": sketched - begun, "index": time.process_time() - sketched}
+    return removed, {"sketch": sketched - start_time, "index": time.process_time() - sketched}
 
 
 def by_datatrove(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[int], dict[str, float]]:

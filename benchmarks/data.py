@@ -54,14 +54,14 @@ def by_megatron(source: str, tokenizer: str, output: str, processes: int) -> flo
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     pool = multiprocessing.get_context("fork").Pool(processes, megatron_begin, (f"{tokenizer}/tokenizer.json",))
     with pool, open(source, encoding="utf-8") as lines:
         builder = IndexedDatasetBuilder(f"{output}.bin", dtype=np.uint16)
         for ids in pool.imap(megatron_encode, lines, 32):
             builder.add_document(ids, [len(ids)])
         builder.finalize(f"{output}.idx")
-    return time.perf_counter() - begun
+    return time.perf_counter() - start_time
 
 
 def alone(source: str, tokenizer: str) -> str:
@@ -70,10 +70,10 @@ def alone(source: str, tokenizer: str) -> str:
 
     encoder = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
     texts = [json.loads(line)["text"] for line in Path(source).read_text("utf-8").splitlines()]
-    begun, worked = time.perf_counter(), time.process_time()
+    start_time, worked = time.perf_counter(), time.process_time()
     for at in range(0, len(texts), 100):
         _ = [len(each.ids) for each in encoder.encode_batch_fast(texts[at : at + 100])]
-    return f"{time.perf_counter() - begun} {time.process_time() - worked}"
+    return f"{time.perf_counter() - start_time} {time.process_time() - worked}"
 
 
 def started(command: Sequence[str], threads: bool = False) -> subprocess.Popen[str]:
@@ -88,16 +88,16 @@ def called(call: str) -> list[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    told = process.communicate()[0]
+    output = process.communicate()[0]
     assert process.returncode == 0, process.args
-    return told
+    return output
 
 
-def taken(command: Sequence[str], threads: bool = False) -> tuple[str, float, float]:
+def elapsed(command: Sequence[str], threads: bool = False) -> tuple[str, float, float]:
     """Run a command → what it prints, its seconds from start to end, and its CPU seconds with its children's."""
-    before, begun = sum(os.times()[2:4]), time.perf_counter()
-    told = ended(started(command, threads))
-    return told, time.perf_counter() - begun, sum(os.times()[2:4]) - before
+    before, start_time = sum(os.times()[2:4]), time.perf_counter()
+    output = ended(started(command, threads))
+    return output, time.perf_counter() - start_time, sum(os.times()[2:4]) - before
 
 
 def write_pieces(path: Path, copies: int, seed: int) -> Path:
@@ -146,11 +146,11 @@ def preparing(options: argparse.Namespace) -> dict[str, Any]:
             for way, processes in ((one, 1), (many, cores)):
                 output = f"{processes}-{turn}"
                 more = ("--processes", processes)
-                note(way, *taken(prepare(source, tokenizer, output, *more), threads=processes == 1)[1:])
+                note(way, *elapsed(prepare(source, tokenizer, output, *more), threads=processes == 1)[1:])
                 report = json.loads((folder / output / "report.json").read_text())
             parts.append(report["seconds"])
             built = f"by_megatron({source!r}, {tokenizer!r}, {str(folder / f'built-{turn}')!r}, {cores})"
-            told, wall, cpu = taken(called(built))
+            told, wall, cpu = elapsed(called(built))
             note(f"{builder}, with its imports", wall, cpu)
             note(builder, float(told))
             for path in folder.glob(f"*-{turn}*"):
@@ -197,10 +197,10 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
     parts, clock = defaultdict[str, float](float), time.process_time
 
     def timed(part: str, call: Callable[[], Any]) -> Any:
-        begun = clock()
-        made = call()
-        parts[part] += clock() - begun
-        return made
+        start_time = clock()
+        outcome = call()
+        parts[part] += clock() - start_time
+        return outcome
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -208,28 +208,28 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
         source, small = write_pieces(folder / "texts.jsonl", 1, options.seed), folder / "small.jsonl"
         encoder = DocumentEncoder(load_tokenizer(tokenizer))
         work, batch = Reading(options.seed, encoder), encoder._backend.encode_batch_fast
-        (given,) = find_sources([source])
-        blocks = timed("reading", lambda: list(read_blocks(given)))
+        (source_file,) = find_sources([source])
+        blocks = timed("reading", lambda: list(read_blocks(source_file)))
         timed("between processes", lambda: Pickler.loads(Pickler.dumps(blocks)))
         for block in blocks:
             texts = timed("JSON", lambda: [document.text for _, document in block.documents()])  # noqa: B023
-            made = timed("tokenizers' batch encoder", lambda: batch(texts, add_special_tokens=False))  # noqa: B023
-            timed("ids", lambda: [encoder._ids(each) for each in made])  # noqa: B023
-            timed("tokenizers' batch encoder", made.clear)  # it frees some strings a token
+            outcome = timed("tokenizers' batch encoder", lambda: batch(texts, add_special_tokens=False))  # noqa: B023
+            timed("ids", lambda: [encoder._ids(each) for each in outcome])  # noqa: B023
+            timed("tokenizers' batch encoder", outcome.clear)  # it frees some strings a token
             timed("compressing", lambda: zstandard.compress("".join(texts).encode(), 1))  # noqa: B023
         whole = clock()
         done = [work(0, block) for block in blocks]
         whole = clock() - whole
         timed("between processes", lambda: Pickler.loads(Pickler.dumps(done)))
-        begun = clock()
+        start_time = clock()
         report = prepare([source], folder / "out", PrepareSettings(str(tokenizer)), processes=1).report
-        everything = clock() - begun
+        everything = clock() - start_time
         small.write_text('{"text": "one"}\n{"text": "two"}\n')
         starts = {}
         for processes in (1, 2):
             words = ("--input", small, "--tokenizer", tokenizer, "--output", folder / f"{processes}")
             command = [sys.executable, str(ROOT / "launch" / "prepare_data.py"), *map(str, words)]
-            starts[processes] = taken([*command, "--processes", str(processes)])[2]
+            starts[processes] = elapsed([*command, "--processes", str(processes)])[2]
     encoding = parts["tokenizers' batch encoder"]
     return {
         "tokens": sum(split["tokens"] for split in report["splits"].values()),
@@ -263,11 +263,11 @@ def reading(options: argparse.Namespace) -> dict[str, Any]:
                 writer.add_documents(chance.integers(0, 50_000, sizes.sum()), sizes)
         for separate in (False, True):
             samples = PackedSamples({prefix: 1.0}, 2048, options.seed, separate=separate)
-            begun, steps = time.process_time(), 1000
+            start_time, steps = time.process_time(), 1000
             for step in range(steps):
                 samples.rank_batches(step, 8, 8, 1, 0, 1)
-            taken = time.process_time() - begun
-            result["documents apart" if separate else "documents run on"] = round(steps * 8 * 2048 / taken)
+            elapsed = time.process_time() - start_time
+            result["documents apart" if separate else "documents run on"] = round(steps * 8 * 2048 / elapsed)
         sequences = 100_000_000
         with open(f"{name}/big.idx", "wb") as file:
             file.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, sequences, sequences + 1))
@@ -277,9 +277,11 @@ def reading(options: argparse.Namespace) -> dict[str, Any]:
                     file.write(numbers.astype(dtype).tobytes())
         with open(f"{name}/big.bin", "wb") as file:
             file.truncate(sequences * 20_000)
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         tokens = IndexedCorpus(f"{name}/big").tokens
-        result[f"seconds to open {tokens:,} tokens in {sequences:,} documents"] = round(time.perf_counter() - begun, 3)
+        result[f"seconds to open {tokens:,} tokens in {sequences:,} documents"] = round(
+            time.perf_counter() - start_time, 3
+        )
     return result
 
 

@@ -128,23 +128,23 @@ def launch(row: Row, item: Item, options: argparse.Namespace) -> dict[str, Any]:
                 r"^(?:\[rank\d+\]: ?)?((?!torch\.distributed\.)[\w.]*Error\b.*)", done.stderr, re.MULTILINE
             )
             return {"failed": told[-1] if told else f"ended with status {done.returncode}"}
-        found: dict[str, Any] = json.loads(output.read_text())
-        return found
+        record: dict[str, Any] = json.loads(output.read_text())
+        return record
 
 
-def line_of(name: str, found: dict[str, Any], first: dict[str, Any]) -> str:
+def line_of(name: str, record: dict[str, Any], first: dict[str, Any]) -> str:
     """Return a line of the table; of an item also how many times its tokens/s the first row makes."""
-    if "failed" in found:
-        return f"{name:<34}{found['failed']}"
-    rates = found["tokens_per_second"]
+    if "failed" in record:
+        return f"{name:<34}{record['failed']}"
+    rates = record["tokens_per_second"]
     middle = statistics.median(rates)
-    mfu = "unknown" if found["mfu"] is None else f"{statistics.median(found['mfu']):.1%}"
-    planned = f"{found['planned_gib']:.2f}" if "planned_gib" in found else "unknown"
+    mfu = "unknown" if record["mfu"] is None else f"{statistics.median(record['mfu']):.1%}"
+    planned = f"{record['planned_gib']:.2f}" if "planned_gib" in record else "unknown"
     times = ""
-    if found["item"] and "failed" not in first:
+    if record["item"] and "failed" not in first:
         times = f"{statistics.median(first['tokens_per_second']) / middle:.2f}"
     spread = f"{min(rates):,.0f} to {max(rates):,.0f}"
-    return f"{name:<34}{middle:>9,.0f}{spread:>20}{mfu:>9}{found['peak_gib']:>8.2f}{planned:>9}{times:>8}"
+    return f"{name:<34}{middle:>9,.0f}{spread:>20}{mfu:>9}{record['peak_gib']:>8.2f}{planned:>9}{times:>8}"
 
 
 def main() -> None:
@@ -162,17 +162,17 @@ def main() -> None:
     items = [name for name in options.items if options.ranks > 1 or not ITEMS[name].several]
     runs = [(first, ""), *((first, item) for item in items), *((row, "") for row in others)]
     print(f"{'':<34}{'tokens/s':>9}{'from':>20}{'MFU':>9}{'GiB':>8}{'planned':>9}{'first ×':>8}")
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for name, item in runs:
         row, change = ROWS[name], ITEMS.get(item, Item())
         changes = row.changes + change.changes + change.constants
         run = {"row": name, "item": item, "settings": settings(row, options), "changes": changes}
-        found.append({**run, **launch(row, change, options)})
-        print(line_of(f"  {item}" if item else name, found[-1], found[0]), flush=True)
+        records.append({**run, **launch(row, change, options)})
+        print(line_of(f"  {item}" if item else name, records[-1], records[0]), flush=True)
     if options.output:
-        result = {"ranks": options.ranks, "timed_steps": options.steps, "runs": found}
+        result = {"ranks": options.ranks, "timed_steps": options.steps, "runs": records}
         write_result(options.output, "device-tiny" if options.tiny else "device", result)
-    if failed := [" ".join((run["row"], run["item"])).strip() for run in found if "failed" in run]:
+    if failed := [" ".join((run["row"], run["item"])).strip() for run in records if "failed" in run]:
         sys.exit(f"failed: {', '.join(failed)}")
 
 

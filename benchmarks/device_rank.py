@@ -69,13 +69,13 @@ def planned(config: RunConfig, name: str, world: int) -> dict[str, float]:
         return {}
     device = named_device("cpu" if known is None else next(iter(known.plans)), world)
     host = psutil.virtual_memory().total / GIB
-    made = plan(config, device.model_copy(update={"host_memory_gib": host}))
-    if not made.fits:
+    run_plan = plan(config, device.model_copy(update={"host_memory_gib": host}))
+    if not run_plan.fits:
         raise UserError(
-            f"would not fit: {made.needed / GIB:.1f} of {device.memory_gib:.1f} GiB, and "
-            f"{world * made.memory.host / GIB:.1f} of {host:.1f} GiB of host memory"
+            f"would not fit: {run_plan.needed / GIB:.1f} of {device.memory_gib:.1f} GiB, and "
+            f"{world * run_plan.memory.host / GIB:.1f} of {host:.1f} GiB of host memory"
         )
-    return {"planned_gib": made.peak.total / GIB, "planned_host_gib": made.memory.host / GIB}
+    return {"planned_gib": run_plan.peak.total / GIB, "planned_host_gib": run_plan.memory.host / GIB}
 
 
 def replace(constant: str, value: str) -> None:
@@ -92,7 +92,7 @@ def measured(config: RunConfig, steps: int) -> dict[str, Any]:
     if device.type == "cpu":
         keep_freed_memory()
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
-    found: dict[str, Any] = {"device": name, **planned(config, name, topology.world)}
+    record: dict[str, Any] = {"device": name, **planned(config, name, topology.world)}
     engine = engine_of(config, topology, device)
     spec, rows, length = engine.model.spec, config.micro_batch, config.zero_tp.data.sequence_length
     assert config.accumulation == 1, "one micro-batch"
@@ -107,7 +107,7 @@ def measured(config: RunConfig, steps: int) -> dict[str, Any]:
         losses.append(float(engine.train_step([(tokens[:, :-1], tokens[:, 1:])])))
         get_accelerator().synchronize()
         seconds.append(time.perf_counter() - begin)
-    return found | {
+    return record | {
         "attention": spec.attention,
         "tokens_per_second": [batch * length / each for each in seconds[WARM_UP:]],
         "mfu": None if peak is None else [utilisation(flops, each, topology.world, peak) for each in seconds[WARM_UP:]],
@@ -129,9 +129,9 @@ def main() -> None:
     for constant in options.constant:
         replace(*constant.split("="))
     config = RunConfig.load(options.config, options.set, RankEnvironment.of_this_process().world)
-    found = measured(config, options.steps)
+    record = measured(config, options.steps)
     if dist.get_rank() == 0:
-        options.output.write_text(json.dumps(found))
+        options.output.write_text(json.dumps(record))
     dist.destroy_process_group()
 
 

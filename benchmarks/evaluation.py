@@ -52,9 +52,9 @@ def in_turns(contenders: Contenders, rounds: int) -> dict[str, dict[str, Any]]:
     for number in range(rounds + 1):
         turn = names[number % len(names) :] + names[: number % len(names)]
         for name in turn:
-            taken = seconds(contenders[name])
+            elapsed = seconds(contenders[name])
             if number:
-                times[name].append(taken)
+                times[name].append(elapsed)
     ratios = {name: [a / b for a, b in zip(times[names[0]], times[name], strict=True)] for name in names}
     return {
         name: {
@@ -81,7 +81,7 @@ def of_tasks(asked: argparse.Namespace, ours: dict[str, EvalModel]) -> dict[str,
     adapters: dict[str, Any] = {"lm-eval's HFLM": theirs}
     adapters |= {f"ours, {name}": LMEvalModel(each) for name, each in ours.items()}
     manager = TaskManager(include_path=str(asked.include_path), include_defaults=False)
-    found = {}
+    timings = {}
     for task in asked.tasks.split(","):
         loaded = manager.load([task])
 
@@ -89,9 +89,9 @@ def of_tasks(asked: argparse.Namespace, ours: dict[str, EvalModel]) -> dict[str,
             with lm_eval_settings():
                 lm_evaluator.evaluate(lm, loaded, limit=asked.limit, bootstrap_iters=0, log_samples=False)
 
-        found[task] = in_turns({name: lambda lm=lm: run(lm) for name, lm in adapters.items()}, asked.rounds)  # type: ignore[misc]
-        show(task, found[task])
-    return found
+        timings[task] = in_turns({name: lambda lm=lm: run(lm) for name, lm in adapters.items()}, asked.rounds)  # type: ignore[misc]
+        show(task, timings[task])
+    return timings
 
 
 def of_wikitext(asked: argparse.Namespace, ours: dict[str, EvalModel]) -> dict[str, Any]:
@@ -117,16 +117,16 @@ def of_wikitext(asked: argparse.Namespace, ours: dict[str, EvalModel]) -> dict[s
             "plain forwards": partial(plain, each.module),
             "wikitext103": partial(each.score, rows),
         }
-        found = results[name] = in_turns(contenders, asked.rounds)
-        for of_one in found.values():
+        timings = results[name] = in_turns(contenders, asked.rounds)
+        for of_one in timings.values():
             of_one["tokens_computed_per_second"] = round(computed / of_one["seconds"])
-        show(f"{len(rows)} windows of {asked.positions} tokens, {name}", found)
+        show(f"{len(rows)} windows of {asked.positions} tokens, {name}", timings)
     return results
 
 
-def show(title: str, found: dict[str, dict[str, Any]]) -> None:
+def show(title: str, timings: dict[str, dict[str, Any]]) -> None:
     print(title)
-    for name, figures in found.items():
+    for name, figures in timings.items():
         least, greatest = figures["least_and_greatest_ratio"]
         print(f"  {name:34} {figures['seconds']:8.2f} s  {figures['ratio']:.3f} × ({least:.3f} to {greatest:.3f})")
 

@@ -133,11 +133,11 @@ class Clocks:
     def part(self, name: str, times: int = 1) -> Iterator[None]:
         """Measure the block, which does its work `times` times."""
         self._now, self._store.store = Part(), Counter()
-        begun, spent = time.perf_counter(), time.process_time()
+        start_time, spent = time.perf_counter(), time.process_time()
         try:
             yield
         finally:
-            self._now.seconds = (time.perf_counter() - begun) / times
+            self._now.seconds = (time.perf_counter() - start_time) / times
             self._now.processor = (time.process_time() - spent) / times
             self._now.store = dict(self._store.store)
             self.parts[name], self._now = self._now, Part()
@@ -180,7 +180,7 @@ def fake_world(ranks: int, rank: int, folder: Path) -> Iterator[tuple[Clocks, Co
             called = getattr(dist, name)
             stack.enter_context(mock.patch.object(dist, name, partial(stand_in, called, folder / "run")))
         # What the fake groups bring is neither the first rank's nor finite.
-        alike = "assert_ints_same_as_other_ranks"
-        stack.enter_context(mock.patch.object(partitioned_param_coordinator, alike, lambda numbers: None))
+        check = "assert_ints_same_as_other_ranks"
+        stack.enter_context(mock.patch.object(partitioned_param_coordinator, check, lambda numbers: None))
         stack.enter_context(mock.patch.object(DeepSpeedZeroOptimizer_Stage3, "has_overflow", lambda *_: False))
         yield Clocks(folder, store), store

@@ -41,10 +41,10 @@ def main() -> None:
         AutoModelForCausalLM.from_config(run.hf_config(), dtype=torch.float32).save_pretrained(model)
         changes = [*options.set, f"zero_tp.training.steps={options.steps}", *WITHOUT]
         changes.append(f'zero_tp.model={{"from_pretrained": "{model}"}}')
-        told, lines = trained(options.config, changes, RANKS, Path(folder) / "run")
+        topology, lines = trained(options.config, changes, RANKS, Path(folder) / "run")
         ours = [line["loss"] for line in lines]
         theirs = plainly_trained(run, model, [line["learning_rate"] for line in lines])
-    print(told)
+    print(topology)
     print("  step   parallel      plain   difference")
     for step in sorted({1, 2, 5, *range(10, options.steps + 1, 10)} & set(range(1, options.steps + 1))):
         ourselves, they = ours[step - 1], theirs[step - 1]
@@ -52,7 +52,7 @@ def main() -> None:
     if options.output:
         result = {
             "config": f"{options.config.name}, {' '.join(options.set)}, {RANKS} CPU ranks over gloo",
-            "parallel": told,
+            "parallel": topology,
             "plain": "transformers' class, torch.optim.AdamW, one process",
             "losses": {"parallel": ours, "plain": theirs},
         }

@@ -63,8 +63,8 @@ def simulated(**world: Any) -> dict[str, Any]:
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{world} failed:\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return record
 
 
 def store_rate() -> float:
@@ -76,34 +76,34 @@ def store_rate() -> float:
     return float(done.stdout)
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(records: list[dict[str, Any]]) -> str:
     """Return the processor's seconds in Markdown: a line for each part, a column for each rank."""
-    names = list(dict.fromkeys(name for each in found for name in each["parts"]))
-    heads = [f"{each['ranks']:,}, rank {each['rank']:,}" for each in found]
+    names = list(dict.fromkeys(name for each in records for name in each["parts"]))
+    heads = [f"{each['ranks']:,}, rank {each['rank']:,}" for each in records]
     lines = [f"| part | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
     for name in names:
-        lines.append(f"| {name} | {' | '.join(_seconds(each, (name,)) for each in found)} |")
+        lines.append(f"| {name} | {' | '.join(_seconds(each, (name,)) for each in records)} |")
     for name, parts in SUMS.items():
-        lines.append(f"| **{name}** | {' | '.join(_seconds(each, parts) for each in found)} |")
-    sizes = (f"{each['manifest_bytes'] / 1e6:.2f}" for each in found)
+        lines.append(f"| **{name}** | {' | '.join(_seconds(each, parts) for each in records)} |")
+    sizes = (f"{each['manifest_bytes'] / 1e6:.2f}" for each in records)
     lines.append(f"| manifest of 8 B [MB] | {' | '.join(sizes)} |")
     return "\n".join(lines)
 
 
-def seconds(found: dict[str, Any], parts: tuple[str, ...]) -> float:
+def seconds(record: dict[str, Any], parts: tuple[str, ...]) -> float:
     """Return the processor's seconds of these parts."""
-    return sum(found["parts"][name]["processor"] for name in parts)
+    return sum(record["parts"][name]["processor"] for name in parts)
 
 
-def _seconds(found: dict[str, Any], parts: tuple[str, ...]) -> str:
-    return f"{seconds(found, parts):.3f}" if all(name in found["parts"] for name in parts) else ""
+def _seconds(record: dict[str, Any], parts: tuple[str, ...]) -> str:
+    return f"{seconds(record, parts):.3f}" if all(name in record["parts"] for name in parts) else ""
 
 
-def asked(found: dict[str, Any]) -> str:
+def asked(record: dict[str, Any]) -> str:
     """Return, in Markdown, what each part asks of others: the same on every rank but for the first."""
     lines = ["| part | store | object collectives | groups | collectives | host waits | files opened |"]
     lines += ["| --- | --- | ---: | ---: | ---: | ---: | --- |"]
-    for name, part in found["parts"].items():
+    for name, part in record["parts"].items():
         store = ", ".join(f"{count:,} {kind}" for kind, count in sorted(part["store"].items()))
         opened = ", ".join(f"{count} × {file}" for file, count in part["opened"].items())
         numbers = " | ".join(f"{part[key]:,}" for key in ("objects", "groups", "collectives", "waits"))
@@ -122,15 +122,15 @@ def main() -> None:
     print(f"a store of this machine answers {rate:,.0f} requests/s\n", flush=True)
     for case in options.cases:
         settings, middle = CASES[case]
-        found = [
+        records = [
             simulated(ranks=ranks, rank=rank, steps=options.steps, **settings)
             for ranks in options.worlds
             for rank in ((0, ranks // 2 + 3) if middle else (0,))
         ]
-        print(f"### {case}\n\n{table(found)}\n", flush=True)
-        print(f"What the last of them asks of the others:\n\n{asked(found[-1])}\n", flush=True)
+        print(f"### {case}\n\n{table(records)}\n", flush=True)
+        print(f"What the last of them asks of the others:\n\n{asked(records[-1])}\n", flush=True)
         if options.output:
-            result = {"store_requests_per_second": rate, "load_average": os.getloadavg(), "ranks": found}
+            result = {"store_requests_per_second": rate, "load_average": os.getloadavg(), "ranks": records}
             write_result(options.output, f"scale-{case}", result)
 
 

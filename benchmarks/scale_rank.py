@@ -35,8 +35,9 @@ from zero_tp.checkpoint.save import Saver, run_saver
 from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.parallel.agreement import require_same_on_all_ranks
+from zero_tp.process.hang_report import RankStatus
 from zero_tp.process.signals import Requests
-from zero_tp.process.watch import RankStatus, Watchdog
+from zero_tp.process.watch import Watchdog
 from zero_tp.tensors.safetensors_files import PART, Written
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
@@ -106,7 +107,7 @@ def simulate(world: World, folder: Path) -> dict[str, Any]:
             )
         train(world, clocks, prepared, engine)
         watched(world, clocks, store)
-        found = save(world, clocks, saver, run)
+        result = save(world, clocks, saver, run)
         with clocks.part("resume: config"):
             RunConfig.load(file, (), world.ranks, saved_start(run, None))
         go_on(clocks, "resume", run, config, engine, prepared)
@@ -115,7 +116,7 @@ def simulate(world: World, folder: Path) -> dict[str, Any]:
             write_moved(moved, saver, *sizes)
             go_on(clocks, f"resume, {name}", moved, config, engine, prepared)
             shutil.rmtree(moved)
-        return {**asdict(world), "parts": {name: asdict(part) for name, part in clocks.parts.items()}, **found}
+        return {**asdict(world), "parts": {name: asdict(part) for name, part in clocks.parts.items()}, **result}
 
 
 def furnish(world: World, folder: Path) -> Path:
@@ -156,7 +157,7 @@ def train(world: World, clocks: Clocks, prepared: RunInputs, engine: TrainingEng
             number, config.global_batch, config.micro_batch, config.accumulation, topology.data_rank, topology.data
         )
         engine.train_step(batches)
-        requests.agreed(engine.device)
+        requests.all_reduce(engine.device)
 
     for number in range(world.steps + 1):  # the first makes the optimizer's states
         with clocks.part("first step" if number == 0 else "step"):
@@ -185,7 +186,7 @@ def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any
     """Save; the first rank finds the files and hears the words of all others, of a model of `parameters`."""
     size = world.parameters * STATES // world.ranks
     digest = "0" * 64
-    told = Written(size, digest, (digest,) * -(-size // PART))
+    written = Written(size, digest, (digest,) * -(-size // PART))
     begin, stub = directory.begin, run / "stub"
     with stub.open("wb") as file:
         file.truncate(size)
@@ -199,7 +200,7 @@ def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any
                     name = states_file(tensor, data)
                     os.link(stub, temporary / name)
                     if world.rank == 0:
-                        saver._store.set(f"1/{rank}", json.dumps({"file": name, **vars(told)}))
+                        saver._store.set(f"1/{rank}", json.dumps({"file": name, **vars(written)}))
         return temporary
 
     temporary = Path()
@@ -224,20 +225,20 @@ def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any
             saver._finish(kept["manifest"])
     else:
         names = [states_file(*divmod(rank, world.data)) for rank in range(world.ranks)]
-        files = dict.fromkeys(names, told) | {own["file"]: Written(own["size"], own["sha256"], own["parts"])}
+        files = dict.fromkeys(names, written) | {own["file"]: Written(own["size"], own["sha256"], own["parts"])}
         directory.commit(run, temporary, 1, saver._describe(), files)
     manifest = directory.step_directory(run, 1) / directory.MANIFEST
-    return {"manifest_bytes": manifest.stat().st_size, "told_bytes": len(json.dumps(vars(told)))}
+    return {"manifest_bytes": manifest.stat().st_size, "told_bytes": len(json.dumps(vars(written)))}
 
 
 def go_on(clocks: Clocks, name: str, run: Path, config: RunConfig, engine: TrainingEngine, prepared: RunInputs) -> None:
     """Resume as a start does."""
     with clocks.part(f"{name}: what there is"):
         require_same_on_all_ranks(prepared.read())
-        found = broadcast_resume_point(partial(find_resume_point, run, config), prepared.check_resumed)
-        assert found.checkpoint is not None
+        resume_point = broadcast_resume_point(partial(find_resume_point, run, config), prepared.check_resumed)
+        assert resume_point.checkpoint is not None
     with clocks.part(f"{name}: states"):
-        resume(engine.zero, found.checkpoint, 1)
+        resume(engine.zero, resume_point.checkpoint, 1)
 
 
 def written(file: Path, lengths: dict[str, int], starts: dict[str, int]) -> Written:

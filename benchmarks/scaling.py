@@ -50,9 +50,9 @@ def point(name: str, devices: int) -> Point:
     file, length, changes = MODELS[name]
     device = named_device("h100")
     sequences = devices * TOKENS // length
-    given = [*changes, *OVERLAPPED, f"train_batch_size={sequences}", "train_micro_batch_size_per_gpu=1"]
+    overrides = [*changes, *OVERLAPPED, f"train_batch_size={sequences}", "train_micro_batch_size_per_gpu=1"]
     try:
-        (best,), _ = Search(RunConfig.load(CONFIGS / file, given, devices), device).fastest(given, 1)
+        (best,), _ = Search(RunConfig.load(CONFIGS / file, overrides, devices), device).fastest(overrides, 1)
     except UserError:
         return Point(devices, None)
     assert device.bf16_tflops is not None

@@ -100,18 +100,18 @@ def start(launcher: str, config: Path) -> dict[str, tuple[float, float]]:
         environment[MARKS] = str(marks)
         words = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
         run = ["--deepspeed_config", str(config), "--output-dir", f"{directory}/run", *words]
-        begun = time.time()
+        start_time = time.time()
         with socket.create_server(("127.0.0.1", 0)) as free:  # the launchers' own is always the same
             port = ["--master_port", str(free.getsockname()[1])]
         command = [sys.executable, *LAUNCHERS[launcher], *port, str(Path(__file__).resolve()), *run]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-        found, wall, cpu = {}, begun, 0.0
+        reached, wall, cpu = {}, start_time, 0.0
         for part, ended, used in json.loads(marks.read_text()):
-            found[part] = (ended - wall, used - cpu)
+            reached[part] = (ended - wall, used - cpu)
             wall, cpu = ended, used
-        return {"launcher, Python": found.pop("Python"), **found}
+        return {"launcher, Python": reached.pop("Python"), **reached}
 
 
 def main() -> None:
@@ -127,8 +127,8 @@ def main() -> None:
     print(f"{'part':24} {'seconds':>8} {'from':>6} {'to':>6} {'CPU s':>6}")
     for part in rounds[0]:
         wall, cpu = zip(*(each[part] for each in rounds), strict=True)
-        told = f"{statistics.median(wall):8.2f} {min(wall):6.2f} {max(wall):6.2f} {statistics.median(cpu):6.2f}"
-        print(f"{part:24} {told}")
+        figures = f"{statistics.median(wall):8.2f} {min(wall):6.2f} {max(wall):6.2f} {statistics.median(cpu):6.2f}"
+        print(f"{part:24} {figures}")
     if options.output:
         result = {
             "config": f"{options.config.name}, {RANKS} CPU ranks, started by {options.launcher}",

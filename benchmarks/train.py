@@ -55,9 +55,9 @@ def products(shape: Shape, bf16: bool) -> float:
     for size in (shape.mlp, shape.vocabulary // 4):
         weight = torch.randn(size, shape.hidden).to(dtype)
         for _ in range(6):
-            begun = time.perf_counter()
+            start_time = time.perf_counter()
             tokens @ weight.t()
-            best = max(best, 2.0 * len(tokens) * weight.numel() / (time.perf_counter() - begun))
+            best = max(best, 2.0 * len(tokens) * weight.numel() / (time.perf_counter() - start_time))
     return best
 
 

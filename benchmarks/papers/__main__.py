@@ -41,10 +41,10 @@ def main(options: argparse.Namespace) -> None:
     if options.output:  # what is measured for minutes can be written then
         new_figure(1, 1)
         check_writable(options.output)
-    made = reproduction(options.name)(measured=not options.plan_only)
-    print(made.text())
+    result = reproduction(options.name)(measured=not options.plan_only)
+    print(result.text())
     if options.output:
-        for path in made.write(options.output, options.name):
+        for path in result.write(options.output, options.name):
             print(f"wrote {path}")
 
 

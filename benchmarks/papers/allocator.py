@@ -98,14 +98,16 @@ class CachingAllocator:
         self._put(block)
 
     def _segment(self, size: int, small: bool) -> Block:
-        given = SMALL_SEGMENT if small else LARGE_SEGMENT if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
-        if self.capacity is not None and self.reserved + given > self.capacity:
+        segment_size = (
+            SMALL_SEGMENT if small else LARGE_SEGMENT if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
+        )
+        if self.capacity is not None and self.reserved + segment_size > self.capacity:
             self._give_back()
-            if self.reserved + given > self.capacity:
-                raise OutOfMemory(f"{given} bytes, with {self.reserved} of {self.capacity} reserved")
-        self.reserved += given
-        self._end += given
-        return Block(self._end - given, given, small)
+            if self.reserved + segment_size > self.capacity:
+                raise OutOfMemory(f"{segment_size} bytes, with {self.reserved} of {self.capacity} reserved")
+        self.reserved += segment_size
+        self._end += segment_size
+        return Block(self._end - segment_size, segment_size, small)
 
     def _give_back(self) -> None:
         for small, pool in self._free.items():

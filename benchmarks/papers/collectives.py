@@ -29,8 +29,8 @@ def counted() -> Iterator[dict[str, float]]:
 
     def counting(name: str, method: Any) -> Any:
         def called(group: ProcessGroup, *args: Any, **options: Any) -> Any:
-            tensors = [[each for each in tree_iter(given) if isinstance(each, Tensor)] for given in args[:2]]
-            elements = max(sum(each.numel() for each in given) for given in tensors)
+            tensors = [[each for each in tree_iter(argument) if isinstance(each, Tensor)] for argument in args[:2]]
+            elements = max(sum(each.numel() for each in argument) for argument in tensors)
             times, size = 2 if "allreduce" in name else 1, group.size()
             sent[name] = sent.get(name, 0.0) + times * elements * (size - 1) / size
             return method(group, *args, **options)

@@ -34,12 +34,12 @@ def kept_bytes(configs: Mapping[str, RunConfig]) -> dict[str, int]:
 def kept_by_micro_batch(config: RunConfig) -> list[int]:
     """Return the bytes that one layer keeps of each micro-batch of a step. Collective."""
     model, activations = built(config, topology_of(config))
-    found = []
+    byte_counts = []
     for index in range(config.accumulation):
         activations.begin_micro_batch(index)
-        kept = kept_by_layer(model, 0, config.zero_tp.data.sequence_length, config.micro_batch)
-        found.append(sum(storage.bytes for storage in kept))
-    return found
+        storages = kept_by_layer(model, 0, config.zero_tp.data.sequence_length, config.micro_batch)
+        byte_counts.append(sum(storage.bytes for storage in storages))
+    return byte_counts
 
 
 # ---- times -----------------------------------------------------------------------------------------------------------

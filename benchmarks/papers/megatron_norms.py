@@ -42,8 +42,8 @@ def norm_order(*, measured: bool) -> Reproduction:
             corpus, unigram = corpus_in(Path(folder))
             small = [Row("word frequencies alone", "nats", unigram)]
             for depth, order in product(DEPTHS, ORDERS):
-                found, lines = learnt(order, depth, corpus, Path(folder) / f"{order}-{depth}")
-                small += found
+                table_rows, lines = learnt(order, depth, corpus, Path(folder) / f"{order}-{depth}")
+                small += table_rows
                 learning.setdefault(f"{order} ({ORDERS[order]})", {})[f"{depth} layers"] = lines
         rows["in small, all else alike"] = small
     rows["parameters of BERT-large in both orders"] = [

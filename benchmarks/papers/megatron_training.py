@@ -51,12 +51,12 @@ class Texts:
 def texts_in(folder: Path) -> Texts:
     """Prepare the shipped speeches."""
     speeches = [text[:CHARACTERS] for text in read_documents(shipped("launch") / "corpus" / "sotu.jsonl.gz")]
-    held = speeches[::HELD_OUT]
+    held_out = speeches[::HELD_OUT]
     source, text, passages = folder / "speeches.jsonl", folder / "held_out.txt", folder / "passages.txt"
-    kept = (each for number, each in enumerate(speeches) if number % HELD_OUT)
-    source.write_text("".join(json.dumps({"text": each}) + "\n" for each in kept))
-    text.write_text("\n".join(each[: CHARACTERS // 5] for each in held))
-    sentences = (" ".join(part.split()) for each in held for part in each.split("."))
+    others = (each for number, each in enumerate(speeches) if number % HELD_OUT)
+    source.write_text("".join(json.dumps({"text": each}) + "\n" for each in others))
+    text.write_text("\n".join(each[: CHARACTERS // 5] for each in held_out))
+    sentences = (" ".join(part.split()) for each in held_out for part in each.split("."))
     passages.write_text("\n".join(part for part in sentences if len(part.split()) in PASSAGE) + "\n")
     corpus = prepare([source], folder / "corpus", PrepareSettings(f"bpe:{VOCABULARY}"), progress=False).output
     return Texts(corpus, text, passages)
@@ -92,9 +92,9 @@ def learning(*, measured: bool) -> Reproduction:
             texts = texts_in(Path(folder))
             rows: list[Row] = []
             for size in SIZES:
-                found, lines = learnt(size, texts, Path(folder) / size)
-                rows += found
-                losses[found[0].label.split(",")[0]] = lines
+                table_rows, lines = learnt(size, texts, Path(folder) / size)
+                rows += table_rows
+                losses[table_rows[0].label.split(",")[0]] = lines
         tables[f"three sizes, {STEPS} steps of {BATCH} × {LENGTH} tokens on 2 ranks, TP 2"] = rows
     tables["WikiText-103 and LAMBADA, zero-shot (section 5.3)"] = [
         Row(f"{name}, {task}", unit, published=figure)
@@ -112,11 +112,11 @@ def learning(*, measured: bool) -> Reproduction:
 
 def learnt(size: str, texts: Texts, directory: Path) -> tuple[list[Row], list[float]]:
     """Train a model of a size on two ranks; return what it knows, and its losses."""
-    given = changes(size, texts, 2)
-    _, lines = trained(QUICKSTART, given, 2, directory)
+    overrides = changes(size, texts, 2)
+    _, lines = trained(QUICKSTART, overrides, 2, directory)
     data = {"wikitext103": texts.text, "lambada": texts.passages}
     tasks = evaluate(directory, list(data), data, EvaluationSettings())["tasks"]
-    name = f"{model_in(RunConfig.load(QUICKSTART, given, 2)).whole / 1e6:.2f} M parameters"
+    name = f"{model_in(RunConfig.load(QUICKSTART, overrides, 2)).whole / 1e6:.2f} M parameters"
     losses = [line["loss"] for line in lines]
     return [
         Row(f"{name}, loss of the last 20 steps", "nats", sum(losses[-20:]) / 20),
@@ -156,10 +156,10 @@ def losses_by_tensor(folder: Path) -> dict[str, Sequence[float]]:
     alone = RunConfig.load(QUICKSTART, changes("medium", texts, 1), 1)
     torch.manual_seed(alone.zero_tp.training.seed)
     AutoModelForCausalLM.from_config(alone.hf_config(), dtype=torch.float32).save_pretrained(model)
-    found: dict[str, Sequence[float]] = {}
+    losses: dict[str, Sequence[float]] = {}
     for tensor in (1, 2, 4):
-        given = changes("medium", texts, tensor, from_pretrained=str(model))
-        _, lines = trained(QUICKSTART, given, tensor, folder / f"tp{tensor}")
-        found[f"TP {tensor}"] = [line["loss"] for line in lines]
-    found["transformers, one process"] = plainly_trained(alone, model, [line["learning_rate"] for line in lines])
-    return found
+        overrides = changes("medium", texts, tensor, from_pretrained=str(model))
+        _, lines = trained(QUICKSTART, overrides, tensor, folder / f"tp{tensor}")
+        losses[f"TP {tensor}"] = [line["loss"] for line in lines]
+    losses["transformers, one process"] = plainly_trained(alone, model, [line["learning_rate"] for line in lines])
+    return losses

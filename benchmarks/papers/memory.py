@@ -34,43 +34,43 @@ DTYPES: dict[str, tuple[tuple[str, ...], float]] = {
 """Changes of the config, and the study's bytes a parameter."""
 
 
-def states(found: Sequence[Point]) -> dict[str, float]:
+def states(points: Sequence[Point]) -> dict[str, float]:
     """Return what there is after backward: model states and buffers."""
-    last = before_update(found)[-1].bytes
+    last = before_update(points)[-1].bytes
     return {name: last[name] for name in (*STATES, "buffers")}
 
 
-def before_update(found: Sequence[Point]) -> list[Point]:
-    return [point for point in found if point.phase != "step"]
+def before_update(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if point.phase != "step"]
 
 
-def most_activations(found: Sequence[Point]) -> float:
-    return max(point.bytes["activations"] for point in found)
+def most_activations(points: Sequence[Point]) -> float:
+    return max(point.bytes["activations"] for point in points)
 
 
-def peak(found: Sequence[Point]) -> Point:
-    return max(found, key=lambda point: point.total)
+def peak(points: Sequence[Point]) -> Point:
+    return max(points, key=lambda point: point.total)
 
 
 MOMENTS: dict[str, Callable[[Sequence[Point]], float]] = {
-    "parameters": lambda found: found[0].bytes["parameters"],
-    "optimizer states before the update": lambda found: found[0].bytes["optimizer"],
-    "optimizer states after it": lambda found: found[-1].bytes["optimizer"],
-    "gradients after backward": lambda found: states(found)["gradients"],
+    "parameters": lambda points: points[0].bytes["parameters"],
+    "optimizer states before the update": lambda points: points[0].bytes["optimizer"],
+    "optimizer states after it": lambda points: points[-1].bytes["optimizer"],
+    "gradients after backward": lambda points: states(points)["gradients"],
     "activations at their most": most_activations,
-    "peak of forward and backward": lambda found: peak(before_update(found)).total,
-    "peak of the update": lambda found: peak([point for point in found if point.phase == "step"]).total,
+    "peak of forward and backward": lambda points: peak(before_update(points)).total,
+    "peak of the update": lambda points: peak([point for point in points if point.phase == "step"]).total,
 }
-MOST = {"activations at their most": most_activations, "peak": lambda found: peak(found).total}
+MOST = {"activations at their most": most_activations, "peak": lambda points: peak(points).total}
 
 
 def taken(
-    figures: Mapping[str, Callable[[Sequence[Point]], float]], of: str, found: Mapping[str, Sequence[Point]]
+    figures: Mapping[str, Callable[[Sequence[Point]], float]], of: str, steps: Mapping[str, Sequence[Point]]
 ) -> list[Row]:
     """Return the rows of figures that are taken of what each column has found of a step."""
     columns = {
         column: {f"{of}: {label}": figure(points) for label, figure in figures.items()}
-        for column, points in found.items()
+        for column, points in steps.items()
     }
     return rows("MiB", columns, MIB)
 
@@ -207,10 +207,10 @@ def by_recomputation(*, measured: bool) -> Reproduction:
     tables: dict[str, Table] = {}
     stacks: dict[str, dict[str, Mapping[str, float]]] = {}
     for case in cases(measured):
-        found = {mode: case.later(f"zero_tp.recompute={mode}") for mode in RECOMPUTED}
+        by_mode = {mode: case.later(f"zero_tp.recompute={mode}") for mode in RECOMPUTED}
         heading, drawn = f"{case.heading}, {case.model.core}", "measured" if case.small else "planned"
-        tables[heading] = [row for mode, points in found.items() for row in taken(MOST, mode, points)]
-        stacks[f"{heading}, {drawn}"] = {mode: peak(points[drawn]).bytes for mode, points in found.items()}
+        tables[heading] = [row for mode, points in by_mode.items() for row in taken(MOST, mode, points)]
+        stacks[f"{heading}, {drawn}"] = {mode: peak(points[drawn]).bytes for mode, points in by_mode.items()}
     notes = ("Selective recomputation takes what an eager core keeps; a fused core keeps next to nothing by itself.",)
 
     def draw() -> dict[str, Any]:

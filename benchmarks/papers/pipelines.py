@@ -91,7 +91,8 @@ def pipeline_time(whole: Timing, p: int, m: int = 1) -> PipelineTime:
     stage = replace(whole, spec=replace(whole.spec, layers=layers), parameters=whole.parameters / p)
     time, micro = stage.estimate(), whole.zero.accumulation
     transfers = micro * transfer_time(whole, p, m)
-    working = time.products + time.recompute + time.elementwise + time.tensor - micro * stage.head().total + transfers
+    layers_time = time.products + time.recompute + time.elementwise + time.tensor - micro * stage.head_time().total
+    working = layers_time + transfers
     return PipelineTime(**vars(time), stages=transfers, bubble=bubble_share(p, micro, m) * working)
 
 

@@ -16,7 +16,8 @@ from zero_tp.devices import Device, named_device
 from zero_tp.models.flops import model_flops
 from zero_tp.planning.memory import Model, model_in
 from zero_tp.planning.plan_settings import ZeroSettings, workload_of
-from zero_tp.planning.timing import Timing, matrix_flops
+from zero_tp.planning.rates import matrix_flops
+from zero_tp.planning.timing import Timing
 from zero_tp.shipped import CONFIGS, shipped
 
 # 16 V100 at 450 W a node, of which 39 TFLOP/s are 30 %; NVSwitch; 8 InfiniBand ports of 100 Gb/s, half a port each.

@@ -48,23 +48,23 @@ def on_ranks(function: Callable[..., T], ranks: int, *arguments: Any, seconds: f
         )
         for writer in writers:
             writer.close()  # then the end of a rank that is sending ends the reading
-        found: dict[Connection, T] = {}
+        results: dict[Connection, T] = {}
         with _ended(context.processes):
             deadline = time.monotonic() + seconds
             while not context.join(POLL_SECONDS, grace_period=GRACE_SECONDS):
                 # A rank goes on when its result is read.
-                for reader in (each for each in readers if each not in found and each.poll()):
+                for reader in (each for each in readers if each not in results and each.poll()):
                     with contextlib.suppress(EOFError):  # it has failed, as `join` says next
-                        found[reader] = reader.recv()
+                        results[reader] = reader.recv()
                 if time.monotonic() >= deadline:
                     raise UserError(f"{ranks} ranks were not done in {seconds:.0f} s: is the machine busy? Try again")
-        return [found[reader] if reader in found else reader.recv() for reader in readers]
+        return [results[reader] if reader in results else reader.recv() for reader in readers]
 
 
 def _meeting(ranks: int) -> dict[str, str]:
     """Return what a launcher would set."""
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    return {name: str(value) for name, value in given.items()}
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return {name: str(value) for name, value in variables.items()}
 
 
 @contextlib.contextmanager

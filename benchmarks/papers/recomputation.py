@@ -49,12 +49,12 @@ def figure_1(*, measured: bool) -> Reproduction:
     )
 
 
-def by_kind(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def by_kind(times: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Return model states and activations of each technique's bytes by category."""
     states = ("parameters", "gradients", "optimizer")
     kinds = {
         name: {"model states": sum(sizes[kind] for kind in states), "activations": sizes["activations"]}
-        for name, sizes in found.items()
+        for name, sizes in times.items()
     }
     return {f"{name}: {kind}": size for name, sizes in kinds.items() for kind, size in sizes.items()}
 
@@ -68,9 +68,9 @@ def trained(technique: str) -> RunConfig:
 
 def device_bytes(run: published.Run) -> dict[str, float]:
     """Return the bytes of a first stage's device by category."""
-    found = run.view.bytes()
-    outside = found.pop("outside layers")
-    return {**found, "activations": found["activations"] + outside}
+    sizes = run.view.bytes()
+    outside = sizes.pop("outside layers")
+    return {**sizes, "activations": sizes["activations"] + outside}
 
 
 # ---- table 2: bytes of one layer -------------------------------------------------------------------------------------
@@ -283,25 +283,25 @@ def micro_batches() -> list[Row]:
     """Return what was measured of each micro-batch beside dry runs of both kinds."""
     mixed = f'zero_tp.recompute={{"mode": "selective", "keep_micro_batches": {KEPT}}}'
     steps = f"gradient_accumulation_steps={MICRO_BATCHES}"
-    found = on_ranks(
+    measured = on_ranks(
         layers.kept_by_micro_batch, RANKS, of_layers(SMALL, RANKS, "zero_tp.parallel.sequence=true", mixed, steps)
     )[0]
     kinds = ["TP, SP"] * KEPT + ["TP, SP, selective"] * (MICRO_BATCHES - KEPT)
     dry = {kind: layer_in_dry_run(of_layers(SMALL, RANKS, *published.technique(kind)), cpu=True) for kind in kinds}
     names = [f"micro-batch {number}" for number in range(1, MICRO_BATCHES + 1)]
     planned = {name: dry[kind] for name, kind in zip(names, kinds, strict=True)}
-    return rows("MiB", {"measured": dict(zip(names, found, strict=True)), "planned": planned}, MIB)
+    return rows("MiB", {"measured": dict(zip(names, measured, strict=True)), "planned": planned}, MIB)
 
 
-def stage_bytes(run: published.Run, kept: int) -> float:
-    """Return the bytes of a first stage's device where `kept` micro-batches, of p in flight, keep everything."""
+def stage_bytes(run: published.Run, kept_micro_batches: int) -> float:
+    """Return the bytes of a first stage's device on which `kept_micro_batches` of p in flight keep everything."""
     at = run.view.workload
-    mixed = replace(at, policy=at.policy.model_copy(update={"keep_micro_batches": kept}))
+    mixed = replace(at, policy=at.policy.model_copy(update={"keep_micro_batches": kept_micro_batches}))
     return sum(replace(run.view, workload=mixed).bytes().values())
 
 
-def stage_rows(run: published.Run, kept: int, size: float, seconds: float, note: str) -> list[Row]:
-    label = f"{kept} of {run.pipeline} kept"
+def stage_rows(run: published.Run, kept_micro_batches: int, size: float, seconds: float, note: str) -> list[Row]:
+    label = f"{kept_micro_batches} of {run.pipeline} kept_micro_batches"
     return [
         Row(f"{label}, memory", "GiB", planned=size, note=note),
         Row(f"{label}, iteration", "s", planned=seconds),

@@ -67,13 +67,13 @@ def first_step(memory: RankMemory) -> list[Point]:
 def _two_steps(config: RunConfig) -> list[Followed]:
     with suppress_output():
         engine, batches = engine_of(config), drawn(config)
-    found = []
+    records = []
     for _ in range(2):
         with followed(engine) as allocations:
             begin = allocations.clock
             engine.train_step(batches)
-        found.append(Followed(points(allocations, begin), events(allocations)))
-    return found
+        records.append(Followed(points(allocations, begin), events(allocations)))
+    return records
 
 
 def events(allocations: Allocations) -> list[Event]:
@@ -88,12 +88,12 @@ def step_seconds(config: RunConfig) -> float:
     """
     with suppress_output():
         engine, batches = engine_of(config), drawn(config)
-    found = []
+    records = []
     for _ in range(WARM_UP + TIMED):
         dist.barrier()
         begin = time.perf_counter()
         engine.train_step(batches)
         dist.barrier()
-        found.append(time.perf_counter() - begin)
+        records.append(time.perf_counter() - begin)
     engine.engine.destroy()
-    return min(found[WARM_UP:])
+    return min(records[WARM_UP:])

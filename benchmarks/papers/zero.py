@@ -90,11 +90,11 @@ def states_on(ranks: int) -> tuple[list[Row], Stacks]:
     rows, stacks = list[Row](), Stacks()
     for stage, name in STAGES.items():
         config = small_config(ranks, at_stage(stage))
-        found = [most_in_backward(second.points) for _, second in followed_steps(config)]
+        peaks = [most_in_backward(second.points) for _, second in followed_steps(config)]
         planned, formula = states(config, model_in(config))
-        most = {kind: max(one[kind] for one in found) / 1e6 for kind in STATES}
+        most = {kind: max(one[kind] for one in peaks) / 1e6 for kind in STATES}
         for kind in STATES:
-            least = min(one[kind] for one in found) / 1e6
+            least = min(one[kind] for one in peaks) / 1e6
             note = f"the least of a rank {least:.4g}" if least < 0.995 * most[kind] else ""
             rows.append(Row(f"{name}, {kind}", "MB", most[kind], planned[kind] / 1e6, formula[kind] / 1e6, note=note))
         stacks[name] = most
@@ -181,9 +181,9 @@ def most_on(device: Device, devices: int) -> dict[int, float]:
         config = large_config("zero_7.5b", devices, "train_micro_batch_size_per_gpu=1", layers_of(layers))
         model, workload = model_in(config), workload_of(config, cpu=False)
         moments = dry_run(config.hf_config(), workload)
-        given = ZeroSettings.of(config, cpu=False)
+        run_settings = ZeroSettings.of(config, cpu=False)
         for stage, line in lines.items():
-            memory = RankMemory(ZeroMemory(model.parameters, given.with_stage(stage)), moments)
+            memory = RankMemory(ZeroMemory(model.parameters, run_settings.with_stage(stage)), moments)
             line.append((Estimate(device, model, workload, memory).needed, model.whole))
     return {
         stage: parameters + (device.memory_gib * GIB - bytes_) * (more - parameters) / (more_bytes - bytes_)

@@ -14,7 +14,7 @@ from benchmarks.papers.rows import Row, Table, rows
 from benchmarks.papers.steps import after_forward, events, followed_steps, most_in_backward
 from zero_tp.constants import MIB
 from zero_tp.planning import formulas
-from zero_tp.planning.dryrun import without_numbers
+from zero_tp.planning.dryrun import fake_micro_batch
 from zero_tp.planning.memory import Model, model_in
 from zero_tp.planning.plan_settings import ZeroSettings, workload_of
 from zero_tp.planning.tracking import Allocations
@@ -49,14 +49,14 @@ def residual(*, measured: bool) -> Reproduction:
         size = f"{model_in(config).whole / 1e6:.1f} M parameters"
         tables[f"activations after forward: {size}, TP 2"] = checkpoints_measured()
         tables["buffers in backward: ZeRO-2 on 2 ranks"] = buffers_measured()
-        found = {on: followed_steps(small_config(4, *with_m_d(on)))[0][1].events for on in M_D}
-        tables[f"fragmentation: a step of {size}, ZeRO-2, TP 2 × DP 2"] = fragmentation(found, "measured")
+        events_by_switch = {on: followed_steps(small_config(4, *with_m_d(on)))[0][1].events for on in M_D}
+        tables[f"fragmentation: a step of {size}, ZeRO-2, TP 2 × DP 2"] = fragmentation(events_by_switch, "measured")
     tables["activations after forward: 7.5 B, TP 8, b 8, s 1,024"] = [
         checkpoints_planned(name, "zero_7.5b", block) for name, block in CHECKPOINTS.items()
     ]
     tables["buffers: ZeRO-2 on 64 devices"] = [buffers_planned(name) for name in ("zero_7.5b", "zero_128b", "zero_1t")]
     tables["1.5 B parameters, b 32, s 1,024 (section 3)"] = rows_of_section_3()
-    dry = {on: events_without_numbers(on) for on in M_D}
+    dry = {on: fake_events(on) for on in M_D}
     tables["fragmentation: two micro-batches of 12 layers of 4,096, TP 8"] = fragmentation(dry, "planned")
     notes = (
         "Fragmentation: what a step makes and lets go, in its order, given to a model of CUDA's caching allocator",
@@ -141,20 +141,20 @@ def defragmented(on: bool) -> str:
     return checkpointing({**CHECKPOINTS["P_a"], "contiguous_memory_optimization": on})
 
 
-def fragmentation(found: Mapping[bool, Sequence[Event]], column: str) -> list[Row]:
+def fragmentation(events_by_switch: Mapping[bool, Sequence[Event]], column: str) -> list[Row]:
     """Return what the caching allocator makes of what a real step, or a dry run, makes and lets go."""
     sizes, notes = dict[str, float](), dict[str, str]()
     for on, name in M_D.items():
-        made = replay(found[on])
-        sizes[f"{name}: most in tensors"] = made.tensors
-        sizes[f"{name}: most in segments"] = made.reserved
-        sizes[f"{name}: never filled"] = made.reserved - made.tensors
-        notes[f"{name}: never filled"] = f"{made.fragmentation:.1%} of the segments"
-        sizes[f"{name}: least memory that runs it"] = least_capacity(found[on])
+        replayed = replay(events_by_switch[on])
+        sizes[f"{name}: most in tensors"] = replayed.tensors
+        sizes[f"{name}: most in segments"] = replayed.reserved
+        sizes[f"{name}: never filled"] = replayed.reserved - replayed.tensors
+        notes[f"{name}: never filled"] = f"{replayed.fragmentation:.1%} of the segments"
+        sizes[f"{name}: least memory that runs it"] = least_capacity(events_by_switch[on])
     return rows("MiB", {column: sizes}, MIB, notes)
 
 
-def events_without_numbers(on: bool) -> list[Event]:
+def fake_events(on: bool) -> list[Event]:
     """Return what two micro-batches of a large model make and let go, with or without M_D, in a dry run of all layers.
 
     Without it gradients come into being between what backward lets go; with it they have a buffer from the start.
@@ -162,7 +162,7 @@ def events_without_numbers(on: bool) -> list[Event]:
     few = ("zero_tp.model.n_layer=12", "zero_tp.parallel.tensor=8", *FULL)
     config = large_config("zero_7.5b", 8, *few, defragmented(on))
     workload = workload_of(config, cpu=False)
-    with without_numbers(config.hf_config(), workload, whole=True) as (model, batch, _):
+    with fake_micro_batch(config.hf_config(), workload, whole=True) as (model, batch, _):
         parameters = list(model.parameters())
         with Allocations(parameters[0].device.type) as allocations:
             allocations.mark(parameters, "parameters")

@@ -28,7 +28,6 @@ def test_efficiencies_are_near_those_published() -> None:
         assert row.planned == pytest.approx(row.published, **near), row.label
 
 
-@THOROUGH
 def test_every_tensor_size_learns_what_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_training, "STEPS", 24)
     *ours, (_, plain) = losses_by_tensor(tmp_path).items()
@@ -38,7 +37,6 @@ def test_every_tensor_size_learns_what_transformers_does(tmp_path: Path, monkeyp
     assert plain[-1] < plain[0] - 0.1
 
 
-@THOROUGH
 def test_a_size_is_trained_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_training, "STEPS", 24)
     rows, losses = learnt(next(iter(SIZES)), texts_in(tmp_path), tmp_path / "run")
@@ -47,7 +45,6 @@ def test_a_size_is_trained_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert perplexity > 1 and 0 <= right <= 100
 
 
-@THOROUGH
 def test_both_orders_of_layer_norm_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_norms, "STEPS", 32)
     corpus, unigram = megatron_norms.corpus_in(tmp_path)

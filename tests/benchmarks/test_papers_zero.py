@@ -70,7 +70,6 @@ def test_the_greatest_that_fits_is_found(most: int, guess: int) -> None:
     assert len(asked) == len(set(asked)) < 16 and min(asked) > 0
 
 
-@THOROUGH
 def test_measured_states_are_planned() -> None:
     """Gradients on their way to a bucket of a million elements come on top."""
     rows, _ = zero.states_on(2)
@@ -84,7 +83,6 @@ def test_measured_states_are_planned() -> None:
 WIDER = ("data_types.grad_accum_dtype=fp32", "gradient_accumulation_steps=2")
 
 
-@THOROUGH
 @pytest.mark.parametrize("changes", [(zero.at_stage(1), *WIDER), (zero.at_stage(2),), (zero.at_stage(3), *WIDER)])
 def test_both_steps_peaks_of_passes_and_update_are_planned(changes: tuple[str, ...]) -> None:
     """Of a new run's first step, in which the optimizer makes its moments, and of a later one."""
@@ -96,20 +94,17 @@ def test_both_steps_peaks_of_passes_and_update_are_planned(changes: tuple[str, .
             assert expected == pytest.approx(most, rel=0.01), phases
 
 
-@THOROUGH
 def test_a_constant_buffer_does_not_grow_with_the_model() -> None:
     for row in zero_residual.buffers_measured():
         assert row.measured == pytest.approx(row.formula, rel=0.01), row.label
 
 
-@THOROUGH
 def test_a_model_that_is_too_large_for_its_ranks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero, "BUDGET", 128 * 2**20)
     most = zero.most_built(2, 2, guess=3)
     assert 0 < most <= zero.most_planned(2, 2) < 8
 
 
-@THOROUGH
 def test_stage_3_sends_half_as_much_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero, "RANKS", (1, 2))
     small, _ = zero.volume(measured=True).tables.values()

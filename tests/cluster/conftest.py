@@ -9,18 +9,21 @@ import pytest
 
 from tests.cluster import slurm as daemons
 from tests.cluster.nodes import Rack
+from tests.cluster.runs import kill_all
+from tests.cluster.slurm import VARIABLES
 from tests.cluster.starts import workplace as furnished
+from tests.support.waits import wait_until
 
 
 @pytest.fixture(scope="session")
 def rack() -> Iterator[Rack]:
-    made = Rack(2)
+    two_nodes = Rack(2)
     try:
-        for node in made.nodes:
+        for node in two_nodes.nodes:
             node.serve_ssh()
-        yield made
+        yield two_nodes
     finally:
-        made.close()
+        two_nodes.close()
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +36,15 @@ def slurm(rack: Rack) -> Rack:
 def workplace(slurm: Rack) -> Path:
     """The shared directory, with a corpus and a small config, as this process names it."""
     return furnished(slurm)
+
+
+@pytest.fixture(autouse=True)
+def none_left(slurm: Rack) -> Iterator[None]:
+    """Every test ends without ranks on any node."""
+    yield
+    try:
+        wait_until(lambda: not any(node.pids("pretrain.py") for node in slurm.nodes), 30, "processes are left", 0.2)
+    finally:
+        slurm.nodes[0].run("scancel", "--user=root", "--signal=KILL", variables=VARIABLES)
+        for node in slurm.nodes:
+            kill_all(node)

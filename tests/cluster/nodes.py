@@ -26,20 +26,7 @@ from tests.support.pool_rank import die_with_parent
 from tests.support.waits import patience, wait_until
 
 SHARED = Path("/srv")
-TOOLS = (
-    "ip",
-    "unshare",
-    "nsenter",
-    "ps",
-    "ssh",
-    "sshd",
-    "pdsh",
-    "slurmctld",
-    "slurmd",
-    "srun",
-    "munged",
-    "sshfs",
-)
+TOOLS = ["ip", "unshare", "nsenter", "ps", "ssh", "sshd", "pdsh", "slurmctld", "slurmd", "srun", "munged", "sshfs"]
 NETWORK = "10.77.0"
 
 # The kernel reaps what such a first process inherits, as it ignores SIGCHLD.
@@ -48,7 +35,7 @@ _SPACES = ("--net", "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-
 
 
 def require() -> None:
-    """Fail unless this process may make nodes and has what they run."""
+    """Fail unless this process may create nodes and has their tools."""
     missing = [tool for tool in TOOLS if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
     if missing:
         pytest.fail(f"{', '.join(missing)} not found: install what tests/cluster/packages.txt lists", pytrace=False)
@@ -56,18 +43,13 @@ def require() -> None:
         pytest.fail("the tests of a cluster make network namespaces, which takes root", pytrace=False)
 
 
-def _kept(directory: str) -> list[Path]:
-    """What the tests need of this machine below a directory that a node has its own of."""
-    needed = [ROOT, Path(sys.prefix), Path(sys.base_prefix)]
-    return [path for path in needed if path.is_relative_to(directory)]
-
-
-def _own(directory: str, content: str) -> str:
-    """Shell lines that put `content` in the place of a directory, but for what is kept of it."""
+def _mount_own(directory: str, content: str) -> str:
+    """Return shell lines that replace a directory by `content`, in which the project and Python stay visible."""
     lines = [f"mkdir -p {content}"]
-    for path in _kept(directory):
-        inside = f"{content}/{path.relative_to(directory)}"
-        lines += [f"mkdir -p {inside}", f"mount --rbind {path} {inside}"]
+    for path in (ROOT, Path(sys.prefix), Path(sys.base_prefix)):
+        if path.is_relative_to(directory):
+            inside = f"{content}/{path.relative_to(directory)}"
+            lines += [f"mkdir -p {inside}", f"mount --rbind {path} {inside}"]
     return "\n".join([*lines, f"mount --rbind {content} {directory}"])
 
 
@@ -88,7 +70,7 @@ class Space:
         wait_until(ready, 10, "the namespaces were not made", 0.01)
 
     def enter(self, *more: str) -> list[str]:
-        """The words that start a command inside."""
+        """Return the words that start a command inside."""
         return ["nsenter", f"--target={self.pid}", "--net", "--mount", "--pid", *more]
 
     def shell(self, script: str) -> str:
@@ -107,7 +89,7 @@ class Node(Space):
     def __init__(self, rack: Rack, number: int) -> None:
         self.name, self.address = f"node{number}", f"{NETWORK}.{number}"
         home = f"/mnt/{self.name}"
-        own = [_own(directory, f"{home}{directory}") for directory in ("/tmp", "/run", "/root")]
+        own = [_mount_own(directory, f"{home}{directory}") for directory in ("/tmp", "/run", "/root")]
         first = "\n".join(
             [
                 f"hostname {self.name}",
@@ -132,13 +114,12 @@ class Node(Space):
         directory: Path = SHARED,
         variables: Mapping[str, str] | None = None,
         output: Any = subprocess.DEVNULL,
-        given: Any = subprocess.DEVNULL,
     ) -> subprocess.Popen[str]:
-        """Start a command on the node as a session of its own: stdout and stderr to `output`, stdin from `given`."""
+        """Start a command on the node as a session of its own: stdout and stderr to `output`."""
         return subprocess.Popen(
             [*self.enter(f"--wd={self.seen(directory)}"), *words],
             env=environment() | dict(variables or {}),
-            stdin=given,
+            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
@@ -159,20 +140,20 @@ class Node(Space):
         return subprocess.CompletedProcess(words, process.returncode, output)
 
     def seen(self, path: Path) -> Path:
-        """A path of the node as this process names it."""
+        """Return the path in this process's namespace of a path on the node."""
         return Path(f"/proc/{self.pid}/root") / path.relative_to("/")
 
     def processes(self) -> list[psutil.Process]:
-        """All that runs on the node, however it was started."""
-        own, found = os.readlink(f"/proc/{self.pid}/ns/net"), []
+        """Return all processes on the node, however they were started."""
+        own, processes = os.readlink(f"/proc/{self.pid}/ns/net"), []
         for pid in psutil.pids():
             with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it has ended
                 if os.readlink(f"/proc/{pid}/ns/net") == own:
-                    found.append(psutil.Process(pid))
-        return found
+                    processes.append(psutil.Process(pid))
+        return processes
 
     def pids(self, pattern: str) -> list[int]:
-        """The node's processes whose command line holds `pattern`, as it numbers them."""
+        """Return the node's own numbers of its processes whose command lines contain `pattern`."""
         return [int(word) for word in self.run("pgrep", "-f", pattern).stdout.split()]
 
     # --- what runs on it ----------------------------------------------------------------------------------------------
@@ -193,10 +174,7 @@ class Node(Space):
         )
 
     def mount_late(self, server: Node, directory: Path) -> None:
-        """Show a directory of another node over the network, as the other had it up to 60 s ago.
-
-        What the two lock there they lock each for itself.
-        """
+        """Mount a directory of another node, with views that are up to 60 s old and without common locks."""
         late = ",".join(f"{name}_timeout=60" for name in ("attr", "entry", "negative", "dcache"))
         self.shell(f"sshfs {server.name}:{directory} {directory} -o {late} </dev/null >/dev/null 2>&1")
 

@@ -48,12 +48,12 @@ class Launch:
         ]
 
     def output(self, of: int | None = None) -> str:
-        """What the commands have printed until now; `of`: one of them."""
-        told = ""
+        """Return what the commands have printed until now; `of`: one of them."""
+        text = ""
         for file in self.files if of is None else [self.files[of]]:
             file.seek(0)
-            told += file.read()
-        return told
+            text += file.read()
+        return text
 
     def ended(self, limit: float = 180) -> Ended:
         """Wait for the end; `limit`: seconds of an idle machine."""
@@ -118,11 +118,11 @@ def srun(rack: Rack, *words: str, options: Sequence[str] = (), program: str = SC
 
 
 def sbatch(rack: Rack, *words: str, options: Sequence[str] = ()) -> Launch:
-    """The batch script that is shipped; the output is of the job."""
-    told = f"{SHARED}/job.out"
-    rack.nodes[0].seen(Path(told)).unlink(missing_ok=True)
-    start = ["sbatch", "--wait", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", f"--output={told}", *options]
-    follow = f'cd {SHARED}; "$@"; status=$?; cat {told}; exit $status'
+    """Submit the shipped batch script; the launch's output is the job's."""
+    file = f"{SHARED}/job.out"
+    rack.nodes[0].seen(Path(file)).unlink(missing_ok=True)
+    start = ["sbatch", "--wait", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", f"--output={file}", *options]
+    follow = f'cd {SHARED}; "$@"; status=$?; cat {file}; exit $status'
     words = (*start, f"--chdir={SHARED}", f"{SHARED}/slurm.sbatch", *words)
     return Launch(rack, [["bash", "-c", follow, "-", *words]], VARIABLES)
 

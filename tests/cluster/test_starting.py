@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.nodes import Rack
+from tests.cluster.runs import losses
 from tests.cluster.starts import STARTS, Start, alone, srun
-from tests.support.launched import metrics_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -22,10 +22,6 @@ CHAINS: dict[str, tuple[int, int, list[Start]]] = {
     "TP inside and across, ZeRO-3": (2, 3, [STARTS["deepspeed, no ssh"], ACROSS, STARTS["sbatch"], STARTS["torchrun"]]),
     "TP across, ZeRO-1": (4, 1, [STARTS["accelerate"], STARTS["deepspeed, pdsh"]]),
 }
-
-
-def losses(run: Path) -> list[tuple[int, float, float]]:
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in metrics_of(run) if "loss" in line]
 
 
 @pytest.mark.parametrize("chain", CHAINS)

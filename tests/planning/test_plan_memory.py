@@ -25,12 +25,12 @@ from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.flops import layer_products
 from zero_tp.parallel import loss
 from zero_tp.parallel.elementwise import ElementwiseOps
-from zero_tp.planning import dryrun, pictures
-from zero_tp.planning.dryrun import Kind, contexts, dry_run, shortened
+from zero_tp.planning import dryrun
+from zero_tp.planning.dryrun import LayerKind, dry_run, layer_contexts, representative_layers
 from zero_tp.planning.formulas import model_states
-from zero_tp.planning.memory import model_of, rank_memory
+from zero_tp.planning.memory import model_of
 from zero_tp.planning.plan_settings import ZeroSettings, workload_of
-from zero_tp.planning.tracking import joined, measure
+from zero_tp.planning.tracking import join_parts, measure
 from zero_tp.planning.zero import ZeroMemory
 from zero_tp.topology import Topology
 
@@ -43,9 +43,8 @@ def test_layers_that_differ_add_up_to_a_dry_run_of_all(number: int, cpu: bool) -
     config = load(
         [*overrides, f"zero_tp.model.{layers}=7", *([WINDOWS_OF_7] if "layer_types" in str(overrides) else [])]
     )
-    assert dry_run(config.hf_config(), workload_of(config, cpu=cpu)) == dry_run(
-        config.hf_config(), workload_of(config, cpu=cpu), whole=True
-    )
+    workload = workload_of(config, cpu=cpu)
+    assert dry_run(config.hf_config(), workload) == dry_run(config.hf_config(), workload, whole=True)
 
 
 RECOMPUTED: list[dict[str, Any]] = [
@@ -54,8 +53,6 @@ RECOMPUTED: list[dict[str, Any]] = [
     {"mode": "selective", "every": 2, "modules": ["norm"]},
     {"mode": "full", "keep_micro_batches": 1},
 ]
-
-
 RECOMPUTED_CASES = [
     pytest.param(policy, split, id=" ".join(map(str, [*policy.values(), *["P_a+cpu"] * split])), marks=marks)
     for number, policy in enumerate(RECOMPUTED)
@@ -74,12 +71,11 @@ def test_layers_that_recompute_add_up_too(policy: dict[str, Any], split: bool) -
     config = load(overrides)
     for cpu in (True, False):
         workload = workload_of(config, cpu=cpu)
-        found = dry_run(config.hf_config(), workload)
-        assert found == dry_run(config.hf_config(), workload, whole=True)
-        kept = max(one.activations for one in found)
-        none = dry_run(config.hf_config(), replace(workload, policy=RecomputePolicy(mode="none")))
-        nothing = max(one.activations for one in none)
-        assert kept == nothing if policy.get("keep_micro_batches") else kept < nothing
+        moments = dry_run(config.hf_config(), workload)
+        assert moments == dry_run(config.hf_config(), workload, whole=True)
+        plain = dry_run(config.hf_config(), replace(workload, policy=RecomputePolicy(mode="none")))
+        kept, all_kept = (max(one.activations for one in each) for each in (moments, plain))
+        assert kept == all_kept if policy.get("keep_micro_batches") else kept < all_kept
 
 
 @pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "accelerator"])
@@ -95,20 +91,20 @@ def test_blocks_of_the_loss_that_differ_stand_for_all(
     config = load(overrides)
     workload = workload_of(config, cpu=cpu)
     monkeypatch.setattr(loss, "BLOCK_ELEMENTS", rows * workload.batch * 1000 // workload.tensor)
-    found = dry_run(config.hf_config(), workload)
-    monkeypatch.setattr(dryrun.DifferingPieces, "starts", ElementwiseOps.starts)
+    moments = dry_run(config.hf_config(), workload)
+    monkeypatch.setattr(dryrun.RepresentativePieces, "starts", ElementwiseOps.starts)
     every = dry_run(config.hf_config(), workload)
-    assert list(dict.fromkeys(found)) == list(dict.fromkeys(every))
-    assert len(found) < len(every) or rows == 100
+    assert list(dict.fromkeys(moments)) == list(dict.fromkeys(every))
+    assert len(moments) < len(every) or rows == 100
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 96])
-def test_few_layers_stand_for_many(layers: int) -> None:
-    alike = [Kind(None, "mlp", False)] * layers
-    assert len(shortened(alike)) == min(layers, 3)
-    alternating = [Kind(32 if number % 2 else None, "mlp", number < 5) for number in range(layers)]
-    assert set(contexts(shortened(alternating))) == set(contexts(alternating))
-    assert len(shortened(alternating)) <= min(layers, 13)
+def test_few_layers_represent_many(layers: int) -> None:
+    assert len(representative_layers([LayerKind(None, "mlp", False)] * layers)) == min(layers, 3)
+    alternating = [LayerKind(32 if number % 2 else None, "mlp", number < 5) for number in range(layers)]
+    few = representative_layers(alternating)
+    assert set(layer_contexts(few)) == set(layer_contexts(alternating))
+    assert len(few) <= min(layers, 13)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -126,9 +122,9 @@ def test_model_states_are_the_papers_and_padding(stage: int) -> None:
 
 
 def rank_of(overrides: list[str]) -> int:
-    """Return the rank that holds the most: at stages 1 and 2 the last, which owns what backward makes first.
+    """Return the rank that holds the most: at stages 1 and 2 the last, which owns the gradients that come first.
 
-    ZeRO-3's ranks hold the same, and there DeepSpeed compares with rank 0, which has to exist.
+    ZeRO-3's ranks hold the same. There DeepSpeed compares with rank 0, which has to exist.
     """
     return 0 if "zero_optimization.stage=3" in overrides else WORLD - 1
 
@@ -152,16 +148,16 @@ def engine_peaks(tier: str, rank: int) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("number", CASES)
 def test_the_plan_against_a_real_step(number: int) -> None:
     overrides = CONFIGS[number]
-    found = engine_peaks(TIERS.get(number, "heavy"), rank_of(overrides))[json.dumps(overrides)]
+    engine = engine_peaks(TIERS.get(number, "heavy"), rank_of(overrides))[json.dumps(overrides)]
     parallel = load(overrides).zero_tp.parallel
     model = model_of(load(overrides).hf_config(), parallel.tensor, parallel.sequence)
-    assert found["parameters"] == model.parameters.total
-    assert found["planned"] == pytest.approx(found["measured"], rel=0.03)
-    if load(overrides).zero_stage < 3:  # MemTracker misses half of that of ZeRO-3; test_papers_zero.py follows it
-        measured, planned = found["first"]
+    assert engine["parameters"] == model.parameters.total
+    assert engine["planned"] == pytest.approx(engine["measured"], rel=0.03)
+    if load(overrides).zero_stage < 3:  # MemTracker misses half of ZeRO-3's first step; test_papers_zero.py has it
+        measured, planned = engine["first"]
         assert planned == pytest.approx(measured, rel=0.03)
-    before, after = found["moments"]  # the first step makes them
-    assert before == 0 < after == found["planned_moments"]
+    before, after = engine["moments"]  # the first step creates them
+    assert before == 0 < after == engine["planned_moments"]
 
 
 def test_the_dry_run_counts_what_memtracker_counts() -> None:
@@ -181,7 +177,7 @@ def test_the_dry_run_counts_what_memtracker_counts() -> None:
     with FakeTensorMode():
         model = ZeroTPForCausalLM(config, Topology(world=1), dtype=torch.bfloat16).train()
         tokens = torch.zeros(2, 64, dtype=torch.long)
-        moments = joined(measure(model, Batch(tokens, tokens)), range(2))
+        moments = join_parts(measure(model, Batch(tokens, tokens)), range(2))
     parameters = 2 * sum(parameter.numel() for parameter in model.parameters())
     ours = max(one.activations + one.transients + 2 * one.gradients for one in moments) + parameters
     assert peak(fake=True) == peak(fake=False)
@@ -198,13 +194,3 @@ def test_parameters_of_every_architecture_are_those_of_transformers(name: str) -
     spec, parameters, whole = model_of(hf_config, 1, False)
     assert whole == parameters.total == theirs.num_parameters()
     assert layer_products(spec) * spec.layers < whole
-
-
-def test_a_picture_keeps_the_ends_of_phases_and_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "SHOWN_POINTS", 20)
-    config = load(["zero_tp.model.n_layer=7"])
-    points = rank_memory(config, cpu=False).points
-    shown = pictures._thinned(points)
-    assert len(shown) < len(points) / 3
-    assert max(one.total for one in shown) == max(one.total for one in points)
-    assert shown[-3:] == points[-3:], "the end of backward, the step, and what stays after it"

@@ -1,4 +1,4 @@
-"""The texts of libraries' errors are put into words that a person without Python understands."""
+"""Errors of libraries become words that a person without Python understands."""
 
 from __future__ import annotations
 
@@ -40,15 +40,12 @@ class RepositoryNotFoundError(Exception):
         ),
         (ValueError("ValueError: x is <class 'int'>"), "x is an integer"),
         (ValueError("it failed because:\n  no memory\n"), "it failed because: no memory"),
+        (ValueError("word " * 100), ("word " * 100)[:199] + "…"),
     ],
 )
 def test_a_librarys_error_is_in_plain_words(error: Exception, words: str) -> None:
     assert first_line(error) == words
     assert broken_style(words) is None
-
-
-def test_a_librarys_error_is_short() -> None:
-    assert len(first_line(ValueError("word " * 100))) == 200
 
 
 def test_a_value_that_json_cannot_hold_is_shown_as_its_kind() -> None:
@@ -57,7 +54,7 @@ def test_a_value_that_json_cannot_hold_is_shown_as_its_kind() -> None:
     assert [shown({(1,): 2}), shown(endless), shown(10**5000)] == ["an object", "an array", "an integer"]
 
 
-def test_the_fuzzers_hold_every_refusal_to_its_style() -> None:
+def test_the_style_of_refusals_has_no_names_of_python() -> None:
     assert broken_style("a: 5 is no string; write a string") is None
     assert "NoneType" in (broken_style("a: got NoneType") or "")
     assert "TypeError" in (broken_style("a: can't be read (TypeError)") or "")

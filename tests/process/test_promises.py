@@ -1,8 +1,8 @@
-"""What a run promises, whatever starts it: one test for each promise, under `deepspeed` and `torchrun`.
+"""The promises of a run under `deepspeed` and `torchrun`: each section below tests the promise of its number.
 
-The numbers are those of the sections below. Every case is a launch of two CPU ranks of _promise_rank.py, a few seconds
-each. What needs no launcher has tests of its own: the store that does not answer and NCCL's flight recorder in
-tests/process/test_watchdog.py, a resumed run's samples in tests/training/test_pretrain.py.
+Every case launches two CPU ranks of tests/support/promise_rank.py. Tests without a launcher: test_lifecycle.py,
+test_watchdog.py, and test_hang_report.py for NCCL's flight recorder. tests/training/test_pretrain.py has a resumed
+run's samples.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from zero_tp.process.environment import is_alive
 
 SCRIPT = "tests/support/promise_rank.py"
 LAUNCHERS = ["launch.py", "torchrun"]
-"""DeepSpeed's and torch's, as they start the ranks of one machine."""
+"""DeepSpeed's and torch's launchers of one machine's ranks."""
 HOST = socket.gethostname()
 LIMIT_SECONDS = 120.0  # of an idle machine
 LAUNCHER_SECONDS = 20.0  # from a launcher's end to that of its ranks
 
 
-def words(launcher: str) -> list[str]:
-    """Return the words that start _promise_rank.py.
+def command_of(launcher: str) -> list[str]:
+    """Return the command that starts promise_rank.py.
 
-    "launch.py" is what DeepSpeed's runner starts: the runner's imports take as long as everything else.
+    "launch.py" is the process that DeepSpeed's runner starts: the runner's imports take as long as all the rest.
     """
     if launcher != "launch.py":
         return launch(2, launcher, SCRIPT)
@@ -54,13 +54,14 @@ class Job:
 
     def __init__(self, directory: Path, case: str, launcher: str, *options: str) -> None:
         self.marker, self.log = uuid.uuid4().hex, directory / "output.txt"
-        *start, script = words(launcher)
+        *start, script = command_of(launcher)
+        restarts = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if "--max-restarts" in options else {}
         with self.log.open("w") as stream:
             self.launcher = subprocess.Popen(
                 [*start, *options, script, "--case", case, "--marker", self.marker],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env=environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+                env=environment() | restarts,
                 cwd=directory,
                 start_new_session=True,
                 preexec_fn=default_interrupts,
@@ -111,22 +112,21 @@ def start(tmp_path: Path) -> Iterator[Start]:
 # --- 1. wrong input --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launcher", in_tiers(["deepspeed", "launch.py", "torchrun"], ["launch.py", "torchrun"]))
-def test_wrong_input_is_one_line_and_status_2(launcher: str, start: Start) -> None:
-    job = start("wrong input", launcher)
+@pytest.mark.parametrize("launcher", in_tiers(["deepspeed", *LAUNCHERS], LAUNCHERS))
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("wrong input", "zero_tp.training.steps is -1: it must be at least 1"),
+        ("wrong input on one rank", "local rank 1 has no device"),  # it ends all ranks before they connect
+    ],
+)
+def test_wrong_input_is_one_line_and_status_2(case: str, line: str, launcher: str, start: Start) -> None:
+    job = start(case, launcher)
     status, lines = job.end()
     assert status == (1 if launcher == "torchrun" else 2), "torchrun's own status is 1"
-    assert lines == ["error: zero_tp.training.steps is -1: it must be at least 1"]
+    assert lines == [f"error: {line}"]
     if launcher == "torchrun":
         assert "exitcode  : 2" in job.log.read_text() and "error_file: <N/A>" in job.log.read_text()
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_wrong_input_of_one_rank_ends_all_before_they_connect(launcher: str, start: Start) -> None:
-    job = start("wrong input on one rank", launcher)
-    status, lines = job.end()
-    assert status == (2 if launcher == "launch.py" else 1)
-    assert lines == ["error: local rank 1 has no device"]
 
 
 # --- 2. a rank that fails --------------------------------------------------------------------------------------------
@@ -147,10 +147,11 @@ def test_a_failing_rank_prints_its_traceback_and_last_line(launcher: str, start:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_killed_rank_is_named_by_a_survivor(launcher: str, start: Start) -> None:
+@pytest.mark.parametrize("number", in_tiers([signal.SIGKILL, signal.SIGSEGV], [signal.SIGKILL]))
+def test_a_killed_rank_is_named_by_a_survivor(number: signal.Signals, launcher: str, start: Start) -> None:
     job = start("loop", launcher)
     job.wait_for("five steps")
-    job.rank(1).kill()
+    job.rank(1).send_signal(number)
     status, (first, line) = job.end()
     assert status != 0
     assert first == "five steps" and line.startswith(f"error: rank 1 ({HOST}) ") and "killed" in line
@@ -236,9 +237,10 @@ def test_a_rank_that_hangs_is_named_with_its_frame(launcher: str, start: Start) 
 @pytest.mark.parametrize(
     ("launcher", "silent", "error"),
     [
-        ("launch.py", 1, "error: no word from rank 1"),
-        ("torchrun", 1, "error: no word from rank 1"),
-        ("launch.py", 0, f"error: {HOST} has had no answer from the ranks' store"),  # which rank 0 serves
+        ("launch.py", 1, "error: no heartbeat from rank 1"),
+        ("torchrun", 1, "error: no heartbeat from rank 1"),
+        ("torchrun", 0, "error: no heartbeat from rank 0"),  # the agent serves the store
+        ("launch.py", 0, f"error: {HOST} has had no answer from the ranks' store"),  # rank 0 serves the store
     ],
 )
 def test_silence_of_a_rank_or_of_the_store_ends_the_job(launcher: str, silent: int, error: str, start: Start) -> None:

@@ -31,38 +31,38 @@ BASE = [
 FILE = "ds_configs/gpt2_124m_zero1.json"
 
 
-def existing() -> list[Any]:
+def tensors_alive() -> list[Any]:
     import torch
 
     return [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
 
 
-def moments(made: Any) -> int:
-    states = made.zero.states().optimizer.state.values()
+def moments(trainer: Any) -> int:
+    states = trainer.zero.states().optimizer.state.values()
     return sum(value.nbytes for state in states for name, value in state.items() if name != "step")
 
 
-def peak_of_step(made: Any, batches: list[Any], before: set[int]) -> int:
-    """Return the most bytes of tensors in one step, without those whose storages there were `before` the engine."""
+def peak_of_step(trainer: Any, batches: list[Any], before: set[int]) -> int:
+    """Return the peak bytes of tensors in one step, without storages that existed `before` the engine."""
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker
 
     gc.collect()
     tracker = MemTracker()
     # Engines before this one leave some of their tensors behind.
-    tracker.track_external(*(each for each in existing() if each.untyped_storage()._cdata not in before))
-    begin = made.activations.begin_micro_batch
+    tracker.track_external(*(each for each in tensors_alive() if each.untyped_storage()._cdata not in before))
+    begin = trainer.activations.begin_micro_batch
 
     def begin_micro_batch(index: int) -> None:
         tracker.reset_mod_stats()  # it keeps statistics of one forward only
         begin(index)
 
-    made.activations.begin_micro_batch = begin_micro_batch
+    trainer.activations.begin_micro_batch = begin_micro_batch
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with tracker:
-            made.train_step(batches)
-    made.activations.begin_micro_batch = begin
+            trainer.train_step(batches)
+    trainer.activations.begin_micro_batch = begin
     return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
@@ -79,35 +79,37 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
 
     config = RunConfig.load(FILE, BASE + overrides, world)
     memory = rank_memory(config, cpu=True)
-    earlier = [each.untyped_storage() for each in existing()]  # held, so that no new one gets such an address
+    earlier = [
+        each.untyped_storage() for each in tensors_alive()
+    ]  # keep them, so that no new storage reuses an address
     before = {each._cdata for each in earlier}
     block = config.zero_tp
     topology = Topology(block.parallel.tensor, block.parallel.sequence)
     deepspeed = config.deepspeed_config()
-    made = TrainingEngine(
+    trainer = TrainingEngine(
         config.hf_config(),
         topology,
         deepspeed,
         seed=1,
-        source=SeededInit(1),  # nobody else draws
+        source=SeededInit(1),  # no other rank exists
         recompute=block.recompute_policy,
     )
     tokens = torch.randint(1000, (config.micro_batch, block.data.sequence_length))
-    apart = block.data.document_attention == "reset"
-    batch: AnyBatch = Batch(tokens, tokens, *([torch.zeros_like(tokens)] * 2 if apart else []))
+    resets = block.data.document_attention == "reset"
+    batch: AnyBatch = Batch(tokens, tokens, *([torch.zeros_like(tokens)] * 2 if resets else []))
     if block.masked is not None:
         masked = torch.arange(block.data.sequence_length) < config.labelled * block.data.sequence_length
         ones = torch.ones_like(tokens)
         names = {"token_type_ids": ones, "attention_mask": ones, "labels": tokens.masked_fill(~masked, -100)}
-        batch = MaskedBatch({"input_ids": tokens, **names, "next_sentence_label": ones[:, 0]}).to(made.device)
+        batch = MaskedBatch({"input_ids": tokens, **names, "next_sentence_label": ones[:, 0]}).to(trainer.device)
     batches = [batch] * config.accumulation
-    before_first = moments(made)
-    first_peak = peak_of_step(made, batches, before)
-    after_first = moments(made)
-    peak = peak_of_step(made, batches, before)
-    parameters = sum(int(getattr(each, "ds_numel", each.numel())) for each in made.model.parameters())
-    made.engine.destroy()
-    del made
+    before_first = moments(trainer)
+    first_peak = peak_of_step(trainer, batches, before)
+    after_first = moments(trainer)
+    peak = peak_of_step(trainer, batches, before)
+    parameters = sum(int(getattr(each, "ds_numel", each.numel())) for each in trainer.model.parameters())
+    trainer.engine.destroy()
+    del trainer
     gc.collect()
     point = memory.peak
     first_points = first_step(memory)

@@ -1,4 +1,4 @@
-"""One rank of the jobs in test_promises.py: it trains nothing, step by step, until something ends it."""
+"""One rank of the jobs in test_promises.py: it runs steps without training until its case ends it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def main() -> int:
         for step in itertools.count(1):
             watch.enter("step", step)
             dist.all_reduce(torch.ones(1000))
-            stop, save = requests.agreed(torch.device("cpu"))
+            stop, save = requests.all_reduce(torch.device("cpu"))
             if rank == 0 and (step == 5 or save or stop):
                 print("five steps" if step == 5 else f"{'stopped' if stop else 'saved'} at step {step}", flush=True)
             if stop:

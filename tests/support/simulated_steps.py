@@ -215,7 +215,7 @@ def watched_step(model_type: str, workload: Workload, does: Does | None = None) 
         seen.found["an event is waited for"] = None
 
     with (
-        dryrun.without_numbers(config_of(model_type), workload, whole=True) as (model, batch, _),
+        dryrun.fake_micro_batch(config_of(model_type), workload, whole=True) as (model, batch, _),
         stubbed(model) as made,
         mock.patch.object(accelerator._Stream, "synchronize", waits, create=True),
     ):
@@ -223,7 +223,7 @@ def watched_step(model_type: str, workload: Workload, does: Does | None = None) 
         requests = Requests()
         with seen:
             made.run_step([batch] * ACCUMULATION)
-            assert requests.agreed(made.device) == (False, False)
+            assert requests.all_reduce(made.device) == (False, False)
             if does is not None:
                 does(made)
         assert made.engine.micro_steps == 2 * ACCUMULATION and not made.skipped

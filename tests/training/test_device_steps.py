@@ -295,7 +295,7 @@ def test_replicas_copy_to_host_are_compared_on_the_device() -> None:
 
 
 def asked_at_once(engine: TrainingEngine) -> object:
-    return Requests(late=False).agreed(engine.device)
+    return Requests(late=False).all_reduce(engine.device)
 
 
 def blocking_sum(engine: TrainingEngine) -> object:

@@ -80,9 +80,9 @@ def test_cublas_gives_the_same_again(value: str | None, monkeypatch: pytest.Monk
         monkeypatch.delenv(name)
     if value == ":4096:2:16:8":
         with pytest.raises(UserError, match=f"^{name} is ':4096:2:16:8', with which zero_tp.training.guard_gradients"):
-            connect.fix_workspace()
+            connect.use_deterministic_cublas()
     else:
-        connect.fix_workspace()
+        connect.use_deterministic_cublas()
         assert os.environ[name] == (value or ":4096:8")
 
 

@@ -22,5 +22,5 @@ def test_a_request_that_comes_while_flags_are_reduced_is_answered_at_the_next_st
         return SimpleNamespace(read=lambda: flags)
 
     monkeypatch.setattr(signals, "_all_reduce_flags", reduce)
-    answers = [requests.agreed(torch.device("cpu")) for _ in range(3)]
+    answers = [requests.all_reduce(torch.device("cpu")) for _ in range(3)]
     assert answers == [(False, False), (False, True), (False, False)]

@@ -150,7 +150,7 @@ def test_a_script_that_connects_by_torch_has_the_device_index_too(monkeypatch: p
         raise Joined
 
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(connect, "own_device", lambda *_: torch.device("cuda:0"))
+    monkeypatch.setattr(connect, "rank_device", lambda *_: torch.device("cuda:0"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(dist, "init_process_group", join)
     monkeypatch.setattr(JobStore, "wait_until_all_ready", lambda *_: None)

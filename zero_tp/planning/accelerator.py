@@ -1,7 +1,7 @@
-"""Stand in for an accelerator where there is none, so that the model's code takes the branches that it takes there.
+"""A simulated accelerator, on which the model's code takes the branches that it takes on a real one.
 
-Its tensors are fake ones (torch's FakeTensorMode) on a device that Python alone makes (PrivateUse1). What such a device
-does not have is replaced: fused attention, page-locked memory, streams and their events, random generators.
+Its tensors are fake (torch's FakeTensorMode), on a PrivateUse1 device without a C++ backend. Fused attention,
+page-locked memory, streams with their events, and random generators are replaced.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from zero_tp import devices
 
 @contextmanager
 def accelerator(*, varlen: bool = True) -> Iterator[torch.device]:
-    """Give the device for fake tensors that stand for an accelerator's: a simulated one, wherever this runs.
+    """Yield the simulated device. It is the same on machines with and without an accelerator.
 
     Args:
         varlen: `varlen_attn` runs on it.
     """
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(devices, "runs_varlen", lambda _: varlen))
-        stack.enter_context(_Unpinned())
-        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attention))
+        stack.enter_context(_PageableMemory())
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _fused_attention))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))
         yield _simulated()
 
 
 @functools.cache
 def _simulated() -> torch.device:
-    """Return the simulated device, which torch knows from the first call on."""
+    """Register the simulated device with torch, once in a process."""
     _setup_privateuseone_for_python_backend("sim")
     runtime = torch.get_device_module("sim")
     runtime.Stream = runtime.current_stream = _Stream
     runtime.stream = nullcontext
-    runtime.get_rng_state = runtime.set_rng_state = lambda *_: None  # what `torch.random.fork_rng` asks every device
-    # torch's own recomputation, later in this process, opens an autocast of the newest backend.
+    runtime.get_rng_state = runtime.set_rng_state = lambda *_: None  # for `torch.random.fork_rng`
+    # torch's checkpoint(), later in this process, opens an autocast of the backend that was registered last.
     runtime.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return torch.device("sim")
 
 
 class _Stream:
-    """A stream, and an event on it, of a device on which nothing takes time."""
+    """A stream, and an event on it. All work is done at once, so nothing waits."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -64,8 +64,8 @@ class _Stream:
     wait_event = wait_stream
 
 
-class _Unpinned(TorchFunctionMode):
-    """Allocate ordinary memory instead of page-locked memory."""
+class _PageableMemory(TorchFunctionMode):
+    """Allocate pageable memory instead of page-locked memory."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -74,11 +74,11 @@ class _Unpinned(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Any, **options: Any) -> Any:
-    """Return tensors with the shapes of a fused kernel's, in place of `scaled_dot_product_attention`.
+def _fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Any, **options: Any) -> Any:
+    """Return a fake output, and keep for backward what torch's flash attention keeps.
 
-    It would take torch's maths path on the simulated device. Fused kernels keep Q, K, V, the mask, their output and
-    the logarithm of each softmax's sum (torch's flash attention); of dropout they keep a seed.
+    `scaled_dot_product_attention` itself would choose the maths kernel on the simulated device. Fused kernels keep Q,
+    K, V, the mask, their output and the logarithm of each softmax's sum, and a seed instead of dropout's mask.
     """
     return _Fused.apply(query, key, value, mask)
 

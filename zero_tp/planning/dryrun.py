@@ -1,14 +1,14 @@
-"""Run the project's own model forward and backward as one rank of the real run, on fake tensors and without data.
+"""Dry run: one rank's forward and backward of the real model code on fake tensors, without data.
 
-Fake tensors have shapes but no memory, and collectives of the fake groups return at once. Every storage is followed
-from its allocation to its end, which gives the bytes of real tensors. Model states and ZeRO's buffers come from
+Fake tensors have shapes but no memory, and collectives of fake groups return at once. planning/tracking.py records when
+each storage is allocated and freed, which gives the bytes of real tensors. Model states and ZeRO's buffers come from
 planning/zero.py, because DeepSpeed's engine does not run on fake tensors.
 
-Layers with the same window, MLP and recomputation, between neighbours that have the same, take the same bytes. So a
-model of few layers runs, and all L layers are their sum.
+Layers take the same bytes if they and their neighbours have the same window, MLP and recomputation. So the dry run
+executes a few representative layers and repeats their bytes for all L layers.
 
-What is planned for a CPU runs on fake "cpu" tensors, not on the meta device, which decomposes attention and counts its
-scores. What is planned for an accelerator runs on tensors of a simulated one (planning/accelerator.py).
+A plan for a CPU uses fake "cpu" tensors: the meta device would decompose attention and count its scores. A plan for an
+accelerator uses tensors of a simulated one (planning/accelerator.py).
 """
 
 from __future__ import annotations
@@ -40,74 +40,74 @@ from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.elementwise import ElementwiseOps, set_training_elementwise
 from zero_tp.planning.accelerator import accelerator
 from zero_tp.planning.plan_settings import Workload
-from zero_tp.planning.tracking import Moment, joined, measure
+from zero_tp.planning.tracking import Moment, join_parts, measure
 from zero_tp.topology import Topology
 
 
 def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False) -> list[Moment]:
-    """Return every moment of one micro-batch at which something is allocated, forward and backward, in order.
+    """Return the bytes after each allocation of one micro-batch, forward and backward, in order.
 
-    M_D's buffer, which outlives the micro-batch, is not counted (`Workload.stored`).
+    They leave out M_D's buffer, which outlives the micro-batch (`Workload.checkpoint_bytes`).
 
     Args:
         config: of the model.
-        whole: run all layers, instead of those of each kind that differ.
+        whole: run all layers instead of representative ones.
     """
-    with without_numbers(config, workload, whole=whole) as (model, batch, order):
+    with fake_micro_batch(config, workload, whole=whole) as (model, batch, order):
         parts = measure(model, batch)
-    return joined(parts, order)
+    return join_parts(parts, order)
 
 
 @contextmanager
-def without_numbers(
+def fake_micro_batch(
     config: PretrainedConfig, workload: Workload, *, whole: bool
 ) -> Iterator[tuple[ParallelModel, AnyBatch, list[int]]]:
-    """Yield one rank's model and micro-batch of fake tensors, and for each layer the number of the one that runs.
+    """Yield one rank's model and micro-batch of fake tensors, and for each layer the number of its representative.
 
     Args:
-        whole: run every layer itself.
+        whole: every layer represents itself.
     """
     with ExitStack() as stack:
         device = torch.device("cpu")
         if not workload.cpu:
             device = stack.enter_context(accelerator(varlen=workload.varlen))
         stack.enter_context(torch.random.fork_rng([]))
-        # Backward in this thread: a device registered after the process's first backward has no thread of its own.
+        # Run backward in this thread: autograd has no thread for a device that is registered after its first use.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode())
         spec = architecture_of(config).spec(config)
         recomputed = workload.policy.recomputed_layers(spec.layers)
-        if workload.policy.keep_micro_batches:  # a micro-batch that keeps all its activations has the peak
+        if workload.policy.keep_micro_batches:  # the micro-batch that keeps all its activations has the peak
             recomputed = range(0)
         kinds = enumerate(zip(spec.windows, spec.mlps, strict=True))
-        every = [Kind(window, mlp, number in recomputed) for number, (window, mlp) in kinds]
+        every = [LayerKind(window, mlp, number in recomputed) for number, (window, mlp) in kinds]
         reach = LEAVING if workload.to_host else 1
-        measured = every if whole else shortened(every, reach)
-        numbers = {context: number for number, context in enumerate(contexts(measured, reach))}
-        order = [number if whole else numbers[context] for number, context in enumerate(contexts(every, reach))]
+        run = every if whole else representative_layers(every, reach)
+        numbers = {context: number for number, context in enumerate(layer_contexts(run, reach))}
+        order = [number if whole else numbers[context] for number, context in enumerate(layer_contexts(every, reach))]
         rotary = spec.rotary
-        if rotary is not None and workload.documents:  # fake position numbers have no maximum
+        if rotary is not None and workload.documents:  # fake positions have no maximum
             rotary = replace(rotary, by_length=False)
-        windows, mlps = tuple(kind.window for kind in measured), tuple(kind.mlp for kind in measured)
-        model_class: type[ParallelModel] = PlannedCausalLM if spec.causal else MaskedLM
+        windows, mlps = tuple(kind.window for kind in run), tuple(kind.mlp for kind in run)
+        model_class: type[ParallelModel] = DocumentPerTokenLM if spec.causal else MaskedLM
         model = model_class(
             config,
             topology_of(workload.tensor, workload.sequence),
             source=Unfilled(),
             dtype=getattr(torch, DTYPES[workload.dtype]),
             device=device,
-            spec=replace(spec, layers=len(measured), windows=windows, mlps=mlps, rotary=rotary),
+            spec=replace(spec, layers=len(run), windows=windows, mlps=mlps, rotary=rotary),
         )
         model.train()
-        set_training_elementwise(model, DifferingPieces())
-        again = tuple(number for number, kind in enumerate(measured) if kind.recomputes)
-        policy = _Numbered(**workload.policy.model_dump(), numbers=again)
+        set_training_elementwise(model, RepresentativePieces())
+        recomputing = tuple(number for number, kind in enumerate(run) if kind.recomputes)
+        policy = _FixedLayersPolicy(**workload.policy.model_dump(), numbers=recomputing)
         ActivationMemory(model, policy, workload.checkpointing, device)
         yield model, batch_of(workload, spec, device), order
 
 
 def batch_of(workload: Workload, spec: TransformerSpec, device: torch.device) -> AnyBatch:
-    """Return a micro-batch of the workload, without any data."""
+    """Return a fake micro-batch of the workload."""
     tokens = torch.zeros(workload.batch, workload.length, dtype=torch.long, device=device)
     if spec.causal:
         documents = torch.zeros(workload.batch, workload.length, dtype=torch.long)
@@ -120,10 +120,10 @@ def batch_of(workload: Workload, spec: TransformerSpec, device: torch.device) ->
     return batch
 
 
-class DifferingPieces(ElementwiseOps):
-    """Compute only the first, second and last piece.
+class RepresentativePieces(ElementwiseOps):
+    """Compute only the first, second and last piece. The others take the same bytes as the second.
 
-    Every later piece takes the same bytes as the second: both run while another whole piece's tensors exist.
+    The first piece differs because no earlier piece's tensors exist, the last because it may be shorter.
     """
 
     def starts(self, stop: int, step: int) -> Sequence[int]:
@@ -131,10 +131,10 @@ class DifferingPieces(ElementwiseOps):
         return [*starts[:2], *starts[2:][-1:]]
 
 
-class PlannedCausalLM(CausalLM):
-    """A causal model of fake tensors, which hold no document numbers: each token is a document.
+class DocumentPerTokenLM(CausalLM):
+    """A causal model for which each token is a document, because fake tensors have no document numbers.
 
-    That takes the most bytes.
+    One document for each token takes the most bytes.
     """
 
     def _pieces(self, document_ids: Tensor, device: torch.device) -> Pieces:
@@ -143,14 +143,14 @@ class PlannedCausalLM(CausalLM):
 
 
 class Unfilled:
-    """This source leaves new parameters as they are."""
+    """A source that leaves new parameters uninitialised."""
 
     def fill(self, *_: Any) -> None:
         pass
 
 
-class _Numbered(RecomputePolicy):
-    """This policy recomputes the layers that have these numbers."""
+class _FixedLayersPolicy(RecomputePolicy):
+    """A policy that recomputes the layers with these numbers."""
 
     numbers: tuple[int, ...]
 
@@ -159,7 +159,7 @@ class _Numbered(RecomputePolicy):
 
 
 def topology_of(tensor: int, sequence: bool) -> Topology:
-    """Return the topology of rank 0 in a TP group whose other ranks do not exist. It needs no process group."""
+    """Return the topology of rank 0 in a fake TP group. It needs no process group."""
     topology = Topology(tensor, sequence, world=tensor)
     if tensor > 1:
         backend = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, tensor)
@@ -172,26 +172,25 @@ def topology_of(tensor: int, sequence: bool) -> Topology:
     return topology
 
 
-# ---- layers by their kind --------------------------------------------------------------------------------------------
+# ---- representative layers -------------------------------------------------------------------------------------------
 
 
-class Kind(NamedTuple):
-    """A kind tells the layers of a model apart: by the window of their attention, their MLP, and whether they
-    recompute."""
+class LayerKind(NamedTuple):
+    """The properties of a layer that change its bytes: its attention window, its MLP, and whether it recomputes."""
 
     window: int | None
     mlp: str
     recomputes: bool
 
 
-def contexts(kinds: Sequence[Kind], reach: int = 1) -> list[tuple[Any, ...]]:
-    """Return the facts on which the bytes of each layer depend.
+def layer_contexts(kinds: Sequence[LayerKind], reach: int = 1) -> list[tuple[Any, ...]]:
+    """Return for each layer everything that its bytes depend on.
 
-    They are its kind, between those of its neighbours, and whether it is the first layer with its window: in backward
-    that layer is the last to free the window's mask. If it recomputes, the number of layers before and after it that
-    recompute counts too, up to `reach`: checkpoints in host memory leave that many layers later, and return one ahead.
+    This is its kind, the kinds of its neighbours, and whether it is the first layer with its window: in backward that
+    layer is the last to free the window's mask. For a layer that recomputes it is also the number of recomputing layers
+    before and after it, up to `reach`. Checkpoints move to host memory `reach` layers later, and return one ahead.
     """
-    neighbours: list[Kind | None] = [None, *kinds, None]
+    neighbours: list[LayerKind | None] = [None, *kinds, None]
     windows = [kind.window for kind in kinds]
     recomputes = [kind.recomputes for kind in kinds]
     return [
@@ -205,15 +204,15 @@ def contexts(kinds: Sequence[Kind], reach: int = 1) -> list[tuple[Any, ...]]:
     ]
 
 
-def shortened(kinds: Sequence[Kind], reach: int = 1) -> list[Kind]:
-    """Return fewer layers that have every context of the given ones and no other.
+def representative_layers(kinds: Sequence[LayerKind], reach: int = 1) -> list[LayerKind]:
+    """Return the layers without those whose removal leaves the set of contexts unchanged.
 
-    Of equal layers that is three, or two more for each layer that `reach` is greater than 1.
+    Of equal layers three remain, of recomputing ones 1 + 2 · `reach`.
     """
-    wanted = set(contexts(kinds, reach))
+    contexts = set(layer_contexts(kinds, reach))
     for length in range(len(kinds) - 1, 0, -1):
         for start in range(len(kinds) - length + 1):
-            cut = [*kinds[:start], *kinds[start + length :]]
-            if set(contexts(cut, reach)) == wanted:
-                return shortened(cut, reach)
+            fewer = [*kinds[:start], *kinds[start + length :]]
+            if set(layer_contexts(fewer, reach)) == contexts:
+                return representative_layers(fewer, reach)
     return list(kinds)

@@ -25,9 +25,9 @@ WITHOUT_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "DS_AC
 
 
 class MemoryForecast(Callback):
-    """Print the planned peak memory of rank 0 before the first step, and the measured one at the end.
+    """Print the planned peak memory of rank 0 before the first step, and the measured peak at the end.
 
-    On the CPU a rank's process also holds libraries.
+    On the CPU the measured peak includes libraries.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class MemoryForecast(Callback):
             return
         try:
             state.print(self.announce(state.config, state.engine.device.type))
-        except Exception as error:  # the plan is for people; a run does not depend on it
+        except Exception as error:  # a failure of the planner must not end a run
             state.print(f"plan: none; the planner failed: {type(error).__name__}: {first_line(error)}")
 
     def announce(self, config: RunConfig, device_type: str) -> str:
@@ -68,14 +68,10 @@ class MemoryForecast(Callback):
 
 
 def run_isolated(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Return what a module's `function` returns in a new Python process that sees no devices.
+    """Call a module's `function` in a new Python process without devices, and return its result.
 
-    A dry run for an accelerator registers a simulated device, which torch then takes for the process's accelerator
-    (`at::getAccelerator` prefers PrivateUse1), and replaces functions of torch meanwhile.
-
-    Raises:
-        Exception: what the function raised.
-        multiprocessing.TimeoutError: it took more than SECONDS.
+    A dry run for an accelerator registers a simulated device, which becomes the process's accelerator
+    (`at::getAccelerator` prefers PrivateUse1), and patches functions of torch while it runs.
     """
     with multiprocessing.get_context("spawn").Pool(1, initializer=_hide_devices) as pool:
         return pool.apply_async(function, arguments, options).get(SECONDS)

@@ -1,10 +1,10 @@
 """Count activations, model states and communication by the papers' formulas.
 
 Letters: s sequence, b micro-batch, h hidden, a heads, L layers, v vocabulary, t TP size, N_d data-parallel size,
-Ψ parameters. Sizes are bytes; activations have 16 bits unless e says otherwise.
+Ψ parameters. Sizes are in bytes; activations have 16 bits unless e says otherwise.
 
-The first part counts the bytes of activations that one rank keeps of one transformer layer (arXiv 2205.05198, section 4
-and table 2). What a layer keeps, for 16-bit activations, masks of one byte, an MLP of 4h and dropout everywhere:
+Activations that one rank keeps of one transformer layer (arXiv 2205.05198, section 4 and table 2), for 16-bit
+activations, masks of one byte, an MLP of 4h and dropout everywhere:
 
 | bytes | what | split over t |
 | --- | --- | --- |
@@ -16,9 +16,9 @@ and table 2). What a layer keeps, for 16-bit activations, masks of one byte, an 
 | 2sbh | input of the output projection | always |
 | 16sbh | input and output of the MLP's activation | always |
 
-The first three lines are the paper's 10, the others its 24 + 5as/h. Left out, as in the paper: the norms' statistics
-(16sb in fp32, as accelerators keep them, under SP 16sb/t), the states of random generators, a mask that all layers
-share, the layer's output (the next one's input).
+The first three lines are the paper's 10, the others its 24 + 5as/h. Like the paper, this leaves out the norms'
+statistics (16sb in fp32 on accelerators, under SP 16sb/t), the states of random generators, a mask that all layers
+share, and the layer's output (the next one's input).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from zero_tp.planning.plan_settings import Workload
 
 @dataclass(frozen=True)
 class Layer:
-    """One rank's part of a layer; by default the papers': 16 bits, an MLP of 4h, as many KV heads, dropout.
+    """One rank's part of a layer. The defaults are the papers': 16 bits, an MLP of 4h, a KV heads, dropout.
 
     Attributes:
         s, b, h, a: sequence, batch of one micro-batch, hidden, attention heads.
         t: TP size.
         sequence: SP is on.
         element: e, bytes of an element.
-        head_size, kv_heads, mlp_size: d, k and f where they are not h/a, a and 4h.
-        gated: the MLP multiplies its activation's output with a second product of its input.
+        head_size, kv_heads, mlp_size: d, k and f; None: h/a, a and 4h.
+        gated: the MLP multiplies its activation's output by a second product of its input.
         residual_dropout, attention_dropout: whether there is any.
         recomputed_norms: number of norms whose outputs can be recomputed.
     """
@@ -91,17 +91,17 @@ class Layer:
         return self.sbh / self.t if self.sequence else self.sbh
 
     @property
-    def heads(self) -> float:
+    def queries(self) -> float:
         """Return the elements of the queries on this rank: sbad/t, with the papers' sizes sbh/t."""
         return self.s * self.b * self.a * (self.head_size or self.h / self.a) / self.t
 
     @property
-    def pairs(self) -> float:
-        """Return the elements of the keys on this rank, and of the values: sbkd/t."""
-        return self.heads * (self.kv_heads or self.a) / self.a
+    def keys(self) -> float:
+        """Return the elements of the keys on this rank, as many as of the values: sbkd/t."""
+        return self.queries * (self.kv_heads or self.a) / self.a
 
     @property
-    def wide(self) -> float:
+    def mlp(self) -> float:
         """Return the elements of the MLP's activation on this rank: sbf/t, with the papers' sizes 4sbh/t."""
         return self.s * self.b * (self.mlp_size or 4 * self.h) / self.t
 
@@ -111,7 +111,7 @@ class Layer:
         return self.a * self.s**2 * self.b / self.t
 
 
-# ---- the attention core: what it keeps besides Q, K and V in 16 bits -----------------------------------------------
+# ---- the attention core: its activations besides Q, K and V in 16 bits ----------------------------------------------
 
 
 def eager_core(layer: Layer) -> float:
@@ -123,47 +123,46 @@ def eager_core(layer: Layer) -> float:
 def sdpa_fused_core(layer: Layer) -> float:
     """Return 4asb/t: the logarithm of each softmax's sum in fp32, as torch's flash attention keeps it.
 
-    It keeps its output too, but that is the input of the output projection, one storage, counted there.
+    Its output is the input of the output projection, one storage, and counted there.
     """
     return 4 * layer.a * layer.s * layer.b / layer.t
 
 
-# ---- a layer, by what is recomputed ---------------------------------------------------------------------------------
+# ---- a layer, by its recomputation ----------------------------------------------------------------------------------
 
 Core = Callable[[Layer], float]
 
 
 def saved(layer: Layer, core: Core = eager_core) -> float:
-    """Return, with nothing recomputed, sbh(10 + 24/t + 5as/(ht)) with the eager core, under SP sbh/t·(34 + 5as/h).
+    """Return the bytes without recomputation: sbh(10 + 24/t + 5as/(ht)), under SP sbh/t·(34 + 5as/h).
 
-    Equations 1 (t = 1), 2 and 4; table 2, rows "no parallelism", "tensor parallel" and "tensor + sequence parallel".
-    Other sizes are counted by the same rules: of a gated MLP its two products, the activation's output and their
-    product are kept.
+    Equations 1 (t = 1), 2 and 4; table 2, rows "no parallelism", "tensor parallel" and "tensor + sequence parallel",
+    all with the eager core. A gated MLP keeps its two products, the activation's output and the product of the two.
     """
     e = layer.element
     stream = 4 * e + (2 if layer.residual_dropout else 0)
-    attention = e * (2 * layer.heads + 2 * layer.pairs)
-    return stream * layer.residual + attention + core(layer) + (4 if layer.gated else 2) * e * layer.wide
+    attention = e * (2 * layer.queries + 2 * layer.keys)
+    return stream * layer.residual + attention + core(layer) + (4 if layer.gated else 2) * e * layer.mlp
 
 
 def saved_selective(layer: Layer, core: Core = eager_core, modules: Collection[str] = ("attention_core",)) -> float:
-    """Return, under `selective`, sbh(10 + 24/t), with SP 34sbh/t; table 2, the two "selective" rows (section 5).
+    """Return the bytes under `selective`: sbh(10 + 24/t), with SP 34sbh/t; table 2, "selective" rows (section 5).
 
     Args:
-        modules: `zero_tp.recompute.modules`. `attention_core` saves everything but the core's inputs, Q, K and V in
-            16 bits. `mlp_activation` saves 8sbh/t, the activation's output. `norm` saves the outputs of the two norms,
-            4sbh, under SP 4sbh/t; or 2sbh, that of the first, where the residual stream itself is normed.
+        modules: `zero_tp.recompute.modules`. Recomputing `attention_core` keeps of it only its inputs, Q, K and V.
+            `mlp_activation` removes 8sbh/t, the activation's output. `norm` removes the outputs of the two norms,
+            4sbh, under SP 4sbh/t. With post-norm it removes that of the first norm, 2sbh.
     """
     recomputed = {
         "attention_core": core(layer),
-        "mlp_activation": layer.element * layer.wide,
+        "mlp_activation": layer.element * layer.mlp,
         "norm": layer.recomputed_norms * layer.element * layer.residual,
     }
     return saved(layer, core) - sum(recomputed[module] for module in modules)
 
 
 def saved_full(layer: Layer, *, partitioned: bool = False) -> float:
-    """Return, with `full` recomputation, the layer's input: 2sbh, under SP 2sbh/t; table 2, row "full".
+    """Return the bytes under `full` recomputation, the layer's input: 2sbh, under SP 2sbh/t; table 2, row "full".
 
     Args:
         partitioned: P_a (arXiv 1910.02054, section 6.1): each TP rank keeps a t-th of it, 2sbh/t.
@@ -174,12 +173,12 @@ def saved_full(layer: Layer, *, partitioned: bool = False) -> float:
 def saved_outside_layers(layer: Layer, v: float, *, dropout: bool = True) -> float:
     """Return sbh/t · (1 + 4·(1 + v/h)): dropout of the input, and the output (2205.05198, section 4.3, with p = 1).
 
-    The mask of the embedding's dropout, sbh; the input of the final norm and of the output layer, 2sbh each; the logits
-    in fp32, 4sbv. The paper divides all of it by t. Without SP only the logits are split.
+    These are the mask of the embedding's dropout, sbh; the input of the final norm and of the output layer, 2sbh each;
+    the logits in fp32, 4sbv. The paper divides all of it by t. Without SP only the logits are split.
 
     Args:
-        layer: one of the layers. dropout: whether the input has any.
-        v: where not every token has a label, as many times the share of those that do.
+        v: the vocabulary, times the share of tokens that have labels.
+        dropout: whether the embedding has any.
     """
     mask = layer.residual if dropout else 0.0
     return mask + 2 * layer.element * layer.residual + 4 * layer.s * layer.b * v / layer.t
@@ -191,13 +190,12 @@ def saved_outside_layers(layer: Layer, v: float, *, dropout: bool = True) -> flo
 def model_states(parameters: float, stage: int, data: int, element: int = 2) -> dict[str, float]:
     """Return the bytes of one device's parameters, gradients and optimizer states (figure 1, sections 5.1 to 5.3).
 
-    In mixed precision, together, stage 0: 16Ψ; 1 (P_os): 4Ψ + 12Ψ/N_d; 2 (P_os+g): 2Ψ + 14Ψ/N_d; 3 (P_os+g+p): 16Ψ/N_d.
-    The optimizer's are K = 12: fp32 master, momentum and variance of Adam (section 3.1). In fp32 the parameters are
-    their own masters.
+    Their sum in mixed precision at stage 0: 16Ψ; 1 (P_os): 4Ψ + 12Ψ/N_d; 2 (P_os+g): 2Ψ + 14Ψ/N_d; 3 (P_os+g+p):
+    16Ψ/N_d. The optimizer has K = 12: fp32 master, momentum and variance of Adam (section 3.1). In fp32 the parameters
+    are their own masters.
 
     Args:
         parameters: Ψ on one TP rank.
-        element: bytes of an element.
     """
     sizes = {"parameters": element, "gradients": element, "optimizer": 12 - (4 if element == 4 else 0)}
     partitioned_from = {"parameters": 3, "gradients": 2, "optimizer": 1}
@@ -208,7 +206,7 @@ def model_states(parameters: float, stage: int, data: int, element: int = 2) -> 
 
 
 def zero_volume(parameters: float, stage: int, data: int) -> float:
-    """Return the elements a rank sends a step over DP: 2Ψ, at stage 3 3Ψ (1910.02054, section 7), times (N_d-1)/N_d.
+    """Return the elements that a rank sends over DP in a step: (N_d-1)/N_d times 2Ψ, at stage 3 3Ψ (1910.02054, 7).
 
     Stages 0 to 2: reduce-scatter and all-gather (an all-reduce is both); stage 3: an all-gather in forward, one in
     backward, and the reduce-scatter.
@@ -217,12 +215,14 @@ def zero_volume(parameters: float, stage: int, data: int) -> float:
 
 
 def tensor_volume(layer: Layer, mode: str = "none") -> float:
-    """Return the elements a rank sends over TP a layer and micro-batch: 4 all-reduces of sbh (1909.08053, figure 4).
+    """Return the elements that a rank sends over TP for a layer and micro-batch: 4 all-reduces of sbh.
+
+    Source: 1909.08053, figure 4.
 
     A ring all-reduce is a reduce-scatter and an all-gather, 2·(t-1)/t of the tensor, so SP has the same volume
     (2205.05198, section 4.2.2). SP adds the all-gather of the two saved input shards in backward. `full` recomputation
     adds the forward's volume once more.
     """
     ring = layer.sbh * (layer.t - 1) / layer.t
-    forward, again = 4, 2 if layer.sequence else 0
-    return ring * (2 * forward + again + (forward if mode == "full" else 0))
+    forward, regathers = 4, 2 if layer.sequence else 0
+    return ring * (2 * forward + regathers + (forward if mode == "full" else 0))

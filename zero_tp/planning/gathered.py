@@ -1,10 +1,10 @@
 """Count the parameters that ZeRO-3 has gathered while each module runs.
 
-It follows `PartitionedParameterCoordinator` of deepspeed/runtime/zero/partitioned_param_coordinator.py.
-
-From its second step on DeepSpeed knows the order of modules. Before a module runs, its parameters and those of the next
-modules, up to the prefetch bucket, are gathered; after it, they go unless they are wanted again within
-`max_reuse_distance` elements. Parameters up to the persistence threshold are never partitioned and not counted here.
+This simulates `PartitionedParameterCoordinator` (deepspeed/runtime/zero/partitioned_param_coordinator.py). From its
+second step on DeepSpeed knows the order of modules. Before a module runs, it gathers the module's parameters and
+prefetches those of the next modules, up to the prefetch bucket. After the module it frees parameters, unless they are
+used again within `max_reuse_distance` elements. Parameters up to the persistence threshold are never partitioned, and
+not counted here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 Name = tuple[int, int]
-"""(module, position in it) of a parameter."""
+"""A parameter: (number of its module, position in the module)."""
 
 
 @lru_cache(maxsize=256)
@@ -25,12 +25,12 @@ def most_gathered(
     max_live: int,
     max_reuse: int,
 ) -> dict[tuple[str, int], float]:
-    """Return the most elements gathered by ("forward" or "backward", the layer's number).
+    """Return the most gathered elements, by ("forward" or "backward", the layer's number).
 
     Args:
-        modules: elements of each parameter of each module, in forward's order. A parameter of more than one module
-            (tied embeddings: of the first and the last) is counted with both.
-        layers: of each module: the layer's number, -1 before the first and L after the last.
+        modules: elements of each parameter of each module, in forward's order. Tied embeddings appear in the first and
+            in the last module.
+        layers: for each module the layer's number, -1 before the first layer and L after the last.
     """
     sizes = {(number, position): size for number, own in enumerate(modules) for position, size in enumerate(own)}
     partitioned: list[list[Name]] = [[] for _ in modules]
@@ -46,8 +46,8 @@ def most_gathered(
     for step, name in reversed(queue):
         uses.setdefault(name, []).append(step)
     gathered, prefetched_for, most = set[Name](), dict[Name, int](), dict[tuple[str, int], float]()
-    # Parameters that are prefetched together, two or more, and those of them that are not used yet. The first use
-    # copies all out of their buffer, which is freed when all have been used.
+    # Each prefetch of two or more parameters has a buffer: its parameters, and those of them that are not used yet. The
+    # first use copies all parameters out of the buffer; it is freed when all have been used.
     buffers: list[tuple[list[Name], set[Name]]] = []
     for step, module in enumerate(order):
         gathered.update(partitioned[module])
@@ -57,24 +57,24 @@ def most_gathered(
 
         while queue and queue[-1][0] <= step:
             queue.pop()
-        live, together, size = sum(sizes[name] for name in gathered), list[Name](), 0
+        live, prefetched, size = sum(sizes[name] for name in gathered), list[Name](), 0
         while queue and size < min(max_live - live, prefetch_bucket):
             next_use, name = queue.pop()
             prefetched_for[name] = next_use
             if name not in gathered:
                 gathered.add(name)
-                together.append(name)
+                prefetched.append(name)
                 size += sizes[name]
-        if len(together) > 1:  # a single one is gathered without a buffer
-            buffers.append((together, set(together)))
+        if len(prefetched) > 1:  # a single one is gathered without a buffer
+            buffers.append((prefetched, set(prefetched)))
         copied = sum(sizes[name] for whole, unused in buffers if len(unused) < len(whole) for name in whole)
-        # The output layer's peak is in the loss; the final norm before it is small.
+        # After the layers only the output layer counts; the final norm is small.
         if layers[module] != layers[-1] or module == len(modules) - 1:
             key = "forward" if step < len(modules) else "backward", layers[module]
             most[key] = max(most.get(key, 0.0), float(live + size + copied))
 
         for name in partitioned[module]:
-            near = any(use > step and passed[use] - passed[step + 1] < max_reuse for use in uses[name])
-            if not near and prefetched_for.get(name, -1) <= step:
+            is_reused = any(use > step and passed[use] - passed[step + 1] < max_reuse for use in uses[name])
+            if not is_reused and prefetched_for.get(name, -1) <= step:
                 gathered.discard(name)
     return most

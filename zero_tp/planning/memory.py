@@ -1,4 +1,4 @@
-"""Add up what one rank allocates over a step: the dry run's activations on top of DeepSpeed's model states."""
+"""Memory of one rank over a step: the dry run's activations and DeepSpeed's model states."""
 
 from __future__ import annotations
 
@@ -33,16 +33,12 @@ class Model(NamedTuple):
 
     @property
     def active(self) -> int:
-        """Return the parameters that compute a token: of the experts, those that it chooses."""
+        """Return the parameters that compute one token: of the experts, only the token's."""
         return self.whole - self.spec.idle_parameters
 
 
 def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
-    """Build a model on the meta device and count its parameters, exactly for every architecture.
-
-    Raises:
-        UserError: an architecture or size that is not supported.
-    """
+    """Build a model on the meta device and count its parameters."""
     spec = architecture_of(config).spec(config)
     model = model_class(spec)(config, Topology(tensor, sequence, world=tensor), device="meta")
     sizes = [(parameter.numel(), whole_shape(parameter)) for parameter in model.parameters()]
@@ -54,8 +50,8 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
         if own := tuple(parameter.numel() for parameter in module.parameters(recurse=False)):
             modules.append(own)
             parts = name.split(".")
-            after = parts[0] != "transformer" or "final_norm" in parts
-            layers.append(int(parts[2]) if "layers" in parts else spec.layers if after else -1)
+            is_after_layers = parts[0] != "transformer" or "final_norm" in parts
+            layers.append(int(parts[2]) if "layers" in parts else spec.layers if is_after_layers else -1)
     whole = sum(math.prod(shape) for _, shape in sizes)
     return Model(spec, Parameters(matrices, flats, tuple(modules), tuple(layers)), whole)
 
@@ -68,11 +64,11 @@ def model_in(config: RunConfig) -> Model:
 
 @dataclass(frozen=True)
 class Point:
-    """One moment of a step [bytes].
+    """The bytes at one moment of a step.
 
     Attributes:
         phase: "forward", "backward", "reduce" or "step".
-        position: on the time axis: 0 to 1 forward, 1 to 2 backward, 2 to 3 the rest.
+        position: on a time axis: forward from 0 to 1, backward from 1 to 2, the rest from 2 to 3.
         bytes: by category of CATEGORIES.
         host: in host memory.
     """
@@ -96,19 +92,16 @@ class RankMemory:
 
     Attributes:
         moments: of one micro-batch.
-        stored: `Workload.stored`.
+        checkpoints: `Workload.checkpoint_bytes`.
     """
 
     zero: ZeroMemory
     moments: list[Moment]
-    stored: tuple[float, float] = (0.0, 0.0)
+    checkpoints: tuple[float, float] = (0.0, 0.0)
 
     @cached_property
     def points(self) -> list[Point]:
-        """Return the points of a step from its last micro-batch on, in order.
-
-        After it come the end of backward, the optimizer's two peaks, and what stays between steps.
-        """
+        """Return the last micro-batch of a step, the end of backward, the optimizer's two peaks, and the end."""
         zero, points = self.zero, list[Point]()
         forward = sum(moment.phase == "forward" for moment in self.moments)
         backward = len(self.moments) - forward
@@ -126,43 +119,43 @@ class RankMemory:
 
     @cached_property
     def peak(self) -> Point:
-        """Return the point at which the device holds the most; a CPU rank's host memory is its device's."""
+        """Return the point with the most bytes on the device. The host memory of a CPU rank counts too."""
         return max(self.points, key=lambda point: point.total + (point.host if self.zero.settings.cpu else 0.0))
 
     @cached_property
     def host(self) -> float:
-        """Return the most in host memory, of one rank [bytes]."""
-        return max(self.zero.states.host, self.zero.updating().host) + self.stored[1]
+        """Return the most bytes of one rank in host memory."""
+        return max(self.zero.states.host, self.zero.updating().host) + self.checkpoints[1]
 
     def _point(
         self, phase: str, position: float, states: StateBytes, activations: float = 0.0, transients: float = 0.0
     ) -> Point:
         sizes = {name: float(getattr(states, name)) for name in CATEGORIES[:5]}
-        sizes |= {"activations": self.stored[0] + activations, "transients": transients}
-        return Point(phase, position, sizes, states.host + self.stored[1])
+        sizes |= {"activations": self.checkpoints[0] + activations, "transients": transients}
+        return Point(phase, position, sizes, states.host + self.checkpoints[1])
 
 
 def rank_memory(config: RunConfig, *, cpu: bool, varlen: bool = True, model: Model | None = None) -> RankMemory:
-    """Return what one rank of the run allocates.
+    """Return the memory of one rank of the run.
 
     Args:
         config: loaded with a world size.
-        cpu: the ranks are CPU processes; else they have accelerators.
-        varlen: which run `varlen_attn`.
-        model: the run's model, if it is built already.
+        cpu: the ranks run on CPUs, else on accelerators.
+        varlen: the accelerators run `varlen_attn`.
+        model: `model_in(config)`, if the caller has it.
     """
     model, workload = model or model_in(config), workload_of(config, cpu=cpu, varlen=varlen)
     zero = ZeroMemory(model.parameters, ZeroSettings.of(config, cpu=cpu))
-    stored = workload.stored(model.spec.hidden, model.spec.layers)
-    return RankMemory(zero, dry_run(config.hf_config(), workload), stored)
+    checkpoints = workload.checkpoint_bytes(model.spec.hidden, model.spec.layers)
+    return RankMemory(zero, dry_run(config.hf_config(), workload), checkpoints)
 
 
-# ---- what the papers count -------------------------------------------------------------------------------------------
+# ---- the papers' formulas --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PaperView:
-    """The papers' account of one rank [bytes].
+    """The memory of one rank by the papers' formulas [bytes].
 
     Attributes:
         stage, data: ZeRO's stage and N_d.
@@ -183,7 +176,7 @@ class PaperView:
         return formulas.Layer.of(self.model.spec, self.workload)
 
     def layer_bytes(self, *, recomputes: bool) -> float:
-        """Return what one layer keeps of one micro-batch, recomputed as the policy says or not at all."""
+        """Return the activations that one layer keeps of one micro-batch, with or without recomputation."""
         layer, policy = self.layer, self.workload.policy
         core = formulas.eager_core if self.model.spec.attention == "eager" else formulas.sdpa_fused_core
         if not recomputes or policy.mode == "none":
@@ -195,14 +188,14 @@ class PaperView:
         return formulas.saved_selective(layer, core, policy.chosen_modules)
 
     def layers_bytes(self) -> float:
-        """Return what the layers keep of one micro-batch: of the one that keeps the most, if some keep everything."""
+        """Return the activations that all layers keep of the micro-batch that keeps the most."""
         layers, policy = self.model.spec.layers, self.workload.policy
         recomputed = 0 if policy.keep_micro_batches else len(policy.recomputed_layers(layers))
         saved = (layers - recomputed) * self.layer_bytes(recomputes=False)
         return saved + recomputed * self.layer_bytes(recomputes=True)
 
     def outside_bytes(self) -> float:
-        """Return what is kept outside the layers."""
+        """Return the activations that are kept outside the layers."""
         spec = self.model.spec
         vocabulary = self.workload.labelled * spec.vocabulary
         return formulas.saved_outside_layers(self.layer, vocabulary, dropout=spec.dropouts.embedding > 0)

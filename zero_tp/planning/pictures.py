@@ -1,4 +1,4 @@
-"""Draw memory over a step with matplotlib, and write the plan as a page with this picture."""
+"""Draw a rank's memory over a step, and write a plan as an HTML page with this picture."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ COLOURS = {
 }
 PHASES = ("forward", "backward", "optimizer")
 SHOWN_POINTS = 600
-NEAR = 3
+LIMIT_RATIO = 3
 """A limit is drawn if it is less than this many times the peak."""
-AFTER_BACKWARD = 4
-"""The last points of a step, after those of its last micro-batch (`RankMemory.points`)."""
+POINTS_AFTER_BACKWARD = 4
+"""Number of points of a step after its last micro-batch (`RankMemory.points`)."""
 
 
 def write_page(plan: Plan, path: Path, advice: Sequence[str] = (), fastest: Estimate | None = None) -> list[Path]:
@@ -32,13 +32,10 @@ def write_page(plan: Plan, path: Path, advice: Sequence[str] = (), fastest: Esti
 
     Args:
         advice: lines about other settings, from `report.advice`.
-        fastest: the settings that a search found, drawn beside the present ones.
+        fastest: a search's fastest candidate, drawn next to the present settings.
 
     Returns:
-        The files written: the page, and the picture as PNG.
-
-    Raises:
-        UserError: matplotlib is missing, or a file can't be written.
+        The written files: the page, and the picture as PNG.
     """
     shown = {"the present settings": plan} | ({"the fastest settings": fastest} if fastest else {})
     figure = over_time({title: (one.memory.points, one.usable) for title, one in shown.items()})
@@ -53,15 +50,14 @@ def write_page(plan: Plan, path: Path, advice: Sequence[str] = (), fastest: Esti
 
 
 def over_time(shown: Mapping[str, tuple[Sequence[Point], float | None]]) -> Any:
-    """Draw memory over a step by category, with its phases named.
+    """Draw memory over a step by category and phase.
 
     Args:
-        shown: title → the points of a step, and the bytes below which its tensors fit, if they are known. All have one
-            scale.
+        shown: title → the points of a step, and the most bytes of tensors that fit, or None. All have one scale.
     """
     every = [point for points, _ in shown.values() for point in points]
     top = max(point.total for point in every)
-    limits = [limit for _, limit in shown.values() if limit is not None and limit < NEAR * top]
+    limits = [limit for _, limit in shown.values() if limit is not None and limit < LIMIT_RATIO * top]
     names = [name for name in CATEGORIES if any(point.bytes[name] > 0.002 * top for point in every)]
     figure = new_figure(8.4 if len(shown) == 1 else 11.0, 3.6)
     for number, (title, (points, limit)) in enumerate(shown.items(), start=1):
@@ -79,7 +75,7 @@ def over_time(shown: Mapping[str, tuple[Sequence[Point], float | None]]) -> Any:
 
 
 def _draw_points(axes: Any, points: Sequence[Point], names: Sequence[str]) -> Point:
-    """Stack the categories over the phases of a step, mark the peak and return it."""
+    """Draw the categories as a stack, mark the peak and return it."""
     peak = max(points, key=lambda point: point.total)
     axes.stackplot(
         [point.position for point in points],
@@ -105,7 +101,7 @@ def _draw_points(axes: Any, points: Sequence[Point], names: Sequence[str]) -> Po
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """Return the greatest point of each stretch of a micro-batch, and all after it."""
-    micro_batch, length = points[:-AFTER_BACKWARD], -(-len(points) // SHOWN_POINTS)
-    stretches = (micro_batch[start : start + length] for start in range(0, len(micro_batch), length))
-    return [*(max(stretch, key=lambda point: point.total) for stretch in stretches), *points[-AFTER_BACKWARD:]]
+    """Return the highest point of each interval of the micro-batch, and all points after the micro-batch."""
+    micro_batch, length = points[:-POINTS_AFTER_BACKWARD], -(-len(points) // SHOWN_POINTS)
+    intervals = (micro_batch[start : start + length] for start in range(0, len(micro_batch), length))
+    return [*(max(interval, key=lambda point: point.total) for interval in intervals), *points[-POINTS_AFTER_BACKWARD:]]

@@ -15,18 +15,15 @@ from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import Model, PaperView, Point, RankMemory, model_in, rank_memory
 from zero_tp.planning.plan_settings import Workload, ZeroSettings, workload_of
-from zero_tp.planning.timing import StepTime, Timing, matrix_flops
+from zero_tp.planning.rates import matrix_flops
+from zero_tp.planning.timing import StepTime, Timing
 
 HOUR, DAY = 3600, 86400  # seconds
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What settings of a run need of a kind of device [bytes], and the time of their steps.
-
-    Attributes:
-        memory: of one rank.
-    """
+    """The memory [bytes] and time that some settings of a run need on one kind of device."""
 
     device: Device
     model: Model
@@ -47,63 +44,59 @@ class Estimate:
 
     @cached_property
     def time(self) -> StepTime:
-        """Return the seconds of one step.
-
-        Raises:
-            UserError: the device can't compute in the run's dtype.
-        """
+        """Return the seconds of one step."""
         parameters = self.model.parameters.total
         return Timing(self.model.spec, self.workload, self.device, self.settings, parameters).estimate()
 
     @property
     def communicators(self) -> int:
-        """Return how many communicators of several ranks a rank has: of the world, and of smaller TP and DP groups."""
+        """Return a rank's number of communicators: the world's, and those of smaller TP and DP groups."""
         return (self.ranks > 1) + sum(1 < size < self.ranks for size in (self.workload.tensor, self.settings.data))
 
     @property
     def reserved(self) -> float:
-        """Return what the context, kernels and communicators take before any tensor exists."""
+        """Return the bytes of the context, kernels and communicators."""
         return (self.device.context_gib + self.communicators * self.device.communicator_gib) * GIB
 
     @property
     def tensors(self) -> float:
-        """Return what tensors take of the device's memory at the peak. A CPU rank's device is its host."""
+        """Return the bytes of tensors at the peak. Host memory counts for a CPU rank."""
         return self.peak.total + (self.peak.host if self.device.is_cpu else 0.0)
 
     @property
     def needed(self) -> float:
-        """Return what is needed of the device's memory, margins included."""
+        """Return the bytes of device memory that are needed, with all margins."""
         return self.tensors * (1 + self.device.fragmentation) + self.reserved
 
     @property
     def usable(self) -> float:
-        """Return what tensors on the device may take, so that they fit with all margins."""
+        """Return the most bytes of tensors that fit on the device with all margins."""
         limit = (self.device.memory_gib * GIB - self.reserved) / (1 + self.device.fragmentation)
         return limit - (self.tensors - self.peak.total)
 
     @property
     def spare(self) -> float:
-        """Return what stays free of the device's memory; negative if it is short."""
+        """Return the bytes of device memory that stay free; negative if the run does not fit."""
         return self.device.memory_gib * GIB - self.needed
 
     @property
     def host_needed(self) -> float:
-        """Return what is needed of a node's host memory."""
+        """Return the bytes of a node's host memory that are needed."""
         return 0.0 if self.device.is_cpu else self.memory.host * min(self.device.per_node, self.ranks)
 
     @property
     def host_spare(self) -> float:
-        """Return what stays free of a node's host memory; negative if it is short."""
+        """Return the bytes of a node's host memory that stay free; negative if the run does not fit."""
         return self.device.host_memory_gib * GIB - self.host_needed
 
     @property
-    def short(self) -> float:
-        """Return what a device or its share of the host lacks, whichever is more; at most 0 if the run fits."""
+    def shortage(self) -> float:
+        """Return the bytes that a device or its share of the host lacks, whichever is more; at most 0 if it fits."""
         return max(-self.spare, -self.host_spare / self.device.per_node)
 
     @property
     def fits(self) -> bool:
-        return self.short <= 0
+        return self.shortage <= 0
 
     def describe(self) -> str:
         """Return the settings in words: `TP 2, SP, ZeRO-1, recompute none, micro 4 × 16`."""
@@ -115,7 +108,7 @@ class Estimate:
         return ", ".join([*parts, *([f"offload {' and '.join(offloaded)}"] if offloaded else [])])
 
     def as_json(self) -> dict[str, Any]:
-        """Return the settings and what they need, with units in the names."""
+        """Return the settings, memory and time, with units in the names."""
         workload, zero = self.workload, self.settings
         return {
             "tensor": workload.tensor,
@@ -136,15 +129,18 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan(Estimate):
-    """One run on one kind of device; `plan` makes it."""
+    """The plan of one run on one kind of device; call `plan` to get it.
+
+    Attributes:
+        token_budget: tokens of the whole run; None: those of the config's steps.
+    """
 
     config: RunConfig
-    asked_tokens: int | None = None
+    token_budget: int | None = None
 
     @property
     def run_tokens(self) -> int:
-        """Return the tokens of the whole run: those that were asked for, or of all its steps."""
-        return self.asked_tokens or self.tokens * self.config.zero_tp.training.steps
+        return self.token_budget or self.tokens * self.config.zero_tp.training.steps
 
     @property
     def run_seconds(self) -> float:
@@ -172,7 +168,7 @@ class Plan(Estimate):
         return utilisation(self.model_flops, self.time.total, self.ranks, peak)
 
     def elements_sent(self) -> dict[str, float]:
-        """Return the elements that one rank sends in a step over TP and over DP, as the papers count."""
+        """Return the elements that one rank sends in a step over TP and over DP, by the papers' formulas."""
         config, paper = self.config, self.paper
         layer = formulas.tensor_volume(paper.layer, self.workload.policy.mode)
         return {
@@ -181,7 +177,7 @@ class Plan(Estimate):
         }
 
     def dry_run_all_layers(self) -> tuple[Point, float]:
-        """Return the peak by a dry run of all layers instead of those that differ, and the seconds that it took."""
+        """Return the peak of a dry run of all layers instead of representative ones, and the seconds that it took."""
         start = time.perf_counter()
         moments = dry_run(self.config.hf_config(), self.workload, whole=True)
         return replace(self.memory, moments=moments).peak, time.perf_counter() - start
@@ -234,7 +230,7 @@ def plan(config: RunConfig, device: Device, tokens: int | None = None) -> Plan:
 
     Args:
         config: loaded with a world size.
-        tokens: of the whole run, if not those of the config's steps.
+        tokens: of the whole run; None: those of the config's steps.
 
     Raises:
         UserError: the device can't compute in the run's dtype.

@@ -24,7 +24,7 @@ PHASES = {"forward": "forward", "backward": "backward", "reduce": "the end of ba
 
 
 def describe(plan: Plan) -> str:
-    """Return the whole plan, some thirty lines."""
+    """Return the whole plan as text."""
     return "\n".join([*heading(plan), "", *memory(plan), "", *time(plan)])
 
 
@@ -98,8 +98,8 @@ def time(plan: Plan) -> list[str]:
         f"  the whole run, {tokens} tokens, without evaluation and saving: {length}, {hours:,.1f} device-hours"
     )
     layer = {name: f"{1e3 * seconds:.3g} ms" for name, seconds in plan.time.layer.as_json().items()}
-    again = f", of which {layer['again']} recompute activations" if plan.time.layer.again.total else ""
-    return [*lines, f"  a layer, one micro-batch: forward {layer['forward']}, backward {layer['backward']}{again}"]
+    recompute = f", of which {layer['again']} recompute activations" if plan.time.layer.recompute.total else ""
+    return [*lines, f"  a layer, one micro-batch: forward {layer['forward']}, backward {layer['backward']}{recompute}"]
 
 
 def dry_run(planned: Point, whole: Point, seconds: float) -> list[str]:
@@ -112,7 +112,7 @@ def dry_run(planned: Point, whole: Point, seconds: float) -> list[str]:
 
 
 def advice(search: Search, shown: Sequence[Estimate], plan: Plan) -> list[str]:
-    """Return the table of the fastest candidates, and why the present settings are not among them."""
+    """Return the table of the fastest candidates, and a comparison with the present settings."""
     lines = [
         "",
         f"by formulas {search.fitting} of {len(search.ranked)} settings fit; the fastest (an estimate), run dry:",

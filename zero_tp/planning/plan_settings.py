@@ -1,4 +1,4 @@
-"""Read from a run's config what its memory and time depend on, apart from the model."""
+"""The settings of a run's config that its memory and time depend on, besides the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Workload:
     Attributes:
         length, batch: s and b.
         dtype: "fp32", "bf16" or "fp16".
-        cpu: the ranks are CPU processes; else they have accelerators.
+        cpu: the ranks run on CPUs, else on accelerators.
         checkpointing: DeepSpeed's `activation_checkpointing` block.
         documents: attention stays inside a document (`data.document_attention` "reset").
         labelled: share of the tokens that have labels.
@@ -57,22 +57,22 @@ class Workload:
 
     @property
     def partitioned(self) -> bool:
-        """Return whether checkpoints are split over TP (P_a); under SP they are split already."""
+        """Return whether P_a partitions checkpoints over TP; SP shards them without it."""
         return bool(self.checkpointing.get("partition_activations")) and self.tensor > 1 and not self.sequence
 
     @property
     def to_host(self) -> bool:
-        """Return whether an accelerator's checkpoints wait in host memory (P_a+cpu)."""
+        """Return whether an accelerator's checkpoints are kept in host memory (P_a+cpu)."""
         return bool(self.checkpointing.get("cpu_checkpointing")) and not self.cpu
 
-    def stored(self, hidden: int, layers: int) -> tuple[float, float]:
-        """Return the bytes that checkpoints take all the time: M_D's buffer on the device, and those on the host."""
-        again = len(self.policy.recomputed_layers(layers))
-        slots = self.checkpointing.get("number_checkpoints") or again
+    def checkpoint_bytes(self, hidden: int, layers: int) -> tuple[float, float]:
+        """Return the bytes of permanently allocated checkpoints: M_D's buffer on the device, and the host's."""
+        recomputed = len(self.policy.recomputed_layers(layers))
+        slots = self.checkpointing.get("number_checkpoints") or recomputed
         parts = self.tensor if self.sequence or self.partitioned else 1
         one = self.element * math.ceil(self.length * self.batch * hidden / parts)
         if not self.checkpointing.get("contiguous_memory_optimization"):
-            return 0.0, float(again * page_locked(one)) if self.to_host else 0.0
+            return 0.0, float(recomputed * page_locked(one)) if self.to_host else 0.0
         return (0.0, float(page_locked(slots * one))) if self.to_host else (float(slots * one), 0.0)
 
 
@@ -99,16 +99,18 @@ def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workloa
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """The settings of a run that decide about the memory and communication of ZeRO and the optimizer.
+    """The settings that ZeRO's and the optimizer's memory and communication depend on.
 
     Attributes:
-        data: N_d. cpu: the device is the CPU, and host memory is its own.
-        accumulated, reduced: bytes of an element of the gradients that are added up, and that are sent over DP.
-        moments: bytes of the optimizer's states of a parameter, without the fp32 master.
-        torch_optimizer: torch's class that is not fused, which makes temporaries.
-        clips: gradients are clipped. copies: see `copies_gradients`.
-        owners: the config asks for what `to_owners` says.
-        pins: what the optimizer's offload copies is page-locked; what that of parameters copies always is.
+        data: N_d.
+        cpu: the device is the CPU, and its memory is the host's.
+        accumulated, reduced: bytes of an element of accumulated gradients, and of gradients that are sent over DP.
+        moments: bytes of the optimizer's states for one parameter, without the fp32 master.
+        torch_optimizer: the optimizer is torch's unfused class, which allocates temporaries.
+        clips: gradients are clipped.
+        copies: see `copies_gradients`.
+        owners: the config requests reductions to owners; see `to_owners`.
+        pins: the copies of the optimizer's offload are page-locked. Those of the parameters' offload always are.
         reduce_bucket, prefetch_bucket, persistence_threshold, max_live, max_reuse, sub_group: elements.
     """
 
@@ -173,35 +175,35 @@ class ZeroSettings:
 
     @property
     def single_replica(self) -> bool:
-        """Tell whether gradients stay where backward makes them; see `zero_tp.zero.stages.is_single_replica`."""
+        """Return whether gradients stay in `parameter.grad`; see `zero_tp.zero.stages.is_single_replica`."""
         return self.stage in (1, 2) and self.data == 1 and not self.offload_optimizer and not self.copies
 
     @property
     def accumulates_wider(self) -> bool:
-        """Tell whether gradients are added up in a wider dtype than that of the run."""
+        """Return whether gradients are accumulated in a wider dtype than the run's."""
         return self.accumulated > self.element
 
     @property
     def separate_fp32_grads(self) -> bool:
-        """Tell whether DeepSpeed's BF16_Optimizer runs: all gradients are added up in a tensor that is always there."""
+        """Return whether DeepSpeed's BF16_Optimizer runs, which accumulates all gradients in a permanent tensor."""
         return self.stage == 1 and self.dtype == "bf16" and self.accumulates_wider and not self.offload_optimizer
 
     @property
     def in_buckets(self) -> bool:
-        """Tell whether gradients are reduced in buckets of `reduce_bucket_size`, which may overlap with backward."""
+        """Return whether gradients are reduced in buckets of `reduce_bucket_size`, which may overlap with backward."""
         return self.stage > 0 and not self.separate_fp32_grads
 
     @property
     def to_owners(self) -> bool:
-        """Tell whether stages 1 and 2 reduce each part of a gradient to its owner, as the paper has it.
+        """Return whether stages 1 and 2 reduce each part of a gradient to its owner, as in the paper.
 
-        By default DeepSpeed all-reduces, which sends twice as much; its BF16_Optimizer always does.
+        By default DeepSpeed all-reduces, which sends twice as much. Its BF16_Optimizer always all-reduces.
         """
         return self.owners and self.stage in (1, 2) and self.in_buckets and self.data > 1
 
     @property
     def volumes(self) -> tuple[int, int]:
-        """Return what a rank sends in a step to gather parameters and to reduce gradients [Ψ(N_d-1)/N_d elements].
+        """Return the volumes that a rank sends in a step for gathers and reductions [Ψ(N_d-1)/N_d elements].
 
         An all-reduce counts twice. ZeRO-1 sends 1 + 2, or 1 + 1 with `to_owners` (1910.02054, section 7.1).
         """
@@ -211,10 +213,9 @@ class ZeroSettings:
         return min(self.stage, 1), (1 if self.to_owners else 2) * (micro if self.stage == 2 else 1)
 
     def with_stage(self, stage: int, **changes: Any) -> ZeroSettings:
-        """Return these settings at another stage; to and from stage 3 with that stage's default of `overlap_comm`.
+        """Return these settings at another stage, and with other changes.
 
-        Args:
-            changes: of other attributes.
+        A change to or from stage 3 sets the default of `overlap_comm` at the new stage.
         """
         overlap = stage == 3 if stage != self.stage and 3 in (stage, self.stage) else self.overlap
         return replace(self, stage=stage, overlap=overlap, **changes)

@@ -1,6 +1,6 @@
-"""Find settings that are free to change, at the run's global batch and world size, the fastest that fit first.
+"""Search for the fastest settings that fit, at the run's global batch and world size.
 
-All are ranked by formulas; what is listed has been run dry, and accepted as a run is.
+All candidates are ranked by formulas. The best ones then get a dry run and must load as a run's config.
 """
 
 from __future__ import annotations
@@ -31,26 +31,22 @@ from zero_tp.planning.zero import ZeroMemory
 from zero_tp.strict_json import read_json
 
 NEAREST = 8
-"""If nothing fits by formulas, so many settings that come nearest are run dry before the search gives up."""
+"""Number of candidates that do not fit by formulas and still get a dry run."""
 MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 OFFLOADS = ((0, False, False), (1, True, False), (3, True, True))
-"""The least ZeRO stage of each offload, and whether it is of the optimizer and of the parameters."""
+"""(the lowest ZeRO stage with this offload, offload of the optimizer, offload of the parameters)."""
 
 
 class Search:
-    """The settings of a run that are free to change, ranked by formulas.
+    """The candidates of a run, ranked by formulas.
 
     Attributes:
-        ranked: those that fit, the fastest first, then the others, the nearest to fitting first.
-        fitting: how many fit.
+        ranked: those that fit, the fastest first, then the others by their shortage.
+        fitting: number of those that fit.
     """
 
     def __init__(self, config: RunConfig, device: Device):
-        """Rank every choice by formulas.
-
-        Raises:
-            UserError: the device can't compute in the run's dtype; no setting splits this world size.
-        """
+        """Rank all candidates by formulas."""
         assert config.world_size is not None
         self.config, self.device, self.ranks = config, device, config.world_size
         self._dry_runs: dict[tuple[int, bool, int, str], list[Moment]] = {}
@@ -60,16 +56,16 @@ class Search:
                 f"--search: no tensor size splits {self.ranks} ranks, the model and a global batch of "
                 f"{config.global_batch}; change one of them"
             )
-        self.ranked.sort(key=lambda one: (max(0.0, one.short), one.time.total, one.needed))
+        self.ranked.sort(key=lambda one: (max(0.0, one.shortage), one.time.total, one.needed))
         self.fitting = sum(one.fits for one in self.ranked)
 
     def fastest(self, overrides: Sequence[str], top: int) -> tuple[list[Estimate], dict[str, Any]]:
-        """Return the fastest `top` settings that fit in a dry run and load as a config, and the config of the first.
+        """Return the fastest `top` candidates that fit in a dry run and load as a config, and the first one's config.
 
-        If none of those that fit by formulas is left, the nearest of the others are run dry too.
+        If no candidate that fits by formulas does, the NEAREST ones get a dry run too.
 
         Raises:
-            UserError: nothing fits. The message has what was tried, what is short and by how much.
+            UserError: nothing fits. The message names the nearest candidate and its shortage.
         """
         raw = read_json(self.config.path)
         apply_overrides(raw, overrides)
@@ -80,7 +76,7 @@ class Search:
             if len(shown) == top or (shown and number >= self.fitting):
                 break
             estimate = self._dry_run(by_formulas)
-            written = changed(raw, estimate.workload, estimate.settings)
+            written = config_with(raw, estimate.workload, estimate.settings)
             if not estimate.fits:
                 too_large.append(estimate)
             elif error := load_error(written, self.ranks):
@@ -94,19 +90,19 @@ class Search:
         raise UserError(self._describe_nearest(too_large))
 
     def _describe_nearest(self, too_large: Sequence[Estimate]) -> str:
-        device, nearest = self.device, min(too_large, key=lambda one: one.short)
+        device, nearest = self.device, min(too_large, key=lambda one: one.shortage)
         largest = sorted(nearest.peak.bytes.items(), key=lambda item: -item[1])[:3]
         listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
         return (
-            f"{self.config.path}: does not fit {self.ranks} × {device.name}: of {len(self.ranked)} ways "
-            f"{self.fitting or 'none'} fit by formulas, and none of the nearest {len(too_large)} fits when run dry; "
+            f"{self.config.path}: does not fit {self.ranks} × {device.name}: of {len(self.ranked)} candidates "
+            f"{self.fitting or 'none'} fit by formulas, and none of the nearest {len(too_large)} fits in a dry run; "
             f"{nearest.describe()} comes nearest with {nearest.needed / GIB:.1f} of {device.memory_gib:.4g} GiB "
             f"a device ({listed}) and {nearest.host_needed / GIB:.0f} of {device.host_memory_gib:.4g} GiB of a node's "
-            f"host memory, short by {nearest.short / GIB:.1f} GiB a device; use more or larger devices"
+            f"host memory, short by {nearest.shortage / GIB:.1f} GiB a device; use more or larger devices"
         )
 
     def _candidates(self) -> Iterator[Estimate]:
-        """Yield all settings that are free to change, with their memory by formulas."""
+        """Yield all candidates, with their memory by formulas."""
         config, device = self.config, self.device
         run_settings = ZeroSettings.of(config, cpu=device.is_cpu)
         run_workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
@@ -119,14 +115,14 @@ class Search:
                 model = model_of(config.hf_config(), tensor, sequence)
             except UserError:  # heads or MLP do not divide
                 continue
-            # A fused attention keeps nothing that selective recomputation would save.
-            fused = model.spec.attention != "eager" and not (device.is_cpu and model.spec.dropouts.attention)
-            modes = [mode for mode in MODES if not (fused and mode == "selective")]
+            # Fused attention has no activations that selective recomputation could drop.
+            is_fused = model.spec.attention != "eager" and not (device.is_cpu and model.spec.dropouts.attention)
+            modes = [mode for mode in MODES if not (is_fused and mode == "selective")]
             choices = itertools.product(_divisors(samples), range(4), modes, OFFLOADS, (False, True))
-            for micro, stage, mode, (least_stage, optimizer, parameters), owners in choices:
+            for micro, stage, mode, (lowest_stage, optimizer, parameters), owners in choices:
                 changes = {"offload_optimizer": optimizer, "offload_param": parameters, "owners": owners}
                 settings = run_settings.with_stage(stage, data=data, accumulation=samples // micro, **changes)
-                if stage < least_stage or settings.to_owners != owners:
+                if stage < lowest_stage or settings.to_owners != owners:
                     continue
                 workload = replace(
                     run_workload,
@@ -144,15 +140,17 @@ class Search:
         key = (workload.tensor, workload.sequence, workload.batch, workload.policy.mode)
         if key not in self._dry_runs:
             self._dry_runs[key] = dry_run(self.config.hf_config(), workload)
-        memory = RankMemory(estimate.memory.zero, self._dry_runs[key], workload.stored(spec.hidden, spec.layers))
+        memory = RankMemory(
+            estimate.memory.zero, self._dry_runs[key], workload.checkpoint_bytes(spec.hidden, spec.layers)
+        )
         return replace(estimate, memory=memory)
 
 
 def _estimated_moments(model: Model, workload: Workload, zero: ZeroMemory) -> list[Moment]:
-    """Return a few moments by the papers' formulas: the end of forward, and both ends of the layers' backward.
+    """Return a few moments by the papers' formulas: the end of forward, and three in backward.
 
-    Added to what the formulas count: all activations of a layer that is recomputed, the gradient of the output layer
-    and a block of logits (as parallel/loss.py computes them), and the gradients of an eager core's scores.
+    They add what the formulas leave out: all activations of the layer that is recomputed, the gradient of the output
+    layer and a block of logits (as in parallel/loss.py), and gradients of the residual stream.
     """
     paper, layers = PaperView(model, workload, zero.settings.stage, zero.settings.data), model.spec.layers
     logits = 4.0 * workload.labels * model.spec.vocabulary / workload.tensor
@@ -182,11 +180,11 @@ def _divisors(number: int) -> list[int]:
 # ---- back to a config ------------------------------------------------------------------------------------------------
 
 
-def changed(raw: Mapping[str, Any], workload: Workload, settings: ZeroSettings) -> dict[str, Any]:
+def config_with(raw: Mapping[str, Any], workload: Workload, settings: ZeroSettings) -> dict[str, Any]:
     """Return the run's config with a candidate's settings.
 
     Args:
-        raw: the object of the file, overrides applied.
+        raw: the JSON of the file after overrides.
     """
     zero = dict(raw.get("zero_optimization", {}))
     before = int(zero.get("stage", 0))

@@ -1,122 +1,33 @@
-"""Estimate a step's time from a device's rates, by term.
+"""Estimate the time of a step, by term, from a device's rates.
 
-Each product, pass over memory or collective is work over a reached rate: the device's peak times the share of it that
-others have measured (zero_tp/devices.py). What else a piece of work loses follows from its shape. What overlaps is what
-the code overlaps (parallel/linear.py, DeepSpeed's `overlap_comm`). Nothing of it was fitted to a run: the published
-times are its test.
+Communication overlaps computation where the code overlaps it (parallel/linear.py, DeepSpeed's `overlap_comm`). No
+constant was fitted to a run: tests compare the estimates with published times.
 
-s sequence, b batch, h hidden, a heads, t TP size. Passes are counted by the bytes that an operation reads and writes,
-for forward and for backward.
+Letters: s sequence, b batch, h hidden, a heads, t TP size.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.devices import Device
-from zero_tp.errors import UserError
 from zero_tp.models.flops import forward_flops, head_products
 from zero_tp.planning.formulas import Layer
 from zero_tp.planning.plan_settings import Workload, ZeroSettings
+from zero_tp.planning.rates import Rates, matrix_flops
 from zero_tp.planning.zero import ALLREDUCE_BUCKET
 
-TILE = (256, 128)
-"""Rows and columns of the result that one multiprocessor makes at once: cuBLAS's most efficient tile (NVIDIA, Matrix
-Multiplication Background User's Guide, section 2.3)."""
 FLASH_SHARE = 0.6
 """Of the matrix peak in fused attention: 50 to 73 % on an A100 (FlashAttention-2, arXiv 2307.08691, abstract)."""
-START, NEAR_HOP, FAR_HOP = 8.4e-6, 3.4e-6, 14e-6
-"""Seconds of a ring before its first byte, for each hop over NVLink, and for each over a network (NCCL 2.18,
-src/graph/tuning.cc: `baseLat` and `hwLat` of Ring/Simple)."""
 HOST_MEMORY_GBPS = 200.0
 """Of a whole node, for an optimizer on the host."""
 
 
-def matrix_flops(device: Device, dtype: str) -> float:
-    """Return the peak of a device's matrix units in a run's dtype [FLOP/s].
-
-    Raises:
-        UserError: the device can't compute in this dtype.
-    """
-    teraflops = device.tflops(dtype)
-    if teraflops is None:
-        others = [name for name in ("bf16", "fp16", "fp32") if device.tflops(name)]
-        raise UserError(
-            f"--device: {device.name} has no {dtype} matrix units; plan for {' or '.join(others)} "
-            f"(--set bf16.enabled=false), or another device"
-        )
-    return teraflops * 1e12
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The rates of one device in one dtype.
-
-    Attributes:
-        element: bytes of an element.
-        peak: FLOP/s of the matrix units. rate: of them what the best products reach. memory: reached bytes/s.
-    """
-
-    device: Device
-    element: int
-    peak: float
-
-    @property
-    def rate(self) -> float:
-        return self.peak * self.device.matrix_share
-
-    @property
-    def memory(self) -> float:
-        return self.device.memory_gbps * 1e9 * self.device.memory_share
-
-    def product(self, rows: float, columns: float, depth: float) -> float:
-        """Return the seconds of [rows, depth] × [depth, columns].
-
-        The result's tiles go to the multiprocessors in waves, of which the last takes as long as a full one; writing
-        the result comes on top, since a multiprocessor holds one tile at a time and multiplies no other meanwhile.
-        """
-        units = self.device.units
-        most = math.inf
-        for high, wide in (TILE, TILE[::-1]) if units > 1 else ((1, 1),):
-            tiles = math.ceil(rows / high) * math.ceil(columns / wide)
-            most = min(most, math.ceil(tiles / units) * units * 2.0 * high * wide * depth)
-        return most / self.rate + self.element * rows * columns / self.memory
-
-    def collective(self, size: float, ranks: int, stride: int = 1, pieces: float = 1) -> float:
-        """Return the seconds of a ring all-gather or reduce-scatter.
-
-        A ring over nodes enters and leaves each of them once, however many of its ranks are there. Neighbours at a
-        stride form that many rings side by side, which share the node's links.
-
-        Args:
-            size: bytes of the whole tensor.
-            stride: between neighbours of the group, in ranks; a node has consecutive ranks.
-            pieces: collectives, one after another, in which it goes.
-        """
-        if ranks == 1:
-            return 0.0
-        device = self.device
-        rings = min(stride, device.per_node)
-        together = max(1, device.per_node // stride)  # ranks of the group in one node
-        nodes = -(-ranks // together)
-        speed = device.intra_gbps * device.link_share
-        if nodes > 1:
-            speed = min(speed, device.inter_gbps * device.inter_share * device.per_node / rings)
-        far = nodes - 1
-        latency = START + far * FAR_HOP + (ranks - 1 - far) * NEAR_HOP
-        return pieces * latency + size * (ranks - 1) / ranks / (speed * 1e9)
-
-    def slowdown(self, seconds: float) -> float:
-        """Return what products lose to a collective that overlaps them: its channels' multiprocessors."""
-        return seconds * self.device.channels / self.device.units
-
-
 class Seconds(NamedTuple):
-    """Seconds of matrix products, of passes over memory and of collectives over TP that nothing hides."""
+    """Seconds of matrix products, of passes over memory and of exposed collectives over TP."""
 
     products: float = 0.0
     passes: float = 0.0
@@ -128,20 +39,20 @@ class Seconds(NamedTuple):
 
 
 class LayerTime(NamedTuple):
-    """Seconds of a layer's forward, of its backward, and of what backward recomputes if the layer is recomputed."""
+    """Seconds of a layer's forward, of its backward, and of its recomputation in backward, if it is recomputed."""
 
     forward: Seconds
     backward: Seconds
-    again: Seconds
+    recompute: Seconds
 
     def as_json(self) -> dict[str, float]:
         """Return the seconds of a layer that the run's policy recomputes."""
-        backward = self.backward.total + self.again.total
-        return {"forward": self.forward.total, "backward": backward, "again": self.again.total}
+        backward = self.backward.total + self.recompute.total
+        return {"forward": self.forward.total, "backward": backward, "again": self.recompute.total}
 
 
 Bytes = tuple[float, float]
-"""What forward reads and writes, and backward."""
+"""The bytes that an operation's forward reads and writes, and those of its backward."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +61,9 @@ class StepTime:
 
     Attributes:
         products: matrix products of forward and backward.
-        recompute: everything that backward recomputes.
+        recompute: recomputation in backward.
         elementwise: norms, activations, dropout, residual sums, softmax, accumulation of gradients.
-        tensor, data: communication over TP and DP that nothing hides, and what overlapped products lose to it.
+        tensor, data: exposed communication over TP and DP, and the slowdown of products that overlap it.
         optimizer: the update.
         host: copies to and from host memory.
         layer: of one layer and micro-batch.
@@ -188,9 +99,9 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Timing:
-    """Everything that the time of a step is estimated from.
+    """The estimate of one step's time.
 
-    Experts are estimated as one MLP as wide as those that compute a token, and the copies of tokens sorted for them.
+    Experts count as one MLP that is as wide as a token's experts together, and the copies that sort tokens by expert.
 
     Attributes:
         parameters: elements on one rank before ZeRO partitions them (Ψ/t).
@@ -221,24 +132,25 @@ class Timing:
         waits_forward, waits_backward, slowdown = self._tensor()
         forward = Seconds(multiplied + core_forward, read_forward, waits_forward)
         backward = Seconds(gradients + core_backward + slowdown, read_backward, waits_backward)
-        policy, again = self.workload.policy, Seconds()
+        policy, recompute = self.workload.policy, Seconds()
         if policy.mode == "full":
-            again = forward
+            recompute = forward
         elif policy.mode == "selective":
             core = core_forward if "attention_core" in policy.chosen_modules else 0.0
-            again = Seconds(core, sum(passes[module][0] for module in policy.chosen_modules) / self.rates.memory)
-        return LayerTime(forward, backward, again)
+            recompute = Seconds(core, sum(passes[module][0] for module in policy.chosen_modules) / self.rates.memory)
+        return LayerTime(forward, backward, recompute)
 
     # ---- products ----------------------------------------------------------------------------------------------------
 
     def _columns(self) -> list[tuple[float, float]]:
         """Return (inputs, outputs) of the column-parallel products."""
         spec, t = self.spec, self.workload.tensor
-        pairs = max(1.0, spec.kv_heads / t)
+        kv_heads = max(1.0, spec.kv_heads / t)
         mlp = (spec.mlp_matrices - 1) * spec.active_width / t
-        return [(spec.hidden, (spec.heads / t + 2 * pairs) * spec.head_size), (spec.hidden, mlp)]
+        return [(spec.hidden, (spec.heads / t + 2 * kv_heads) * spec.head_size), (spec.hidden, mlp)]
 
     def _rows(self) -> list[tuple[float, float]]:
+        """Return (inputs, outputs) of the row-parallel products."""
         spec, t = self.spec, self.workload.tensor
         return [(spec.heads * spec.head_size / t, spec.hidden), (spec.active_width / t, spec.hidden)]
 
@@ -255,14 +167,14 @@ class Timing:
     def _core(self) -> tuple[float, float]:
         """Return the seconds of QKᵀ and of the sum over V, forward and backward.
 
-        An eager core's products read or write all scores, which takes longer than multiplying; a fused one keeps them
-        on the multiprocessor, leaves out the tiles that a causal mask hides, and computes them again in backward.
+        An eager core's products read and write all scores, which takes longer than multiplying. A fused core keeps
+        scores on the multiprocessor, skips tiles that a causal mask hides, and recomputes the scores in backward.
         """
         spec, rates = self.spec, self.rates
         flops = forward_flops(spec, self.workload.batch, self.workload.length).core / self.workload.tensor
         if spec.attention == "eager":
-            traffic = 2 * rates.element * (self.layer.scores + self.layer.heads + self._pairs)
-            forward = max(flops / rates.rate, traffic / rates.memory)
+            traffic = 2 * rates.element * (self.layer.scores + self.layer.queries + self._keys)
+            forward = max(flops / rates.matrix, traffic / rates.memory)
             return forward, 2 * forward
         rate = rates.peak * min(FLASH_SHARE, rates.device.matrix_share)
         forward = flops * (0.5 if spec.causal else 1.0) / rate
@@ -271,27 +183,28 @@ class Timing:
     # ---- passes over memory ------------------------------------------------------------------------------------------
 
     @property
-    def _pairs(self) -> float:
+    def _keys(self) -> float:
+        """Return the elements of the keys that this rank computes: at least one head's."""
         return self._tokens * self.spec.head_size * max(1.0, self.spec.kv_heads / self.workload.tensor)
 
     def passes(self) -> dict[str, Bytes]:
-        """Return the bytes by operation; those that can be recomputed have the names of `recompute.modules`.
+        """Return the bytes by operation. Operations that can be recomputed have their names in `recompute.modules`.
 
-        Backward of a norm reads its input and gradient twice, for its weight too.
+        A norm's backward reads its input and gradient twice, once for the weight's gradient.
         """
         spec, e, layer, stream = self.spec, self.workload.element, self.layer, self.layer.residual
         biased = zip(self._columns(), (spec.qkv_bias, spec.mlp_bias), strict=True)
         biased_columns = self._tokens * sum(outputs for (_, outputs), bias in biased if bias)
         row_biases = spec.output_bias + spec.mlp_bias
         dropped = 2 * (2 * e + 1) * stream if spec.dropouts.residual else 0.0
-        alone = self.workload.tensor == 1  # a row's product then adds its bias itself
-        heads, pairs = 2 * e * layer.heads, 2 * e * self._pairs  # read and written
-        turned = 0.0 if spec.rotary is None else 2 * (heads + pairs)
+        bias_in_product = self.workload.tensor == 1  # with TP a row-parallel bias is added after the reduction
+        queries, keys = 2 * e * layer.queries, 2 * e * self._keys  # read and written
+        rotated = 0.0 if spec.rotary is None else 2 * (queries + keys)
         eager = spec.attention == "eager"
-        moved = heads + (heads + 2 * pairs if eager else 0.0)
+        transposed = queries + (queries + 2 * keys if eager else 0.0)
         # Forward copies the mask into the product's result and reads it there, besides softmax and dropout.
         scores = layer.scores if eager else 0.0
-        sorted_copies = 0.0  # of tokens on their way to experts, and of what comes back
+        sorted_copies = 0.0  # of tokens before the experts, and of their outputs
         if spec.experts is not None:
             sorted_copies = self._tokens * spec.hidden * spec.experts.per_token * len(spec.expert_layers) / spec.layers
         mask = 2 * e + 1 if spec.dropouts.attention else 0
@@ -299,10 +212,10 @@ class Timing:
             "norm": (4 * e * stream, 10 * e * stream),
             "dropout": (dropped, dropped),
             "sums": (6 * e * stream, 6 * e * stream),
-            "row biases": (0.0 if alone else 2 * e * stream * row_biases, e * stream * row_biases),
+            "row biases": (0.0 if bias_in_product else 2 * e * stream * row_biases, e * stream * row_biases),
             "column biases": (0.0, e * biased_columns),  # the product adds them
-            "mlp_activation": (e * layer.wide * spec.mlp_matrices, e * layer.wide * (2 * spec.mlp_matrices - 1)),
-            "heads": (moved + turned, moved + turned),
+            "mlp_activation": (e * layer.mlp * spec.mlp_matrices, e * layer.mlp * (2 * spec.mlp_matrices - 1)),
+            "heads": (transposed + rotated, transposed + rotated),
             "experts": (4 * e * sorted_copies, 4 * e * sorted_copies),
             "attention_core": (scores * (4 * e + mask), scores * (3 * e + mask)),
         }
@@ -310,11 +223,11 @@ class Timing:
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     def _tensor(self) -> tuple[float, float, float]:
-        """Return the seconds that forward waits for collectives, that backward waits, and that products lose to them.
+        """Return the seconds of exposed collectives in forward and in backward, and of the products' slowdown.
 
-        An all-reduce is two halves. Forward has four of them. So has backward, and they overlap with products of the
-        column layers: the weights' gradients, and under SP, which gathers the saved shards again, the inputs' too.
-        Under SP backward also gathers the row layers' output gradients and waits for them.
+        An all-reduce is two halves; forward and backward have four halves each. Those of backward overlap with products
+        of the column-parallel layers: weight gradients, and under SP input gradients too, because SP gathers the saved
+        shards again. Under SP backward also gathers the output gradients of row-parallel layers, exposed.
         """
         workload, rates = self.workload, self.rates
         half = rates.collective(workload.element * self._tokens * self.spec.hidden, workload.tensor)
@@ -329,20 +242,16 @@ class Timing:
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def estimate(self) -> StepTime:
-        """Return the seconds of one step, by term.
-
-        Raises:
-            UserError: the device can't compute in this dtype.
-        """
+        """Return the seconds of one step, by term."""
         micro, layers = self.zero.accumulation, self.spec.layers
         recomputed = self.workload.policy.mean_recomputed_layers(layers, micro)
-        layer, head = self.layer_time(), self.head()
+        layer, head = self.layer_time(), self.head_time()
         products, passes, waits = (layers * (one + two) for one, two in zip(layer.forward, layer.backward, strict=True))
-        backward = layers * layer.backward.total + recomputed * layer.again.total
+        backward = layers * layer.backward.total + recomputed * layer.recompute.total
         optimizer, host = self._optimizer()
         return StepTime(
             products=micro * (products + head.products),
-            recompute=micro * recomputed * layer.again.total,
+            recompute=micro * recomputed * layer.recompute.total,
             elementwise=micro * (passes + self.accumulation_time() + head.passes),
             tensor=micro * waits,
             data=self._data(layers * layer.forward.total + head.total, backward),
@@ -351,18 +260,17 @@ class Timing:
             layer=layer,
         )
 
-    def head(self) -> Seconds:
-        """Return forward and backward of the output layer and its loss, which goes over each logit six times."""
+    def head_time(self) -> Seconds:
+        """Return forward and backward of the output layer and of the loss, which passes over each logit six times."""
         workload, hidden, product = self.workload, self.spec.hidden, self.rates.product
         labels, width = workload.labels, head_products(self.spec) / hidden / workload.tensor
         products = product(labels, width, hidden) + product(labels, hidden, width) + product(hidden, width, labels)
         return Seconds(products, 6 * workload.element * labels * width / self.rates.memory)
 
     def accumulation_time(self) -> float:
-        """Return the seconds, of one micro-batch, in which the gradients of its products are added to those before.
+        """Return the seconds in which one micro-batch's gradients are accumulated.
 
-        Where they are added up in another dtype there is a buffer for them, also for one micro-batch, which is zeroed
-        once a step.
+        Accumulation in another dtype has a buffer even for a single micro-batch; it is zeroed once a step.
         """
         zero, e = self.zero, self.workload.element
         buffer = zero.accumulated != e
@@ -372,14 +280,14 @@ class Timing:
         return self.parameters * traffic / self.rates.memory
 
     def _data(self, forward: float, backward: float) -> float:
-        """Return what DP's communication costs: the gathers and reductions of `ZeroSettings.volumes`.
+        """Return the seconds of exposed communication over DP: the gathers and reductions of `ZeroSettings.volumes`.
 
-        DeepSpeed waits for the device before each reduction to an owner (stage_1_and_2.py, `allreduce_and_copy`), so
-        `overlap_comm` hides none of them.
+        DeepSpeed synchronises with the device before each reduction to an owner (stage_1_and_2.py,
+        `allreduce_and_copy`), so those never overlap.
         """
         zero, micro, e = self.zero, self.zero.accumulation, self.workload.element
         gathers, reductions = zero.volumes
-        calls = self.spec.layers  # each layer's collectives begin somewhere
+        calls = self.spec.layers  # one gather and one reduction for each layer
         if zero.stage == 3:
             gather = self.rates.collective(e * self.parameters, zero.data, self.workload.tensor, calls)
             reduce = self.rates.collective(zero.reduced * self.parameters, zero.data, self.workload.tensor, calls)
@@ -387,7 +295,8 @@ class Timing:
         bucket = zero.reduce_bucket if zero.in_buckets else ALLREDUCE_BUCKET
         pieces, sent = max(1, -(-self.parameters // bucket)), zero.reduced * self.parameters
         if zero.to_owners:
-            # Each ends at a bucket's or an owner's end. A chain's links carry all bytes (NCCL's tuning.cc: N steps).
+            # Buckets are cut at the ends of owners' partitions. Every link of a chain carries all bytes (NCCL's
+            # tuning.cc: N steps).
             pieces, sent = pieces + zero.data - 1, sent * zero.data / (zero.data - 1)
         gather = self.rates.collective(e * self.parameters, zero.data, self.workload.tensor)
         reduce = self.rates.collective(sent, zero.data, self.workload.tensor, pieces)
@@ -400,15 +309,15 @@ class Timing:
         return self.zero.overlap and self.zero.in_buckets and not self.zero.to_owners
 
     def _exposed(self, communicating: float, computing: float) -> float:
-        """Return what communication costs that overlaps with computing."""
+        """Return the exposed seconds of communication that overlaps with computing, and the products' slowdown."""
         hidden = min(communicating, computing)
         return communicating - hidden + self.rates.slowdown(hidden)
 
     def _optimizer(self) -> tuple[float, float]:
-        """Return (update, host copies).
+        """Return the seconds of the update and of copies between host and device.
 
-        Masters and moments are read and written, gradients read; 16-bit weights are copied from the masters; gradients
-        become fp32, their norm is taken and they are clipped.
+        The update reads and writes masters and moments, and reads gradients. It copies 16-bit weights from the masters,
+        converts gradients to fp32, takes their norm and clips them.
         """
         zero, e, memory = self.zero, self.workload.element, self.rates.memory
         part = self.parameters / (zero.data if zero.stage else 1)
@@ -416,7 +325,7 @@ class Timing:
         wider = zero.accumulated + 4 if zero.accumulated < 4 else 0
         traffic = part * (update + wider + (8 if zero.clips else 0)) + 4 * self.parameters
         to_host = self.device.host_gbps * 1e9 * self.device.link_share
-        copies = 0.0  # those of checkpoints overlap with the layers
+        copies = 0.0  # copies of activation checkpoints overlap with the layers
         if zero.offload_param:
             copies += 3 * zero.accumulation * e * part / to_host
         if not zero.offload_optimizer:

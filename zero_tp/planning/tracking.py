@@ -1,7 +1,7 @@
-"""Follow memory over time: when each storage is allocated and freed, for real tensors and fake ones.
+"""Track memory over time: when each storage is allocated and freed, for real and fake tensors.
 
-A storage is recorded when the first operation that makes it returns, with its size, and again when nothing holds it any
-more. Workspaces inside kernels and the gaps of allocators are not seen.
+A storage is recorded when the operation that allocates it returns, and when its last reference is gone. Workspaces
+inside kernels and the allocator's fragmentation are not recorded.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Allocation:
 
     Attributes:
         bytes: its size.
-        allocated, freed: positions in the order of all allocations and frees; `freed` is None while something holds it.
-        operation, shape: what allocated it, and of the tensor that it was allocated for.
+        allocated, freed: positions in the order of all allocations and frees; `freed` is None while it is alive.
+        operation, shape: the operation that allocated it, and the shape of its result.
         category: set by `Allocations.mark`, else None.
     """
 
@@ -48,10 +48,10 @@ class Allocations(TorchDispatchMode):
     """
 
     def __init__(self, device_type: str | None = None) -> None:
-        """Begin with no storage known.
+        """Record storages of one type of device.
 
         Args:
-            device_type: count only storages of this type of device; None counts all but "meta".
+            device_type: None records all types but "meta".
         """
         super().__init__()
         self.all: list[Allocation] = []
@@ -64,19 +64,20 @@ class Allocations(TorchDispatchMode):
     ) -> Any:
         results = function(*args, **(kwargs or {}))
         for tensor in tree_iter(results):
-            if isinstance(tensor, Tensor) and not self._is_from_outside(tensor, args, kwargs):
-                self._see(tensor, str(function))
+            if isinstance(tensor, Tensor) and not self._existed_before(tensor, args, kwargs):
+                self._record(tensor, str(function))
         return results
 
-    def _is_from_outside(self, result: Tensor, args: Any, kwargs: Any) -> bool:
-        """Return whether this storage is an argument that was allocated before the block."""
+    def _existed_before(self, result: Tensor, args: Any, kwargs: Any) -> bool:
+        """Return whether the result has the storage of an argument that was allocated before the block."""
         address = result.untyped_storage()._cdata
         return address not in self._alive and any(
             isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata == address
             for tensor in tree_iter((args, kwargs))
         )
 
-    def _see(self, tensor: Tensor, operation: str) -> Allocation | None:
+    def _record(self, tensor: Tensor, operation: str) -> Allocation | None:
+        """Return the allocation of a tensor's storage, which is new unless it is alive."""
         kind = tensor.device.type
         if kind == "meta" or (self._device_type is not None and kind != self._device_type):
             return None
@@ -98,9 +99,9 @@ class Allocations(TorchDispatchMode):
         return allocation
 
     def mark(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Give storages a category; those from before the block count as allocated now."""
+        """Set the category of storages. Storages from before the block count as allocated now."""
         for tensor in tensors:
-            allocation = self._see(tensor, "outside")
+            allocation = self._record(tensor, "outside")
             if allocation is not None:
                 allocation.category = category
 
@@ -118,12 +119,14 @@ class Allocations(TorchDispatchMode):
 
 
 class Moment(NamedTuple):
-    """Bytes at one point of a forward or backward, without parameters, finished gradients and model states.
+    """The bytes at one point of forward or backward, without parameters, finished gradients and model states.
 
     Attributes:
-        phase: "forward" or "backward". layer: the layer's number, -1 before the first and L after the last.
-        activations: bytes that backward will want. transients: all others.
-        gradients: elements of parameters whose gradients are done.
+        phase: "forward" or "backward".
+        layer: the layer's number, -1 before the first and L after the last.
+        activations: bytes that backward needs.
+        transients: all other bytes.
+        gradients: elements of parameters whose gradients are finished.
     """
 
     phase: str
@@ -133,39 +136,39 @@ class Moment(NamedTuple):
     gradients: float
 
     def after(self, start: Moment, layer: int) -> Moment:
-        """Return a moment of a layer that begins with what there is at `start`."""
+        """Return this moment, relative to the start of a part, as a moment of a layer that starts at `start`."""
         sizes = (start.activations + self.activations, start.transients + self.transients)
         return Moment(self.phase, layer, *sizes, start.gradients + self.gradients)
 
 
 class DryRunPart(NamedTuple):
-    """A stretch of a pass: its moments and its end, relative to its start."""
+    """A part of forward or backward: its moments and its end, relative to its start."""
 
     moments: list[Moment]
     end: Moment
 
 
 def measure(model: ParallelModel, batch: AnyBatch) -> list[DryRunPart]:
-    """Run one micro-batch forward and backward; each gradient goes as soon as it is done.
+    """Run one micro-batch forward and backward, and free each gradient as soon as it is finished.
 
-    Args:
-        model: is good for nothing else afterwards.
+    The model keeps the hooks of this function, so discard it.
 
     Returns:
-        What is before the layers, the forward of each, the loss, the backward of each from the last on, what is after.
+        The part before the layers, the forward of each layer, the loss with the final norm, the backward of each layer
+        from the last on, and the part after them.
     """
     ends: list[int] = []
-    done: list[tuple[int, int, int]] = []
+    finished: list[tuple[int, int, int]] = []
     with Allocations(next(model.parameters()).device.type) as allocations:
         allocations.mark(model.parameters(), "parameters")
         allocations.mark(model.buffers(), "parameters")
 
         def drop_gradient(parameter: nn.Parameter) -> None:
             parameter.grad = None
-            done.append((allocations.clock, 2, parameter.numel()))
+            finished.append((allocations.clock, 2, parameter.numel()))
 
-        def begins(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            # Recomputation calls a layer's forward and not its hooks. Its backward ends with its input's gradient.
+        def start_layer(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            # Recomputation calls a layer's forward without its hooks. Its backward ends with its input's gradient.
             ends.append(allocations.clock)
             inputs[0].register_hook(lambda _: ends.append(allocations.clock))
 
@@ -173,23 +176,23 @@ def measure(model: ParallelModel, batch: AnyBatch) -> list[DryRunPart]:
             parameter.register_post_accumulate_grad_hook(drop_gradient)
         layers = [*model.transformer.layers, model.transformer.final_norm]
         for layer in layers:
-            layer.register_forward_pre_hook(begins)
-        begin = allocations.clock
+            layer.register_forward_pre_hook(start_layer)
+        start = allocations.clock
         loss = model(batch.input_ids, **batch.arguments()).loss
-        turned = allocations.clock
+        forward_end = allocations.clock
         loss.backward()
         del loss
         for one in allocations.alive():
             one.category = one.category or "outlives the micro-batch"
-    assert len(ends) == 2 * len(layers), "each begins once"
-    return _cut(allocations, [begin, *ends, allocations.clock], turned, done)
+    assert len(ends) == 2 * len(layers), "each layer starts once"
+    return _split(allocations, [start, *ends, allocations.clock], forward_end, finished)
 
 
-def _cut(
-    allocations: Allocations, ends: Sequence[int], turned: int, done: Sequence[tuple[int, int, int]]
+def _split(
+    allocations: Allocations, ends: Sequence[int], forward_end: int, finished: Sequence[tuple[int, int, int]]
 ) -> list[DryRunPart]:
-    """Return the parts between the clocks `ends`. Activations are allocated before `turned` and freed after it."""
-    events: list[tuple[int, int, Allocation | int]] = [*done]
+    """Return the parts between the clocks `ends`. Activations are allocated in forward and freed in backward."""
+    events: list[tuple[int, int, Allocation | int]] = [*finished]
     events += [(clock, sign, one) for clock, one, sign in allocations.timeline() if one.category is None]
     sizes = [[0, 0, 0] for _ in ends[1:]]  # activations, transients, gradients
     moments: list[list[Moment]] = [[] for _ in ends[1:]]
@@ -200,25 +203,26 @@ def _cut(
         if isinstance(one, int):
             sizes[number][2] += one
             continue
-        is_activation = one.allocated <= turned and (one.freed is None or one.freed > turned)
+        is_activation = one.allocated <= forward_end and (one.freed is None or one.freed > forward_end)
         sizes[number][0 if is_activation else 1] += sign * one.bytes
         if sign > 0:
-            moments[number].append(Moment("forward" if clock <= turned else "backward", 0, *sizes[number]))
+            moments[number].append(Moment("forward" if clock <= forward_end else "backward", 0, *sizes[number]))
     return [DryRunPart(part, Moment("", 0, *size)) for part, size in zip(moments, sizes, strict=True)]
 
 
-def joined(parts: Sequence[DryRunPart], order: Sequence[int]) -> list[Moment]:
-    """Return the moments of a model whose layers are like those that have these numbers.
+def join_parts(parts: Sequence[DryRunPart], order: Sequence[int]) -> list[Moment]:
+    """Return the moments of the whole model.
 
     Args:
-        parts: what `measure` returns.
+        parts: of `measure`, of a model of representative layers.
+        order: for each layer the number of its representative.
     """
     last = len(order)
-    stretches = [(-1, parts[0]), *((layer, parts[1 + number]) for layer, number in enumerate(order))]
-    stretches += [(last, parts[len(parts) // 2])]
-    stretches += [(layer, parts[-2 - order[layer]]) for layer in reversed(range(last))]
+    by_layer = [(-1, parts[0]), *((layer, parts[1 + number]) for layer, number in enumerate(order))]
+    by_layer += [(last, parts[len(parts) // 2])]
+    by_layer += [(layer, parts[-2 - order[layer]]) for layer in reversed(range(last))]
     moments, start = list[Moment](), Moment("", -1, 0.0, 0.0, 0.0)
-    for layer, part in [*stretches, (-1, parts[-1])]:
+    for layer, part in [*by_layer, (-1, parts[-1])]:
         moments += [moment.after(start, layer) for moment in part.moments]
         start = part.end.after(start, layer)
     return moments

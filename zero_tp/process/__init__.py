@@ -1,1 +1,1 @@
-"""A rank's process has launchers, connections, signals, output and an end."""
+"""The life of one rank's process: launcher, connections, signals, watchdog, output and exit."""

@@ -1,4 +1,4 @@
-"""Ranks connect: each takes its device and joins the process group, and together they make the topology's groups."""
+"""Connect a rank: choose its device, join the process group and create the topology's groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from zero_tp.config import RunConfig
 
 TIMEOUT = timedelta(minutes=30)
-AFTER_THE_WATCH_SECONDS = 30
+WATCHDOG_MARGIN_SECONDS = 30
+"""A collective's own limit is that much later than the watchdog's, whose report says more."""
 
 
 def connect(
@@ -30,97 +31,85 @@ def connect(
     *,
     timeout: timedelta = TIMEOUT,
 ) -> tuple[Topology, torch.device]:
-    """Join the process group, which DeepSpeed takes over, and make the topology's. Collective.
+    """Join the process group, which DeepSpeed later adopts, and create the topology's groups. Collective.
 
     Call it after `environment.export`.
 
     Args:
-        device_type: as torch names it: `cuda` or `cpu`.
+        device_type: torch's name of it: `cuda` or `cpu`.
         tensor, sequence: the TP degree, and whether SP is on.
         timeout: limit of one collective.
 
     Returns:
-        The grid of ranks with this one's coordinates, and this rank's device, which is now the current one.
+        The topology of this rank, and its device, which is now the current one.
 
     Raises:
-        UserError: this rank has no such device, nothing says which is its own, or another rank has refused.
+        UserError: this rank has no such device, or another rank has refused.
     """
-    device, several = torch.device("cpu"), environment.world > 1
+    device, bound_device = torch.device("cpu"), None
     if device_type != "cpu":
-        device = own_device(environment, device_type)
+        device = rank_device(environment, device_type)
         torch.get_device_module(device_type).set_device(device.index)
         for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
-            if name in os.environ:  # which DeepSpeed takes for the device's index; RankEnvironment has read it before
+            if name in os.environ:  # DeepSpeed uses it as the device's index; RankEnvironment has read it before
                 os.environ[name] = str(device.index)
-    if several:
+    if environment.world > 1:
         environment.store.wait_until_all_ready(timeout)
-    bound = device if several and device_type != "cpu" else None  # so that NCCL splits groups from the world
-    dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout, device_id=bound)
+        if device_type != "cpu":
+            bound_device = device  # NCCL then creates groups by splitting the world's communicator
+    dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout, device_id=bound_device)
     return Topology(tensor, sequence, timeout=timeout), device
 
 
-def own_device(environment: RankEnvironment, device_type: str) -> torch.device:
-    """Return the device of this rank: that of its number on its machine, or the only one that it is shown.
-
-    Raises:
-        UserError: it has none, or nothing says which.
-    """
+def rank_device(environment: RankEnvironment, device_type: str) -> torch.device:
+    """Return this rank's device: the one with its local rank's index, or the only one that it can see."""
     from deepspeed.accelerator import get_accelerator
 
     index, count = environment.local_rank, torch.get_device_module(device_type).device_count()
     if index is None and environment.world > 1:
         raise UserError(
-            f"nothing says which {device_type} device is rank {environment.rank}'s: start it by a launcher, or set "
-            "LOCAL_RANK to its number on its machine"
+            f"LOCAL_RANK is not set, so the {device_type} device of rank {environment.rank} is unknown; use a "
+            "launcher, or set it to the rank's number on its machine"
         )
     if count == 1 and any(os.environ.get(name) for name in get_accelerator().visible_devices_envs()):
-        return torch.device(device_type, 0)  # srun --gpus-per-task=1 shows each rank its own
+        return torch.device(device_type, 0)  # srun --gpus-per-task=1 hides the devices of the other ranks
     if (index or 0) >= count:
         raise UserError(f"local rank {index} has no {device_type} device: this machine has {count}")
     return torch.device(device_type, index or 0)
 
 
 def connect_deepspeed(config: RunConfig, environment: RankEnvironment) -> tuple[Topology, torch.device]:
-    """Check what the config needs of this machine, then `connect` on DeepSpeed's accelerator. Collective.
-
-    Raises:
-        UserError: see `connect`; the accelerator lacks the config's dtype, or the machine what NVMe offload or
-            DeepSpeed's optimizer needs.
-    """
+    """Check that this machine has what the config uses, then `connect` on DeepSpeed's accelerator. Collective."""
     from deepspeed.accelerator import get_accelerator
 
     from zero_tp.config import check_accelerator
 
     accelerator = get_accelerator()
-    if accelerator.device_name() == "cuda" and config.zero_tp.training.guard_gradients:
-        fix_workspace()
+    device_type = accelerator.device_name()
+    if device_type == "cuda" and config.zero_tp.training.guard_gradients:
+        use_deterministic_cublas()
     check_accelerator(config.dtype, accelerator)
     ops.check_nvme(config.nvme_paths)
     ops.without_shared_memory_collectives()
     message = ops.to_compile(config.deepspeed_config(), accelerator)
     if message is not None and environment.rank == 0:
         print(message, flush=True)
-    # The watchdog describes a hang better than a collective that reaches its limit, so it comes first.
-    timeout = timedelta(minutes=config.zero_tp.training.timeouts.longest, seconds=AFTER_THE_WATCH_SECONDS)
+    timeout = timedelta(minutes=config.zero_tp.training.timeouts.longest, seconds=WATCHDOG_MARGIN_SECONDS)
     parallel = config.zero_tp.parallel
-    device_type = accelerator.device_name()
     topology, device = connect(environment, device_type, parallel.tensor, parallel.sequence, timeout=timeout)
     if parallel.fused_products:
         fuse(topology, device)
     return topology, device
 
 
-def fix_workspace() -> None:
-    """Make cuBLAS deterministic, as `guards.check_repeated` needs. Call it before CUDA begins in this process.
+def use_deterministic_cublas() -> None:
+    """Make cuBLAS deterministic, as `guards.check_repeated` requires. Call it before this process uses CUDA.
 
-    torch reads the variable once, at the first product (`Context::alertCuBLASConfigNotDeterministic`).
-
-    Raises:
-        UserError: the environment has a value with which cuBLAS is not deterministic.
+    torch reads the variable at its first product (`Context::alertCuBLASConfigNotDeterministic`).
     """
     value = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if value not in (":4096:8", ":16:8"):
         raise UserError(
-            f"CUBLAS_WORKSPACE_CONFIG is {value!r}, with which zero_tp.training.guard_gradients cannot compare; unset "
-            "it, or set it to :4096:8"
+            f"CUBLAS_WORKSPACE_CONFIG is {value!r}, with which zero_tp.training.guard_gradients cannot compare "
+            "gradients: cuBLAS is not deterministic; unset it, or set it to :4096:8"
         )

@@ -1,4 +1,4 @@
-"""A rank's place in its job, read from the launcher's variables. It imports no torch, so it is there at once."""
+"""A rank's place in its job, read from the launcher's variables. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from zero_tp.process.job_store import AGENT_STORE, JobStore
 
 RUNNER_NAMES = ("deepspeed", "deepspeed.pt", "ds", "runner.py", "deepspeed.launcher.runner")
 
-# Names under deepspeed, torchrun and accelerate, then OpenMPI's mpirun, then srun. The process that started a rank
-# comes before the one above it: srun may start torchrun.
+# The variables of deepspeed, torchrun and accelerate, then those of OpenMPI's mpirun, then srun's. The first one that
+# is set counts: srun may start torchrun, whose numbers are the ranks'.
 RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 WORLD = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
@@ -27,11 +27,11 @@ LOCAL_WORLD = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Place of this process in its job, under deepspeed, torchrun, accelerate, srun, mpirun or alone.
+    """Place of this process in its job, under deepspeed, torchrun, accelerate, srun, mpirun or without a launcher.
 
     Attributes:
-        local_rank, local_world: None where the launcher sets neither.
-        parent: the launcher. None for a process that someone started alone: it may outlive its shell (`nohup`).
+        local_rank, local_world: None if the launcher sets neither.
+        parent: the launcher's process. None without a launcher: such a process may outlive its shell (`nohup`).
     """
 
     rank: int
@@ -42,21 +42,20 @@ class RankEnvironment:
 
     @staticmethod
     def of_this_process(variables: Mapping[str, str] = os.environ) -> RankEnvironment:
-        """Read the variables and look at the process above this one."""
-        if "SLURM_STEP_NUM_TASKS" not in variables:  # no task of srun's: in a batch script the others are set too
+        """Read the launcher's variables and find the launcher's process."""
+        if "SLURM_STEP_NUM_TASKS" not in variables:  # a batch script is not a task, but has Slurm's other variables
             variables = {name: value for name, value in variables.items() if not name.startswith("SLURM_")}
         world = _number(variables, WORLD) or 1
         rank = _number(variables, RANK)
-        by_launcher = _number(variables, LOCAL_RANK[:2]) is not None
-        launched = by_launcher or (world > 1 and rank is not None)
-        slurm = (variables.get("SLURM_PROCID"), variables.get("SLURM_STEP_NUM_TASKS")) == (str(rank), str(world))
-        slurm_ranks = [number for number in variables.get("SLURM_GTIDS", "").split(",") if number] if slurm else []
+        has_launcher = _number(variables, LOCAL_RANK[:2]) is not None or (world > 1 and rank is not None)
+        is_task = (variables.get("SLURM_PROCID"), variables.get("SLURM_STEP_NUM_TASKS")) == (str(rank), str(world))
+        local_tasks = [number for number in variables.get("SLURM_GTIDS", "").split(",") if number] if is_task else []
         return RankEnvironment(
-            rank=(rank or 0) if launched else 0,
-            world=world if launched else 1,
+            rank=(rank or 0) if has_launcher else 0,
+            world=world if has_launcher else 1,
             local_rank=_number(variables, LOCAL_RANK),
-            local_world=_number(variables, LOCAL_WORLD) or len(slurm_ranks) or None,
-            parent=psutil.Process().parent() if launched else None,
+            local_world=_number(variables, LOCAL_WORLD) or len(local_tasks) or None,
+            parent=psutil.Process().parent() if has_launcher else None,
         )
 
     @property
@@ -64,7 +63,7 @@ class RankEnvironment:
         return self.local_rank in (None, 0)
 
     @property
-    def several_nodes(self) -> bool:
+    def is_multi_node(self) -> bool:
         """Whether the launcher's numbers show that the job has ranks on other machines."""
         return self.local_world is not None and self.local_world < self.world
 
@@ -74,21 +73,21 @@ class RankEnvironment:
 
     @cached_property
     def store(self) -> JobStore:
-        """The store where the job's ranks meet before they have a process group."""
-        return JobStore(self.rank, self.world, self.several_nodes)
+        """The job's store, which ranks use before they have a process group."""
+        return JobStore(self.rank, self.world, self.is_multi_node)
 
     def export(self) -> None:
-        """Set the variables that torch reads: Slurm names ranks its own way, and a process alone has no launcher.
+        """Set the variables that torch reads, which Slurm and a process without a launcher lack.
 
         Raises:
-            UserError: several ranks have no address to meet at, or torchrun's restarts would reuse an old store.
+            UserError: the ranks have no address to meet at, or torchrun's restarts would reuse an old store.
         """
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ.get(AGENT_STORE) == "True":
             raise UserError(
-                "torchrun's --max-restarts: its agents keep one store, in which a restart finds the addresses of ranks "
-                "that are gone; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, on every machine"
+                "torchrun's --max-restarts: restarted ranks would read the addresses of ended ranks from the agents' "
+                "store; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, on every machine"
             )
-        # Not only where they are unset: a WORLD_SIZE left in a shell would make a process alone wait for ranks.
+        # Overwrite them: with a WORLD_SIZE left over in a shell, a single process would wait for other ranks.
         os.environ["RANK"] = str(self.rank)
         os.environ["WORLD_SIZE"] = str(self.world)
         os.environ["LOCAL_RANK"] = str(self.local_rank or 0)
@@ -106,12 +105,12 @@ class RankEnvironment:
                 )
 
     def runner(self) -> psutil.Process | None:
-        """Return the `deepspeed` command above DeepSpeed's launch.py, where those two started this rank."""
-        with contextlib.suppress(psutil.Error):  # gone, or hidden from this user
+        """Return the process of the `deepspeed` command, if DeepSpeed started this rank: the parent of launch.py."""
+        with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
             if self.parent is not None and "deepspeed.launcher.launch" in self.parent.cmdline():
-                above = self.parent.parent()
-                if above is not None and any(Path(word).name in RUNNER_NAMES for word in above.cmdline()[:4]):
-                    return above
+                runner = self.parent.parent()
+                if runner is not None and any(Path(word).name in RUNNER_NAMES for word in runner.cmdline()[:4]):
+                    return runner
         return None
 
 
@@ -120,12 +119,12 @@ def _number(variables: Mapping[str, str], names: tuple[str, ...]) -> int | None:
 
 
 def rank_name(rank: int) -> str:
-    """Return a rank of this machine as messages name it: `rank 3 (node2)`."""
+    """Return the name of a rank of this machine in messages: `rank 3 (node2)`."""
     return f"rank {rank} ({socket.gethostname()})"
 
 
 def free_port() -> int:
-    """Return a port of this machine on which nothing listens."""
+    """Return an unused port of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -133,7 +132,7 @@ def free_port() -> int:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether `process` still runs: not a zombie, nor another one with its pid."""
+    """Return whether `process` runs; False for a zombie, and if its pid belongs to another process by now."""
     try:
         return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Keep freed memory in the heap of this process, for the next step."""
+"""Keep freed memory in this process's heap, so that the next step reuses it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def can_keep_freed_memory() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Keep freed memory in this process, where that is possible.
+    """Keep freed memory in this process, if its allocator can.
 
-    By default glibc maps each large block and returns it when it is freed. A training step allocates the same
-    blocks again, and the system fills their pages with zeros each time. Threads would also have heaps of 64 MiB of
-    their own, and map what is larger, as gloo's threads do for each reduction; so all threads share one heap.
+    By default glibc maps each large block and unmaps it when it is freed. A training step allocates the same blocks
+    again, and the kernel zeroes their pages each time. Threads, such as gloo's, would also have heaps of 64 MiB of
+    their own and map larger blocks in every reduction, so all threads share one heap.
     """
     if can_keep_freed_memory():
         for name, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, _TOP_PAD_BYTES), (_ARENA_MAX, 1)):

@@ -1,7 +1,8 @@
-"""Ranks meet in the job's store before their first process group; none waits there for one that has refused.
+"""The job's store, where ranks agree to start before they create their first process group.
 
-Each rank posts that it is ready, or that it refuses. The last rank that is ready, or the first one that refuses, sets
-the outcome that all ranks wait for. The store is that of `torch.distributed`: rank 0's, or torchrun's agent's.
+Each rank posts "ready", or its refusal. The last rank to be ready, or the first to refuse, writes the outcome, and all
+ranks wait for it. So no rank waits in a process group for one that has refused. The server is that of
+`torch.distributed`: rank 0's, or torchrun's agent's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Variable that is "True" if torchrun's agent, and not rank 0, serves the store."""
+"""This variable is "True" if torchrun's agent, and not rank 0, serves the store."""
 JOIN_LIMIT = timedelta(minutes=5)
 REFUSAL_LIMIT = timedelta(seconds=10)
 READY = b"ready"
@@ -28,22 +29,18 @@ class PeerRefused(UserError):
 
 
 class JobStore:
-    """The store of one job, as one of its ranks uses it. It loads torch when the rank joins."""
+    """One rank's client of the job's store. It imports torch when the rank joins."""
 
-    def __init__(self, rank: int, world: int, several_nodes: bool) -> None:
-        self._rank, self._world, self._several_nodes = rank, world, several_nodes
+    def __init__(self, rank: int, world: int, is_multi_node: bool) -> None:
+        self._rank, self._world, self._is_multi_node = rank, world, is_multi_node
         self._store: dist.Store | None = None
 
     def join(self, limit: timedelta = JOIN_LIMIT) -> dist.Store:
-        """Connect to the store; rank 0 serves it. torch's own process group then shares the server of this process.
-
-        Raises:
-            RuntimeError: nothing listens there until the limit.
-        """
+        """Connect to the store. Rank 0 starts its server, which torch's process group will use too."""
         import torch.distributed as dist
 
         if self._store is None:
-            allow_connections(self._world)
+            raise_open_file_limit(self._world)
             store = dist.TCPStore(
                 os.environ["MASTER_ADDR"],
                 int(os.environ["MASTER_PORT"]),
@@ -74,23 +71,23 @@ class JobStore:
         """Post that this rank, called `name`, refuses.
 
         Returns:
-            Whether it is the first to refuse. None without a store: on one machine before `join`, or if it is gone.
+            Whether it is the first to refuse. None if there is no store: on one machine before `join`, or a failure.
         """
-        if self._store is None and not (self._several_nodes and os.environ.get("MASTER_PORT")):
+        if self._store is None and not (self._is_multi_node and os.environ.get("MASTER_PORT")):
             return None
         try:
             store = self.join(REFUSAL_LIMIT)
             is_first: bool = store.add("refused", 1) == 1
             store.compare_set("outcome", "", name)
-        except (RuntimeError, OSError):  # what torch raises for a store that is not there, or gone
+        except (RuntimeError, OSError):  # torch's errors for a store that cannot be reached
             return None
         return is_first
 
 
-def allow_connections(world: int) -> None:
-    """Let this process hold the connections of a job of `world` ranks, as far as its hard limit of open files goes.
+def raise_open_file_limit(world: int) -> None:
+    """Raise this process's limit of open files to what a job of `world` ranks needs, at most to the hard limit.
 
-    The store has three with each rank, and gloo one between any two; the soft limit is often 1,024 files.
+    The store has three connections to each rank, and gloo one between any two. The soft limit is often 1,024 files.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1024 + 4 * world

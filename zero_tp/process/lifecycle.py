@@ -1,14 +1,14 @@
-"""`run_rank` is the life of one rank process, from its first line to its exit status, under every launcher.
+"""`run_rank` runs a rank's process from its first line to its exit status, under every launcher.
 
 - Wrong input ends every rank with status 2 and one line. Before the ranks have joined the job's store, local rank 0
-  prints it, because every rank makes the same checks; later, the first rank that refuses.
-- A failing rank prints its traceback, and as its last line `rank R (host): Type: message`. A rank that fails because
-  another one is gone prints nothing; if that one was killed, a survivor on its machine names it.
-- SIGTERM ends a rank at once, except in training, where the first one is a request (signals.py). After another rank's
-  end it ends this one at once: launchers send SIGTERM after any rank's end.
+  prints it, because every rank makes the same checks. After that, the first rank to refuse prints it.
+- A failing rank prints its traceback, and as its last line `rank R (host): Type: message`. A rank that fails because it
+  lost a peer prints nothing. If the peer was killed, another rank of its machine prints that.
+- SIGTERM ends a rank at once. In training the first SIGTERM is a request (signals.py), unless another rank has ended:
+  launchers send SIGTERM to all ranks after any rank's end.
 
-Ranks leave by `os._exit`: with a thread in a collective, destructors can abort or hang. The kernel closes their
-connections, which the others notice at once.
+Ranks exit by `os._exit`, because destructors can abort or hang while a thread is in a collective. The kernel closes
+their connections, so the other ranks notice at once.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from zero_tp.process.watch import Watchdog
 
 FAILED, TERMINATED = 1, 143
 
-LAUNCHER_SECONDS = 10.0  # from local rank 0's end to the launcher's SIGTERM
-STORE_SECONDS = 10.0  # rank 0 may serve the store, where ranks of other machines read why the job ends
-REFUSAL_SECONDS = 60.0  # to find the store and to post there, if a machine does not answer
-PEER_SECONDS = 5.0  # from a broken connection to the end of the rank that broke it
-EXIT_SECONDS = 20.0  # exit functions after success, such as a tracker's upload
-MESSAGE_LIMIT = 600  # characters of an error in its last line; its traceback has them all
+LAUNCHER_SECONDS = 10.0  # limit of the wait for the launcher's SIGTERM, after local rank 0 has ended
+STORE_SECONDS = 10.0  # rank 0 keeps its store open that long, for refusals that other machines still read
+REFUSAL_SECONDS = 60.0  # limit of posting a refusal, if another machine does not answer
+PEER_SECONDS = 5.0  # limit of the wait for a peer's process to end, after its connection has broken
+EXIT_SECONDS = 20.0  # limit of exit functions after success, such as a tracker's upload
+MESSAGE_LIMIT = 600  # characters of an error in its last line; the traceback above has all
 
-_BROKEN_PEER = re.compile(
+_LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|\bgloo\b|\bnccl\b|remote process|"
     r"socket|timed? ?out",
     re.IGNORECASE,
@@ -66,20 +66,20 @@ def run_rank(
     requests: Requests | None = None,
     watch: Watchdog | None = None,
 ) -> NoReturn:
-    """Run `main` as the whole life of this process and exit with its status (None means 0).
+    """Run `main` and exit the process with its status (None means 0).
 
-    Call it first thing in the main thread, before torch is imported: `main` imports what it needs.
+    Call it first in the main thread, before torch is imported: `main` imports what it needs.
 
     Args:
         main: the work; raises `UserError` for wrong input.
-        verbose: also print tracebacks of wrong input and of ranks that lost another one.
-        requests: where SIGTERM and SIGUSR1 set flags while `main` has it accept them.
+        verbose: also print tracebacks of wrong input and of ranks that lost a peer.
+        requests: SIGTERM and SIGUSR1 set its flags while it accepts requests.
         watch: ends this rank, with status 1, when it hangs.
 
     Exit status: main's own; 2 wrong input; 1 an error or a lost rank; 130 Ctrl-C; 143 SIGTERM.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher numbers devices for CPU ranks too
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher sets it for CPU ranks too
     rank = _Rank(environment or RankEnvironment.of_this_process(), verbose, requests or Requests())
     if watch is not None:
         watch.end = rank.end
@@ -90,12 +90,12 @@ class _Rank:
     def __init__(self, environment: RankEnvironment, verbose: bool, requests: Requests) -> None:
         self._environment, self._verbose, self._requests = environment, verbose, requests
         self._node = NodeWatch(environment, self._end_with_runner)
-        self._leaving = False
+        self._is_exiting = False
         self._terminated = threading.Event()
 
     def run(self, main: Callable[[], int | None]) -> NoReturn:
         escape_unencodable_output()
-        faulthandler.enable()  # a crash in C++ shows where
+        faulthandler.enable()  # prints a traceback if C++ code crashes
         if self._environment.parent is not None:
             die_with(self._environment.parent)
             self._node.start()
@@ -128,62 +128,63 @@ class _Rank:
 
     def _clean_up(self) -> None:
         """Destroy the process groups and call exit functions, which `os._exit` would skip. Bounded in time."""
-        self._leaving = True
+        self._is_exiting = True
         self._exit_after(EXIT_SECONDS, 0)
         distributed = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_initialized():
-            with contextlib.suppress(RuntimeError, OSError, ValueError):  # another rank left first; the work is done
+            with contextlib.suppress(RuntimeError, OSError, ValueError):  # another rank has exited before this one
                 distributed.destroy_process_group()
         atexit._run_exitfuncs()
 
     def _refuse(self, error: UserError) -> int:
-        """Print wrong input if no other rank does, and end with the others."""
-        self._leaving = True
+        """Print wrong input, unless another rank prints it."""
+        self._is_exiting = True
         self._exit_after(REFUSAL_SECONDS, BAD_INPUT)
         text = error_line(error, MESSAGE_LIMIT)
-        if self._environment.several_nodes:  # one machine may lack a file that the others have
+        if self._environment.is_multi_node:  # one machine may lack a file that the others have
             text = f"{socket.gethostname()}: {text}"
         if self._verbose:
             text = f"{''.join(traceback.format_exception(error)).rstrip()}\n{text}"
         if (not isinstance(error, PeerRefused) and self._prints_refusal()) or self._verbose:
             write_stderr(text)
-        if self._environment.several_nodes and self._environment.rank == 0:
+        if self._environment.is_multi_node and self._environment.rank == 0:
             time.sleep(STORE_SECONDS)
         return BAD_INPUT
 
     def _prints_refusal(self) -> bool:
-        """Return whether this rank prints why it refuses: the first that does, or local rank 0 where there is no store.
+        """Return whether this rank prints its refusal: with a store the first rank to refuse, else local rank 0.
 
-        Without a store all ranks make the same checks. The others wait for the SIGTERM that follows local rank 0's end.
+        Without a store all ranks make the same checks. The other ranks then wait for the SIGTERM that the launcher
+        sends after local rank 0's end.
         """
-        first = self._environment.store.refuse(self._environment.name)
-        if first is None and not self._environment.is_local_rank_zero:
+        is_first = self._environment.store.refuse(self._environment.name)
+        if is_first is None and not self._environment.is_local_rank_zero:
             return not self._terminated.wait(LAUNCHER_SECONDS) and not self._node.ended()
-        return first is not False
+        return is_first is not False
 
     def _fail(self, error: BaseException) -> int:
-        """Report an error of this rank, but not the mere echo of another rank's end."""
-        self._leaving = True
-        echo = _looks_like_a_lost_peer(error)
-        if not (echo and self._peer_has_ended()) or self._verbose:
+        """Report an error of this rank, unless it only follows from another rank's end."""
+        self._is_exiting = True
+        lost_peer = _may_be_lost_peer(error)
+        if not (lost_peer and self._peer_has_ended()) or self._verbose:
             write_stderr(self._describe(error))
-        if not echo and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        if not lost_peer and "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(error)
         return FAILED
 
     def _describe(self, error: BaseException) -> str:
-        own = error.__traceback__
-        own = own.tb_next if own is not None and own.tb_next is not None else own  # without this module's frame
-        lines = "".join(traceback.format_exception(type(error), error, own)).rstrip().split("\n")
+        frames = error.__traceback__
+        frames = frames.tb_next if frames is not None and frames.tb_next is not None else frames  # skip `_run_main`
+        lines = "".join(traceback.format_exception(type(error), error, frames)).rstrip().split("\n")
         report = "".join(f"rank {self._environment.rank}: {line}\n" for line in lines)
         return f"{report}{self._environment.name}: {type(error).__name__}: {one_line(str(error), MESSAGE_LIMIT)}"
 
     # --- other ranks of this machine --------------------------------------------------------------------------------
 
     def _peer_has_ended(self) -> bool:
-        """Wait a bounded time until another rank of this machine has ended, and see that it is named if need be."""
+        """Wait up to PEER_SECONDS for another rank of this machine to end; report it if it was killed."""
         deadline = time.monotonic() + PEER_SECONDS
         while not self._node.ended() and not self._terminated.is_set() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -191,7 +192,7 @@ class _Rank:
         return bool(self._node.ended()) or self._terminated.wait(0.2)
 
     def _end_with_runner(self) -> None:
-        """Local rank 0 says why and ends; its launcher then ends the others, before their own limit."""
+        """End this rank. Local rank 0 does so first and prints the reason; launch.py then terminates the others."""
         if not self._environment.is_local_rank_zero:
             time.sleep(LAUNCHER_SECONDS)
         self.end(f"error: the deepspeed command above {self._environment.name} has ended")
@@ -201,8 +202,8 @@ class _Rank:
     def _act_on_signals(self, numbers: set[int]) -> None:
         if signal.SIGTERM in numbers:
             self._terminated.set()
-        if self._leaving:
-            return  # bounded already, and with the right status
+        if self._is_exiting:
+            return  # a timer bounds the exit, which has its status
         if signal.SIGINT in numbers:
             self._interrupt()
         if signal.SIGTERM in numbers:
@@ -213,23 +214,23 @@ class _Rank:
             self._requests.save = True
 
     def _interrupt(self) -> NoReturn:
-        if self._environment.is_local_rank_zero:  # a terminal's Ctrl-C goes to all
+        if self._environment.is_local_rank_zero:  # a terminal sends Ctrl-C to all ranks
             write_stderr("interrupted")
         self._exit(INTERRUPTED)
 
     def _terminate(self) -> NoReturn:
         if self._requests.accepted:
             self._node.report_killed(unseen=True)
-        if self._node.all_running():  # else it is the launcher's, after another rank's end
+        if self._node.all_running():  # else the launcher has sent it after another rank's end
             write_stderr(f"{self._environment.name}: ended by SIGTERM")
         self._exit(TERMINATED)
 
-    # --- the way out ------------------------------------------------------------------------------------------------
+    # --- exit -------------------------------------------------------------------------------------------------------
 
     def end(self, text: str) -> None:
-        """End this rank from a thread, unless it is ending; `text` is the reason, or "" where another rank has it."""
-        if not self._leaving:
-            self._leaving = True
+        """End this rank from a thread, unless it is exiting. `text` is the reason, "" if another rank prints it."""
+        if not self._is_exiting:
+            self._is_exiting = True
             self._exit_after(LAUNCHER_SECONDS, FAILED)
             write_stderr(text)
             self._exit(FAILED)
@@ -240,16 +241,16 @@ class _Rank:
         timer.start()
 
     def _exit(self, status: int) -> NoReturn:
-        with contextlib.suppress(OSError, ValueError):  # the reader is gone, or the stream is closed
+        with contextlib.suppress(OSError, ValueError):  # the pipe is broken, or the stream is closed
             sys.stdout.flush()
         os._exit(status)
 
 
-def _looks_like_a_lost_peer(error: BaseException | None) -> bool:
-    """Return whether `error` may be only the echo of another rank's end. A wrong yes costs a wait, no report."""
+def _may_be_lost_peer(error: BaseException | None) -> bool:
+    """Return whether `error` may come from another rank's end. A false positive delays the report by PEER_SECONDS."""
     if error is None:
         return False
     bases = {base.__name__ for base in type(error).__mro__}  # by name, because torch may not be loaded
     by_type = "DistError" in bases or isinstance(error, (ConnectionError, TimeoutError))
-    by_text = isinstance(error, RuntimeError) and _BROKEN_PEER.search(str(error)) is not None
-    return by_type or by_text or _looks_like_a_lost_peer(error.__cause__ or error.__context__)
+    by_text = isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+    return by_type or by_text or _may_be_lost_peer(error.__cause__ or error.__context__)

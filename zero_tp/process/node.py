@@ -1,4 +1,4 @@
-"""A rank watches the processes of its machine: it ends with its launcher, and names other ranks that were killed."""
+"""Watch the processes of this machine: end with the launcher, and report other ranks that were killed."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def die_with(parent: psutil.Process) -> None:
-    """Have the kernel kill this process when its parent ends, even if C code holds the interpreter's lock."""
+    """Let the kernel kill this process when its parent ends, even if C code holds the interpreter's lock."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent.pid:  # it has ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class NodeWatch:
-    """Watch the other ranks of this machine, which are the launcher's children, and the `deepspeed` command above.
+    """Watch the other ranks of this machine (the launcher's children) and the `deepspeed` command (its parent).
 
-    A rank that is killed prints nothing, so the lowest rank of the machine that is left prints its end.
+    A rank that is killed prints nothing, so the lowest surviving rank of the machine reports it.
 
     Args:
-        runner_gone: called in a thread when the `deepspeed` command has ended.
+        on_runner_end: called in a thread when the `deepspeed` command has ended.
     """
 
-    def __init__(self, environment: RankEnvironment, runner_gone: Callable[[], object]) -> None:
-        self._environment, self._runner_gone = environment, runner_gone
+    def __init__(self, environment: RankEnvironment, on_runner_end: Callable[[], object]) -> None:
+        self._environment, self._on_runner_end = environment, on_runner_end
         self._runner = environment.runner()
         self._ranks: dict[int, psutil.Process] = {}
         self._error_files: dict[int, Path] = {}
@@ -50,9 +50,10 @@ class NodeWatch:
         threading.Thread(target=self._watch, name="node watch", daemon=True).start()
 
     def ended(self) -> dict[int, int | None]:
-        """Return the ranks that have ended and how: exit status, minus a signal, or None if nobody saw it.
+        """Return the ranks that have ended, and their exit status: minus the signal, None if it is unknown.
 
-        Only a zombie tells, which launchers reap within a second, or torchrun's error file, which a killed rank lacks.
+        Launchers reap a zombie, and with it the exit status, within a second. If that was too fast, torchrun's error
+        file of the rank shows that it failed by itself.
         """
         for rank, process in list(self._ranks.items()):
             if rank not in self._ended and not is_alive(process):
@@ -66,14 +67,12 @@ class NodeWatch:
         return self._knows_all_ranks() and not self.ended()
 
     def report_killed(self, *, unseen: bool = False) -> None:
-        """Print the ranks that were killed, once each, if this is the lowest rank that is left.
-
-        The main thread calls it before it ends this process.
+        """Print the ranks that were killed, once each, if this is the lowest surviving rank.
 
         Args:
-            unseen: print the first rank that ended even if nobody saw how, unless the `deepspeed` command has ended.
+            unseen: also print the first rank that ended if its status is unknown and the `deepspeed` command runs.
         """
-        with self._reporting:  # until the line is written
+        with self._reporting:  # a thread that exits the process waits until the line is written
             ended = self.ended()
             is_lowest = all(rank in ended or rank > self._environment.rank for rank in list(self._ranks))
             for number, (rank, status) in enumerate(ended.items()):
@@ -88,26 +87,26 @@ class NodeWatch:
         exits = select.poll()
         while True:
             for process in self._find_ranks():
-                with contextlib.suppress(OSError):  # it has ended, or Linux is older than 5.3: then polling has to do
+                with contextlib.suppress(OSError):  # it has ended, or Linux is older than 5.3: then poll() times out
                     exits.register(os.pidfd_open(process.pid), select.POLLIN)
             exits.poll(1000 * POLL_SECONDS)
             self.report_killed()
             if self._runner_has_ended():
-                self._runner_gone()
+                self._on_runner_end()
             if self.ended():
-                time.sleep(POLL_SECONDS / 10)  # because the descriptor of a process that has ended stays readable
+                time.sleep(POLL_SECONDS / 10)  # the descriptor of an ended process stays readable
 
     def _runner_has_ended(self) -> bool:
         return self._runner is not None and not is_alive(self._runner)
 
     def _find_ranks(self) -> list[psutil.Process]:
-        """Return ranks of this machine that are new; none, once all have been found."""
+        """Return those ranks of this machine that have started since the last call."""
         parent, new = self._environment.parent, list[psutil.Process]()
         if parent is None or self._knows_all_ranks():
             return new
-        with contextlib.suppress(psutil.Error):  # the launcher is gone
+        with contextlib.suppress(psutil.Error):  # the launcher has ended
             for process in parent.children():
-                with contextlib.suppress(psutil.Error, StopIteration):  # it has ended, or is no rank
+                with contextlib.suppress(psutil.Error, StopIteration):  # the child has ended, or is not a rank
                     variables = process.environ()
                     rank = next(int(variables[name]) for name in RANK if variables.get(name, "").isdecimal())
                     if rank != self._environment.rank and rank not in self._ranks:
@@ -121,19 +120,19 @@ class NodeWatch:
 
 
 def _exit_status(process: psutil.Process) -> int | None:
-    """Return the status that a zombie keeps for its parent; psutil has only that of our own children."""
+    """Return a zombie's exit status, which psutil reads only for children of this process."""
     try:
         stat = Path(f"/proc/{process.pid}/stat").read_text()
     except OSError:  # reaped, or there is no /proc
         return None
-    fields = stat[stat.rindex(")") + 2 :].split()  # from `state` on (proc_pid_stat(5)); the name may hold blanks
+    fields = stat[stat.rindex(")") + 2 :].split()  # from `state` on (proc_pid_stat(5)); the name may contain blanks
     return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" and process.is_running() else None
 
 
 def describe_killed(rank: int, status: int | None) -> str:
-    """Return the end of a rank of this machine: `rank 1 (node2) was killed by SIGKILL; out of memory?`.
+    """Return a message about an ended rank of this machine: `rank 1 (node2) was killed by SIGKILL; out of memory?`.
 
-    It is "" for a rank that ended by itself, or by a launcher's signal before the rank could handle it.
+    It is "" for a rank that exited, or that a launcher's signal ended before it had installed its handlers.
     """
     if status is None:
         return f"{rank_name(rank)} has ended; if it printed no error, it was killed (out of memory?)"

@@ -1,4 +1,4 @@
-"""Keep libraries' messages below level ERROR out of a run's output.
+"""Hide libraries' messages below level ERROR.
 
 DeepSpeed's runner and launch.py print before any rank exists; only `deepspeed -q` silences them.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from zero_tp.errors import UserError
 
-# Read by C++ or at import. A value that the person has set wins.
+# C++ code, or Python at import, reads these. A value that the person has set wins.
 ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "GLOG_minloglevel": "2",
@@ -47,9 +47,9 @@ LIBRARIES = r"(torch|deepspeed|transformers|accelerate|datasets|huggingface_hub)
 def quiet_libraries(verbose: bool) -> None:
     """Silence DeepSpeed, torch and transformers below level ERROR in this process, unless `verbose`.
 
-    Call it before they are imported: some of it is read then. Later calls change nothing more.
+    Call it before they are imported, because they read some settings at import.
     """
-    # tokenizers' threads and forked data workers don't mix; it would warn of that once for each worker.
+    # tokenizers disables its threads in forked data workers and would print a warning in each.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if verbose:
         return
@@ -57,26 +57,26 @@ def quiet_libraries(verbose: bool) -> None:
         os.environ.setdefault(name, value)
     for name in LOGGERS:
         # A filter, because the libraries set their loggers' levels themselves when they are imported.
-        logging.getLogger(name).addFilter(_only_errors)
+        logging.getLogger(name).addFilter(_is_error)
     for category in (FutureWarning, DeprecationWarning, UserWarning):
         warnings.filterwarnings("ignore", category=category, module=LIBRARIES)
-    # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor and says so at every call site, ours or not.
+    # torch 2.13 deprecates all_gather_into_tensor and reduce_scatter_tensor, with a warning at every call site.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 
-def _only_errors(record: logging.LogRecord) -> bool:
+def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
 @contextlib.contextmanager
 def suppress_output(verbose: bool = False, *, stderr: bool = False) -> Iterator[None]:
-    """Drop what libraries `print` inside the block, unless `verbose`; if the block fails, it goes to stderr.
+    """Hide what libraries `print` inside the block, unless `verbose`. If the block fails, write it to stderr.
 
-    `deepspeed.init_distributed` and `deepspeed.initialize` print where they could log. After a `UserError`, which is
-    complete without it, it is dropped too.
+    `deepspeed.init_distributed` and `deepspeed.initialize` print instead of logging. After a `UserError`, whose message
+    is complete, the output stays hidden.
 
     Args:
-        stderr: drop what is written to stderr too. A stream that was opened before, such as our progress bar, stays.
+        stderr: hide stderr too, but not for streams that were opened before, such as our progress bar.
     """
     if verbose:
         yield

@@ -1,8 +1,8 @@
-"""Signals end a process, or request something of a training run: SIGTERM to save and stop, SIGUSR1 to save.
+"""Handle signals: SIGTERM and Ctrl-C end a process; in training SIGTERM saves and stops, SIGUSR1 saves.
 
-A request reaches one rank, or all of them one after another, and only sets that rank's flags. At the next step boundary
-all ranks reduce the flags and act together: on a CPU at once, on an accelerator one step later. Then neither the host
-nor the device waits.
+A signal may reach one rank only, or all ranks one after another; it sets flags of that rank. At the next step boundary
+all ranks reduce their flags and act together. On an accelerator they act one step later, so that neither the host nor
+the device waits for the reduction.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Requests:
     Attributes:
         accepted: whether training handles requests at its step boundaries.
         stop, save: what was requested.
-        late: whether an answer is read a step later; by default on an accelerator.
+        late: whether a reduction's result is read one step later; None: on accelerators.
     """
 
     accepted: bool = False
@@ -47,14 +47,15 @@ class Requests:
             self.accepted = False
             self._exchanges.clear()
 
-    def agreed(self, device: torch.device) -> tuple[bool, bool]:
-        """Return (stop, save) as any rank was asked; a save is returned once. All-reduce of two numbers, all ranks.
+    def all_reduce(self, device: torch.device) -> tuple[bool, bool]:
+        """Return (stop, save): whether any rank has the flag. All-reduce of two numbers over all ranks.
 
-        Late answers are those of the call before, on every rank; the first call then returns (False, False).
+        A save is returned once. If `late`, each call returns the previous call's result, and the first returns
+        (False, False).
         """
         late = device.type != "cpu" if self.late is None else self.late
         save = self.save
-        if save:  # before the reduction, during which another request may come
+        if save:  # reset before the reduction, because another signal may come meanwhile
             self.save = False
         self._exchanges.append(_all_reduce_flags([self.stop, save], device))
         if late and len(self._exchanges) == 1:
@@ -64,7 +65,7 @@ class Requests:
 
 
 def _all_reduce_flags(flags: list[bool], device: torch.device) -> Deferred:
-    """Reduce flags by OR over all ranks. On an accelerator this waits for nothing."""
+    """Reduce flags by OR over all ranks. On an accelerator this does not synchronise."""
     import torch
     import torch.distributed as dist
 
@@ -76,16 +77,16 @@ def _all_reduce_flags(flags: list[bool], device: torch.device) -> Deferred:
 
 
 def listen(act: Callable[[set[int]], None]) -> None:
-    """Handle SIGINT, SIGTERM and SIGUSR1 by `act` alone, in a thread. A forked child has the default actions.
+    """Call `act` in a thread for SIGINT, SIGTERM and SIGUSR1. Forked children get the default actions.
 
-    Python's own handlers don't run while the main thread waits in a collective. Blocking the signals for a `sigwait`
-    thread would work too, but compilers and data workers would inherit the mask.
+    Python runs no signal handlers while the main thread waits in a collective. A thread that blocks the signals and
+    calls `sigwait` would work too, but compilers and data workers would inherit the mask.
 
     Args:
         act: called with the numbers of the signals that have arrived.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background job ignores Ctrl-C
+        if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background jobs ignore SIGINT
             signal.signal(number, lambda *_: None)
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -100,7 +101,7 @@ def listen(act: Callable[[set[int]], None]) -> None:
 
 
 def _restore_handlers() -> None:
-    """Give a forked child (a data worker) the default actions back."""
+    """Restore the default actions in a forked child, such as a data worker."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGUSR1):

@@ -180,7 +180,7 @@ class TrainingEngine:
             guarded: the step's number, to compare the TP ranks' choices of experts in its first micro-batch, and the
                 DP ranks' duplicates just before its update.
             guard_gradients: also run its first micro-batch twice. On CUDA a script without `connect_deepspeed` calls
-                `zero_tp.process.connect.fix_workspace` first.
+                `zero_tp.process.connect.use_deterministic_cublas` first.
 
         Raises:
             UserError: another number of micro-batches than `gradient_accumulation_steps`; choices, duplicates or

@@ -190,7 +190,8 @@ def deterministic_algorithms() -> Iterator[None]:
     """Allow only kernels that add in a fixed order; any other raises a RuntimeError.
 
     With `warn_only=True` the backward of torch's flash and memory-efficient attention keeps no order, and that of
-    cuDNN's never does (`attention_backward.cu`, `sdp_utils.cpp`). On CUDA it needs `process.connect.fix_workspace`.
+    cuDNN's never does (`attention_backward.cu`, `sdp_utils.cpp`). On CUDA it needs
+    `process.connect.use_deterministic_cublas`.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)

@@ -72,7 +72,7 @@ def _run_step(state: TrainState, batches: ReadAhead[list[Any]]) -> None:
     if state.is_last_step or state.is_due(settings.evaluation.interval):
         for callback in state.callbacks:
             callback.on_evaluate(state)
-    state.stop, save = state.requests.agreed(state.engine.device)
+    state.stop, save = state.requests.all_reduce(state.engine.device)
     if state.is_last_step or save or _is_save_due(state):
         for callback in state.callbacks:
             callback.on_save(state)

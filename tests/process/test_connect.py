@@ -1,4 +1,4 @@
-"""Ranks that see one device each start and train, although DeepSpeed uses LOCAL_RANK as a device index."""
+"""Each rank has a device of its own, also where DeepSpeed uses LOCAL_RANK as the index of the only visible device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,36 @@ from tests.checkpoint.test_checkpoint import steps_of, write_config
 from tests.support.asynchronous_accelerator import asynchronous
 from tests.support.launched import free_port
 from tests.support.pools import Pool
+from zero_tp import devices
 from zero_tp.config import RunConfig
-from zero_tp.process.connect import connect_deepspeed
+from zero_tp.errors import UserError
+from zero_tp.process.connect import connect_deepspeed, rank_device
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.training.engine import TrainingEngine
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "count", "visible", "expected"),
+    [
+        (1, 8, "", 1),
+        (7, 8, "0,1,2,3,4,5,6,7", 7),
+        (1, 1, "GPU-5b0f", 0),  # srun --gpus-per-task=1
+        (1, 1, "", "local rank 1 has no cuda device: this machine has 1"),
+        (2, 2, "0,1", "local rank 2 has no cuda device: this machine has 2"),
+        (None, 8, "", "LOCAL_RANK is not set, so the cuda device of rank 3 is unknown"),
+    ],
+)
+def test_a_rank_has_the_device_of_its_local_rank_or_the_only_visible_one(
+    local_rank: int | None, count: int, visible: str, expected: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    environment = RankEnvironment(rank=3, world=4, local_rank=local_rank, local_world=2)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            rank_device(environment, "cuda")
+    else:
+        assert rank_device(environment, "cuda").index == expected
 
 
 def init_gloo(backend: str, *, device_id: torch.device, **options: Any) -> None:
@@ -30,7 +56,7 @@ def init_gloo(backend: str, *, device_id: torch.device, **options: Any) -> None:
     init_process_group("gloo", **options)
 
 
-def trained_on_the_only_device(path: str, port: int, launcher: dict[str, str]) -> tuple[str, int | None, float]:
+def train_on_the_only_device(path: str, port: int, launcher: dict[str, str]) -> tuple[str, int | None, float]:
     """Connect again, as a new process of `launch/pretrain.py` does, and train a step; this rank sees one device.
 
     Returns:
@@ -41,8 +67,8 @@ def trained_on_the_only_device(path: str, port: int, launcher: dict[str, str]) -
     rank = dist.get_rank()
     dist.destroy_process_group()
     comm.cdb = None
-    shown = {"MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": f"GPU-{rank}", "LOCAL_RANK": str(rank)}
-    os.environ.update(shown | {name: value.format(rank=rank) for name, value in launcher.items()})
+    variables = {"MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": f"GPU-{rank}", "LOCAL_RANK": str(rank)}
+    os.environ.update(variables | {name: value.format(rank=rank) for name, value in launcher.items()})
     environment = RankEnvironment(rank=rank, world=2, local_rank=rank, local_world=2)
     environment.export()
     config = RunConfig.load(path, world_size=2)
@@ -64,11 +90,17 @@ def trained_on_the_only_device(path: str, port: int, launcher: dict[str, str]) -
 @pytest.mark.parametrize(
     ("stage", "launcher"), [(1, {"OMPI_COMM_WORLD_LOCAL_RANK": "{rank}"}), (3, {})], ids=["1-mpirun", "3-srun"]
 )
-def test_ranks_that_are_shown_one_device_each_train(tmp_path: Path, stage: int, launcher: dict[str, str]) -> None:
+def test_ranks_with_one_visible_device_each_train(tmp_path: Path, stage: int, launcher: dict[str, str]) -> None:
     path = write_config(tmp_path / "config.json", stage, "fp32", tensor=1)
     pool = Pool(2)  # not a shared one: its ranks leave their process group
     try:
-        (device, first, loss), other = pool.run(trained_on_the_only_device, str(path), free_port(), launcher)
+        (device, first, loss), other = pool.run(train_on_the_only_device, str(path), free_port(), launcher)
     finally:
         pool.kill()
     assert (device, first) == ("cuda:0", 0) and other == ("cuda:0", 1, loss) and math.isfinite(loss)
+
+
+def test_devices_of_a_run_are_named_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA H100 80GB HBM3 of {device}")
+    assert devices.describe_devices(torch.device("cuda", 1), 4) == "4 × NVIDIA H100 80GB HBM3 of cuda:1"
+    assert devices.describe_devices(torch.device("cpu"), 2) == "2 × CPU"

@@ -1,0 +1,101 @@
+"""Rates of one device: seconds of a matrix product, of a collective, and of products that overlap collectives.
+
+Work takes its size over a reached rate: the device's peak times a share that others have measured (zero_tp/devices.py).
+The rest follows from the work's shape.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from zero_tp.devices import Device
+from zero_tp.errors import UserError
+
+TILE = (256, 128)
+"""Rows and columns of the result that one multiprocessor makes at once: cuBLAS's most efficient tile (NVIDIA, Matrix
+Multiplication Background User's Guide, section 2.3)."""
+START, NEAR_HOP, FAR_HOP = 8.4e-6, 3.4e-6, 14e-6
+"""Seconds of a ring before its first byte, for each hop over NVLink, and for each over a network (NCCL 2.18,
+src/graph/tuning.cc: `baseLat` and `hwLat` of Ring/Simple)."""
+
+
+def matrix_flops(device: Device, dtype: str) -> float:
+    """Return the peak of a device's matrix units in a run's dtype [FLOP/s].
+
+    Raises:
+        UserError: the device can't compute in this dtype.
+    """
+    teraflops = device.tflops(dtype)
+    if teraflops is None:
+        others = [name for name in ("bf16", "fp16", "fp32") if device.tflops(name)]
+        raise UserError(
+            f"--device: {device.name} has no {dtype} matrix units; plan for {' or '.join(others)} "
+            f"(--set bf16.enabled=false), or another device"
+        )
+    return teraflops * 1e12
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates of one device in one dtype.
+
+    Attributes:
+        element: bytes of an element.
+        peak: of the matrix units [FLOP/s].
+    """
+
+    device: Device
+    element: int
+    peak: float
+
+    @property
+    def matrix(self) -> float:
+        """Return the FLOP/s that the best products reach."""
+        return self.peak * self.device.matrix_share
+
+    @property
+    def memory(self) -> float:
+        """Return the bytes/s that passes over memory reach."""
+        return self.device.memory_gbps * 1e9 * self.device.memory_share
+
+    def product(self, rows: float, columns: float, depth: float) -> float:
+        """Return the seconds of [rows, depth] × [depth, columns].
+
+        The multiprocessors compute the result's tiles in waves, and the last wave takes as long as a full one. Writing
+        the result is added: a multiprocessor holds one tile and does not multiply while it writes.
+        """
+        units = self.device.units
+        flops = math.inf
+        for tile_rows, tile_columns in (TILE, TILE[::-1]) if units > 1 else ((1, 1),):
+            tiles = math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
+            flops = min(flops, math.ceil(tiles / units) * units * 2.0 * tile_rows * tile_columns * depth)
+        return flops / self.matrix + self.element * rows * columns / self.memory
+
+    def collective(self, size: float, ranks: int, stride: int = 1, pieces: float = 1) -> float:
+        """Return the seconds of a ring all-gather or reduce-scatter.
+
+        A ring over several nodes enters and leaves each node once, however many of its ranks are there. Groups with a
+        stride form as many parallel rings, which share the node's links.
+
+        Args:
+            size: bytes of the whole tensor.
+            stride: between neighbours of the group, in ranks; a node has consecutive ranks.
+            pieces: number of collectives, one after another, that the tensor is split into.
+        """
+        if ranks == 1:
+            return 0.0
+        device = self.device
+        rings = min(stride, device.per_node)
+        ranks_of_node = max(1, device.per_node // stride)
+        nodes = -(-ranks // ranks_of_node)
+        speed = device.intra_gbps * device.link_share
+        if nodes > 1:
+            speed = min(speed, device.inter_gbps * device.inter_share * device.per_node / rings)
+        far_hops = nodes - 1
+        latency = START + far_hops * FAR_HOP + (ranks - 1 - far_hops) * NEAR_HOP
+        return pieces * latency + size * (ranks - 1) / ranks / (speed * 1e9)
+
+    def slowdown(self, seconds: float) -> float:
+        """Return the seconds that products lose to a collective that overlaps them, which uses multiprocessors too."""
+        return seconds * self.device.channels / self.device.units

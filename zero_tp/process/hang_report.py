@@ -1,0 +1,133 @@
+"""Describe a hang: each rank's status, its Python frame, its collectives, and which ranks wait for which."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_tp.topology import name_ranks
+
+_LIBRARY = Path(__file__).resolve().parents[1]
+_WAITING = (f"torch{os.sep}distributed", f"deepspeed{os.sep}comm")
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """Status of a rank, as it is written to the job's store.
+
+    Attributes:
+        count: number of marks. All ranks set the same marks in the same order, so the rank with the fewest is behind.
+        phase, step, doing: start, step, save or evaluation; its step; the work inside it.
+        seconds: since the last mark.
+        message: number of this message.
+        frame: the main thread's function, once half of the phase's limit has passed.
+        waiting: whether that function waits for other ranks; None before.
+        collectives: the counts of `collective_progress`; "" before.
+    """
+
+    count: int = 0
+    phase: str = "start"
+    step: int = 0
+    doing: str = ""
+    host: str = ""
+    seconds: float = 0.0
+    message: int = 0
+    frame: str = ""
+    waiting: bool | None = None
+    collectives: str = ""
+
+    def describe(self) -> str:
+        where = f"{self.phase}{f' {self.step}' if self.step else ''}{f', {self.doing}' if self.doing else ''}"
+        counts = f"; collectives enqueued/completed: {self.collectives}" if self.collectives else ""
+        return f"({self.host}) in {where} for {self.seconds:.0f} s{f', at {self.frame}' if self.frame else ''}{counts}"
+
+
+def describe_hang(
+    statuses: Mapping[int, RankStatus], silent: set[int], world: int, status: RankStatus, limit: float
+) -> str:
+    """Return a line for each rank, and a last line that says which ranks wait for which.
+
+    Args:
+        silent: ranks that have stopped writing.
+        status: of the rank whose limit has passed.
+        limit: in seconds.
+    """
+    lines = [
+        f"rank {rank} {statuses[rank].describe()}{', silent since' if rank in silent else ''}"
+        for rank in sorted(statuses)
+    ]
+    least = min(status.count for status in statuses.values())
+    last = [rank for rank in sorted(statuses) if statuses[rank].count == least]
+    behind = sorted(silent) or [rank for rank in last if statuses[rank].waiting is False] or last
+    waiting = sorted(set(range(world)) - set(behind))
+    who = "no rank is behind another"
+    if waiting:
+        who = f"{name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for {name_ranks(behind)}"
+    where = f"{status.phase}{f' {status.step}' if status.step else ''}"
+    limits = f"{limit / 60:.3g} minutes, by zero_tp.training.timeout_minutes"
+    return "\n".join([*lines, f"error: no progress in {where} for {limits}: {who}"])
+
+
+def describe_frame(thread: int) -> tuple[str, bool]:
+    """Return a thread's function with its caller in this library, and whether the function waits for other ranks."""
+    collects = gc.isenabled()
+    gc.disable()  # Python 3.11 hangs in a collection that begins while frames are listed (CPython's issue 106883)
+    frame = sys._current_frames().get(thread)
+    if collects:
+        gc.enable()
+    if frame is None:
+        return "its end", False
+    name, file = frame.f_code.co_name, frame.f_code.co_filename
+    waiting = name == "wait" or any(part in file for part in _WAITING)
+    for caller, line in traceback.walk_stack(frame):
+        path = Path(caller.f_code.co_filename)
+        if path.is_relative_to(_LIBRARY):
+            place = f"({path.relative_to(_LIBRARY.parent)}:{line})"
+            called_by = "" if caller is frame else f", called by {caller.f_code.co_name}"
+            return f"{name}{called_by} {place}", waiting
+    return f"{name} ({Path(file).name})", waiting
+
+
+def collective_progress(groups: Sequence[str]) -> str:
+    """Return how many collectives each process group has enqueued and completed: `TP 42/41, DP 7/7`.
+
+    torch's flight recorder counts them, unless `TORCH_FR_BUFFER_SIZE` is 0. Reading it does not synchronise.
+
+    Args:
+        groups: names in the order of their creation, by which the recorder numbers them.
+    """
+    from torch._C import _distributed_c10d
+
+    status: dict[str, Any] = {}
+    # A build with NCCL has one recorder for NCCL's collectives and one for those of the other backends.
+    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if hasattr(_distributed_c10d, dump):
+            status |= json.loads(getattr(_distributed_c10d, dump)(False)).get("pg_status", {})
+    names = dict(enumerate(groups))
+    return ", ".join(
+        f"{names.get(int(number), f'group {number}')} "
+        f"{counts['last_enqueued_collective']}/{counts['last_completed_collective']}"
+        for number, counts in sorted(status.items(), key=lambda group: int(group[0]))
+    )
+
+
+def dump_flight_recorder(rank: int) -> list[str]:
+    """Write NCCL's flight recorder to torch's own path, for `torchfrtrace`, and return a line that names the file."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized() or "nccl" not in distributed.get_backend():
+        return []
+    from torch._C._distributed_c10d import _dump_nccl_trace  # type: ignore[attr-defined]
+
+    path = Path(f"{os.environ.get('TORCH_NCCL_DEBUG_INFO_TEMP_FILE', '/tmp/nccl_trace_rank_')}{rank}")
+    try:
+        path.write_bytes(_dump_nccl_trace())
+    except OSError as error:
+        return [f"the flight recorder could not be written to {path} ({error.strerror})"]
+    return [f"the flight recorder of rank {rank} is in {path}"]
