@@ -21,13 +21,13 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from zero_tp.data.sources import file_sha256, read_blocks
 
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.data import PrepareSettings, formats, prepare, records, stream
 from zero_tp.data.documents import find_sources, read_documents
 from zero_tp.data.formats import DOCUMENTS
 from zero_tp.data.records import Document, Problem, Source
-from zero_tp.data.sources import file_sha256, read_blocks
 from zero_tp.errors import UserError
 
 ROOT = Path(__file__).parents[2]
