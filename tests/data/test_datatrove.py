@@ -35,14 +35,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def inputs(tmp_path: Path, seed: int) -> list[str | Path]:
     """Five files of three kinds, with records that are no documents; one is empty."""
-    chance, found = random.Random(seed), list[str | Path]()
+    chance, paths = random.Random(seed), list[str | Path]()
     for number, name in enumerate(("b.jsonl", "a.jsonl.gz", "c.jsonl")):
-        found.append(write_jsonl(tmp_path / name, texts_of(chance, 30 + number)))
-    with open(found[0], "a") as file:
+        paths.append(write_jsonl(tmp_path / name, texts_of(chance, 30 + number)))
+    with open(paths[0], "a") as file:
         file.write('{"text": \n' * 3)
     (tmp_path / "e.jsonl").touch()
     (tmp_path / "d.txt").write_text("\r\n\r\n".join(texts_of(chance, 9)), newline="")
-    return [*found, tmp_path / "e.jsonl", tmp_path / "d.txt"]
+    return [*paths, tmp_path / "e.jsonl", tmp_path / "d.txt"]
 
 
 def make_parts(
@@ -205,7 +205,7 @@ def test_refusals(tmp_path: Path, inputs: list[str | Path], tokenizer: str, monk
         list(reader.run(None, 0, 1))
     monkeypatch.setitem(sys.modules, "datatrove", None)
     with pytest.raises(UserError, match=r"needs datatrove: pip install -c constraints.txt -e .\[datatrove\]"):
-        formats.needed("datatrove", "this", "datatrove")
+        formats.import_optional("datatrove", "this", "datatrove")
 
 
 def test_the_command(tmp_path: Path, whole_parts: Path) -> None:
@@ -225,9 +225,6 @@ def test_the_command(tmp_path: Path, whole_parts: Path) -> None:
         refused = prepared(*words)
         assert (refused.returncode, refused.stdout) == (2, "") and message in refused.stderr
         assert refused.stderr.count("\n") == 1
-
-
-# --- the script -------------------------------------------------------------------------------------------------------
 
 
 def test_the_script_makes_what_one_process_makes(tmp_path: Path, inputs: list[str | Path], tokenizer: str) -> None:

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--eos",
         metavar="TOKEN",
-        help="the token that ends a document, if the tokenizer is given (default: its eos token, or its only token with "
+        help="the token that ends a document, if the tokenizer is given (default: its eos token, or its only one with "
         "a well-known name)",
     )
     parser.add_argument(

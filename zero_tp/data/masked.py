@@ -258,7 +258,7 @@ class SegmentPairs:
             else:  # a sentence as long as a window is cut, which would reveal the later segment
                 begins = begins[:0]
         tokens = corpus.read(first + start, stop - start)
-        if stop == size and tokens[-1] == self.masking.vocabulary.end:
+        if stop == size and tokens[-1] == self.masking.vocabulary.eos:
             tokens = tokens[:-1]
         return tokens, begins[begins < len(tokens)]
 
