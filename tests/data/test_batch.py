@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -104,4 +105,14 @@ def test_validation_scores_every_token_but_the_first_of_each_document(
                 assert len(labels) == check_row(batch, row, windows.pop(0) if windows else [])
                 scored += labels
     assert not windows
+    plain = ValidationSamples([folder / "a", folder / "b"], s)
+    rows = [
+        row
+        for rank in range(2)
+        for batch in plain.batches(None, micro, rank, 2)
+        for row in zip(*batch[:2], strict=True)
+    ]
+    targets = [(int(i), int(t)) for ids, labels in rows for i, t in zip(ids, labels, strict=True) if t != IGNORE_INDEX]
+    streams = [[token for document in documents for token in document] for documents in corpora]
+    assert sorted(targets) == [pair for stream in streams for pair in itertools.pairwise(stream)], "each token once"
     assert sorted(scored) == [token for documents in corpora for document in documents for token in document[1:]]

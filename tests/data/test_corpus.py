@@ -393,24 +393,19 @@ def test_a_signal_before_the_first_write_leaves_nothing(
 
 
 def test_links_in_an_output_stay_and_an_output_may_be_one(tmp_path: Path) -> None:
-    output, elsewhere = run(tmp_path).output, tmp_path / "elsewhere"
-    (output / "link").symlink_to("report.json")
-    (output / "dangling").symlink_to("nowhere")
-    (output / "folder").symlink_to(tmp_path)
-    socket.socket(socket.AF_UNIX).bind(str(output / "socket"))
-    sources, anew = [tmp_path / "out.jsonl"], PrepareSettings("bpe:300", 0.1, 9)
-    prepare(sources, output, anew, overwrite=True)
-    links = {path.name: os.readlink(path) for path in output.iterdir() if path.is_symlink()}
-    assert links == {"link": "report.json", "dangling": "nowhere", "folder": str(tmp_path)}
-    assert (output / "socket").is_socket() and prepare(sources, output, anew).reused
-
-    output.rename(elsewhere)
-    output.symlink_to(elsewhere.name)
-    prepare(sources, output, PrepareSettings("bpe:300", 0.1, 11), overwrite=True)
-    assert output.is_symlink() and not elsewhere.is_symlink() and (elsewhere / "link").is_symlink()
-    assert prepare(sources, elsewhere, PrepareSettings("bpe:300", 0.1, 11)).reused
+    output, target = run(tmp_path).output, tmp_path / "target"
+    sources, other = [tmp_path / "out.jsonl"], PrepareSettings("bpe:300", 0.1, 9)
+    output.rename(target)
+    output.symlink_to(target.name)
+    links = {"link": "report.json", "dangling": "nowhere", "folder": str(tmp_path)}
+    for name, destination in links.items():
+        (target / name).symlink_to(destination)
+    socket.socket(socket.AF_UNIX).bind(str(target / "socket"))
+    prepare(sources, output, other, overwrite=True)
+    assert {path.name: os.readlink(path) for path in target.iterdir() if path.is_symlink()} == links
+    assert output.is_symlink() and (target / "socket").is_socket() and prepare(sources, target, other).reused
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
     output.unlink()
     output.symlink_to(output.name)
     with pytest.raises(UserError, match=r"out: can't be written: Not a directory$"):
-        prepare(sources, output, anew, overwrite=True)
+        prepare(sources, output, other, overwrite=True)

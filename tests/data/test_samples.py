@@ -151,25 +151,6 @@ def test_refusals_have_numbers(corpus: Corpus) -> None:
 
 
 @settings(deadline=None, max_examples=20)
-@given(micro=st.integers(1, 5), data=st.integers(1, 4))
-def test_validation_scores_every_token_once(corpus: Corpus, micro: int, data: int) -> None:
-    first, second = _two(corpus)
-    samples = ValidationSamples([first, second], 8)
-    assert len(samples) == 13 + 8
-    ranks = [list(samples.batches(None, micro, rank, data)) for rank in range(data)]
-    assert len({len(batches) for batches in ranks}) == 1
-    labels, inputs = [], []
-    for batches in ranks:
-        for batch in batches:
-            assert batch.input_ids.shape == batch.labels.shape == (micro, 8)
-            scored = batch.labels != IGNORE_INDEX
-            labels += batch.labels[scored].tolist()
-            inputs += batch.input_ids[scored].tolist()
-    assert sorted(labels) == [*range(1, 103), *range(501, 561)]
-    assert [token + 1 for token in inputs] == labels
-
-
-@settings(deadline=None, max_examples=20)
 @given(limit=st.integers(1, 40), micro=st.integers(1, 5), data=st.integers(1, 4))
 def test_a_limited_validation_does_not_depend_on_the_topology(
     corpus: Corpus, limit: int, micro: int, data: int

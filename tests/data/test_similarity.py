@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from tests.support.corpora import write_jsonl
 from zero_tp.data import Prepared, PrepareSettings, prepare
@@ -151,3 +154,36 @@ def test_length_and_unicode(tmp_path: Path) -> None:
         assert cut.report["documents"]["dropped"].get("short", 0) == sum(length < least for length in lengths)
     mended = run(tmp_path, texts, "mended", tokenizer=tokenizer, repair=True, validation=14)
     assert "schön — fine" in (mended.output / "validation.jsonl").read_text()
+
+
+def test_all_steps_together_drop_each_planted_document_once(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    words = [text.split() for text in islice(read_documents(ROOT / "launch/corpus/sotu.jsonl.gz"), 20)]
+    texts = [" ".join(each[at : at + 150]) for each in words for at in range(0, len(each) - 150, 150)]
+    texts = chance.sample(texts, 200)
+    passage = "it was the best of times it was the worst of times it was the age of wisdom"
+    planted = {
+        "duplicate": texts[:20],
+        "near-duplicate": [f"Indeed, {text}" for text in texts[20:40]],
+        "short": ["Too short."] * 20,
+        "contaminated": [f"{text} {passage}" for text in texts[40:60]],
+        "empty": [" "] * 5,
+    }
+    rows = texts[60:] + texts[:40]
+    tokenizer = str(run(tmp_path, rows, "trained").output / "tokenizer")
+    rows += [text for each in planted.values() for text in each]
+    rows[0] = f"The schÃ¶n word is mended. {rows[0]}"
+    pq.write_table(pa.table({"id": range(len(rows)), "content": rows}), tmp_path / "raw.parquet")
+    (tmp_path / "held.jsonl").write_text(json.dumps({"question": passage, "answer": "folly"}))
+    settings = PrepareSettings(
+        tokenizer, 1, repair=True, min_tokens=128, deduplicate="near", decontaminate=(tmp_path / "held.jsonl",)
+    )
+    prepared = prepare([tmp_path / "raw.parquet"], tmp_path / "out", settings, processes=2)
+    documents_of(prepared)
+    dropped = prepared.report["documents"]["dropped"]
+    assert dropped.pop("near-duplicate") >= 20
+    assert dropped == {name: len(planted[name]) for name in ("duplicate", "short", "contaminated", "empty")}
+    decoder, corpus = AutoTokenizer.from_pretrained(tokenizer), IndexedCorpus(prepared.output / "train")
+    mended = [decoder.decode(corpus.document(i)) for i in range(2)]
+    assert any("schön" in text for text in (*mended, (prepared.output / "validation.jsonl").read_text()))
+    assert all(len(corpus.document(i)) > 128 for i in range(len(corpus)))

@@ -103,12 +103,15 @@ def prepare(
         return output_identity(sources, hashes, spec, settings)
 
     with name_output_in_errors(output, directory):
+        reading = reading_identity(sources, spec, settings)
         if (reused := find_reusable(output, current_identity, overwrite)) is not None:
             clear_partial(real_output, (TOKENIZER,))
+            is_being_written = hidden_sibling(real_output, "partial").exists()
+            if not is_being_written and Spool(directory).identity in (None, reading):
+                shutil.rmtree(directory, ignore_errors=True)  # of a start that was killed at its end
             return reused
         # Standard input and the hub may give other documents at another start.
         can_resume = all(source.path is not None for source in sources)
-        reading = reading_identity(sources, spec, settings)
         with (
             partial_directory(real_output, (TOKENIZER,)) as written,
             _open_spool(directory, reading, overwrite, can_resume) as spool,

@@ -67,7 +67,7 @@ def _lines(file: IO[bytes]) -> Iterator[Record]:
 
 def _json_lines(source: Source, file: IO[bytes]) -> Iterator[Record]:
     """Yield the lines that are not blank."""
-    return (line for line in _lines(file) if isinstance(line.content, Problem) or line.content.strip())
+    return (line for line in _lines(file) if not isinstance(line.content, bytes) or line.content.strip())
 
 
 def choose_json_key(source: Source, records: Sequence[Record]) -> None:

@@ -136,8 +136,8 @@ class Spool:
     def append(self, block: ProcessedBlock) -> None:
         columns = [block.columns.get(name, b"") for name in COLUMNS]
         header = {"source": block.source, "number": block.number, "sha256": block.sha256}
-        header |= {"lengths": list(map(len, columns)), **block.counts.as_dict()}
-        line = json.dumps(header).encode() + b"\n"
+        lengths = list(map(len, columns))
+        line = json.dumps({**header, "lengths": lengths, **block.counts.as_dict()}).encode() + b"\n"
         self._file.writelines([line, *columns])
         self._index(line)
         if time.monotonic() >= self._next_commit:
