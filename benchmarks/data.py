@@ -188,10 +188,9 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
     import zstandard
 
     from zero_tp.data import PrepareSettings, prepare
-    from zero_tp.data.corpus import Reading
-    from zero_tp.data.documents import find_sources
+    from zero_tp.data.corpus import BlockProcessor
+    from zero_tp.data.documents import find_sources, read_blocks
     from zero_tp.data.encoder import DocumentEncoder
-    from zero_tp.data.sources import read_blocks
     from zero_tp.data.tokenizer import load_tokenizer
 
     parts, clock = defaultdict[str, float](float), time.process_time
@@ -207,7 +206,7 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
         tokenizer = prepare([CORPUS], folder / "first", PrepareSettings("bpe:32768"), processes=1).output / "tokenizer"
         source, small = write_pieces(folder / "texts.jsonl", 1, options.seed), folder / "small.jsonl"
         encoder = DocumentEncoder(load_tokenizer(tokenizer))
-        work, batch = Reading(options.seed, encoder), encoder._backend.encode_batch_fast
+        work, batch = BlockProcessor(options.seed, encoder), encoder._backend.encode_batch_fast
         (source_file,) = find_sources([source])
         blocks = timed("reading", lambda: list(read_blocks(source_file)))
         timed("between processes", lambda: Pickler.loads(Pickler.dumps(blocks)))

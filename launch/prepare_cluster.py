@@ -25,7 +25,7 @@ from typing import Any
 from zero_tp import cli
 from zero_tp.data.documents import HUB
 from zero_tp.data.encoder import DocumentEncoder
-from zero_tp.data.settings import check_validation, stamp_of
+from zero_tp.data.settings import check_validation, size_and_time
 from zero_tp.data.similarity import SHINGLE
 from zero_tp.errors import UserError
 
@@ -98,7 +98,7 @@ def minhash_config() -> MinhashConfig:
 
 def is_long_enough(encoder: DocumentEncoder, min_tokens: int, document: Document) -> bool:
     ((ids, _),) = encoder.encode([document.text])
-    return len(ids) - encoder.ends >= min_tokens
+    return len(ids) - encoder.eos_count >= min_tokens
 
 
 def stages(
@@ -160,7 +160,7 @@ def main() -> None:
     output = Path(os.path.abspath(options.output))
     reader = CorpusReader(inputs, options.text_key, options.documents)
     settings = {name: getattr(options, name) for name in ("text_key", "documents", "repair", "deduplicate")}
-    settings["inputs"] = digest([[source.name, *stamp_of(source)] for source in reader.sources])
+    settings["inputs"] = digest([[source.name, *size_and_time(source)] for source in reader.sources])
     corpus = TokenizedCorpus(
         options.tokenizer,
         output,

@@ -35,14 +35,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def inputs(tmp_path: Path, seed: int) -> list[str | Path]:
     """Five files of three kinds, with records that are no documents; one is empty."""
-    chance, found = random.Random(seed), list[str | Path]()
+    chance, paths = random.Random(seed), list[str | Path]()
     for number, name in enumerate(("b.jsonl", "a.jsonl.gz", "c.jsonl")):
-        found.append(write_jsonl(tmp_path / name, texts_of(chance, 30 + number)))
-    with open(found[0], "a") as file:
+        paths.append(write_jsonl(tmp_path / name, texts_of(chance, 30 + number)))
+    with open(paths[0], "a") as file:
         file.write('{"text": \n' * 3)
     (tmp_path / "e.jsonl").touch()
     (tmp_path / "d.txt").write_text("\r\n\r\n".join(texts_of(chance, 9)), newline="")
-    return [*found, tmp_path / "e.jsonl", tmp_path / "d.txt"]
+    return [*paths, tmp_path / "e.jsonl", tmp_path / "d.txt"]
 
 
 def make_parts(
@@ -135,7 +135,7 @@ def whole_parts(tmp_path_factory: pytest.TempPathFactory, tokenizer: str) -> Pat
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_part_that_is_missing_or_damaged(tmp_path: Path, whole_parts: Path, kind: str) -> None:
+def test_a_missing_or_damaged_part_is_refused_by_name(tmp_path: Path, whole_parts: Path, kind: str) -> None:
     damage, message = DAMAGE[kind]
     parts = shutil.copytree(whole_parts, tmp_path / "parts")
     damage(parts)
@@ -145,18 +145,18 @@ def test_a_part_that_is_missing_or_damaged(tmp_path: Path, whole_parts: Path, ki
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"seed": 7}, r"/00001: made with another seed than 00000"),
-        ({"sentences": "en", "min_tokens": 3}, r"/00001: made with another min_tokens, sentences than 00000"),
-        ({"settings": {"inputs": "others"}}, r"/00001: made with another inputs than 00000"),
-        ({"tasks": 4}, r"/00001: made with another number of tasks than 00000"),
-        ({"tokenizer": "bpe:310"}, r"/00001: made with another tokenizer than 00000"),
-    ],
-)
-def test_a_part_of_another_corpus(
-    tmp_path: Path, whole_parts: Path, tokenizer: str, options: dict[str, Any], message: str
+FOREIGN: list[tuple[dict[str, Any], str]] = [
+    ({"seed": 7}, "seed"),
+    ({"sentences": "en", "min_tokens": 3}, "min_tokens, sentences"),
+    ({"settings": {"inputs": "others"}}, "inputs"),
+    ({"tasks": 4}, "number of tasks"),
+    ({"tokenizer": "bpe:310"}, "tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("options", "different"), FOREIGN)
+def test_a_part_of_another_corpus_is_refused(
+    tmp_path: Path, whole_parts: Path, tokenizer: str, options: dict[str, Any], different: str
 ) -> None:
     options, parts = dict(options), shutil.copytree(whole_parts, tmp_path / "parts")
     source = write_jsonl(tmp_path / "a.jsonl", texts_of(random.Random(1), 20))
@@ -165,7 +165,7 @@ def test_a_part_of_another_corpus(
     others = make_parts([source], tmp_path / "others", tokenizer, options.pop("tasks", 3), **options)
     shutil.rmtree(parts / "00001")
     shutil.copytree(others / "00001", parts / "00001")
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=rf"/00001: made with another {different} than 00000"):
         merge(parts, tmp_path / "out")
 
 
@@ -205,7 +205,7 @@ def test_refusals(tmp_path: Path, inputs: list[str | Path], tokenizer: str, monk
         list(reader.run(None, 0, 1))
     monkeypatch.setitem(sys.modules, "datatrove", None)
     with pytest.raises(UserError, match=r"needs datatrove: pip install -c constraints.txt -e .\[datatrove\]"):
-        formats.needed("datatrove", "this", "datatrove")
+        formats.import_optional("datatrove", "this", "datatrove")
 
 
 def test_the_command(tmp_path: Path, whole_parts: Path) -> None:
@@ -225,9 +225,6 @@ def test_the_command(tmp_path: Path, whole_parts: Path) -> None:
         refused = prepared(*words)
         assert (refused.returncode, refused.stdout) == (2, "") and message in refused.stderr
         assert refused.stderr.count("\n") == 1
-
-
-# --- the script -------------------------------------------------------------------------------------------------------
 
 
 def test_the_script_makes_what_one_process_makes(tmp_path: Path, inputs: list[str | Path], tokenizer: str) -> None:

@@ -24,30 +24,31 @@ writes
   OUTPUT/tokenizer/                      opens with AutoTokenizer.from_pretrained
   OUTPUT/report.json                     counts, entropies in nats a token, checksums, settings
 
-inputs: .jsonl and .json (an object is a document), .csv, .parquet, .arrow (a row is one), .txt (the file is one, see
---documents); all but .parquet and .arrow also with .gz, .zst, .bz2 or .xz after it. Directories, globs, - for standard
-input, hf:NAME[:CONFIGURATION[:SPLIT]] for a data set of the Hugging Face hub. docs/data.md has all of it.
-What can't be read is counted by reason, and the rest goes on. The split depends on the documents and the seed only, not
-on their order. Running the same command again reuses OUTPUT; one that was interrupted goes on.
+inputs: .jsonl and .json (an object is a document), .csv, .parquet, .arrow (a row is a document), .txt (the file is a
+document, see --documents); all but .parquet and .arrow also with .gz, .zst, .bz2 or .xz after it. Directories, globs, -
+for standard input, hf:NAME[:CONFIGURATION[:SPLIT]] for a data set of the Hugging Face hub. Details: docs/data.md.
+Records that can't be read are counted by reason and skipped. The split depends only on the documents and the seed, not
+on their order. The same command again reuses OUTPUT, or resumes if it was interrupted.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument(
-        "--input", nargs="+", action="extend", metavar="FILE|DIR|GLOB|-|hf:NAME", help="what to read, see below"
+        "--input", nargs="+", action="extend", metavar="FILE|DIR|GLOB|-|hf:NAME", help="inputs, see below"
     )
     parser.add_argument(
         "--tokenizer",
         metavar="DIR|bpe:SIZE|wordpiece:SIZE|wordpiece-cased:SIZE",
-        help="a Hugging Face tokenizer directory or name on its hub, or what to train: a byte-level BPE of SIZE "
-        "tokens, or a WordPiece vocabulary for the masked objective, of text without capitals and accents or as it is",
+        help="a Hugging Face tokenizer directory or a name on its hub, or a tokenizer to train: a byte-level BPE of "
+        "SIZE tokens, or a WordPiece vocabulary for the masked objective, uncased or cased",
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="directory to make")
     parser.add_argument(
         "--eos",
         metavar="TOKEN",
-        help="of a given tokenizer: what ends a document (default: its eos token, or the one of a well-known name)",
+        help="the token that ends a document, if the tokenizer is given (default: its eos token, or its only one with "
+        "a well-known name)",
     )
     parser.add_argument(
         "--tokenizer-documents", type=int, metavar="N", help="train the tokenizer on N documents (default: all)"
@@ -63,12 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="stop at the first record that is no document")
     parser.add_argument("--processes", type=int, metavar="N", help="that read and tokenise (default: one a core)")
     parser.add_argument(
-        "--merge", type=Path, metavar="PARTS", help="join the parts that a cluster has made (launch/prepare_cluster.py)"
+        "--merge", type=Path, metavar="PARTS", help="join the parts that a cluster wrote (launch/prepare_cluster.py)"
     )
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace an OUTPUT, or what an interrupted start read, of other inputs or settings",
+        help="replace an OUTPUT, or the progress of an interrupted start, of other inputs or settings",
     )
 
 
@@ -82,19 +83,19 @@ def _add_document_arguments(parser: argparse.ArgumentParser) -> None:
         help="documents to hold out: a fraction below 1, or a whole number of documents (default: 0.02)",
     )
     parser.add_argument("--seed", type=int, default=1234, help="of the split (default: 1234)")
-    parser.add_argument("--text-key", metavar="KEY", help="field of the text (default: text, or the one that is found)")
+    parser.add_argument("--text-key", metavar="KEY", help="field of the text (default: text, see docs/data.md)")
     parser.add_argument(
         "--documents",
         choices=("file", "line", "blank-line"),
         default="file",
-        help="what a document of a .txt file is: the file, a line, or what a blank line ends (default: file)",
+        help="the unit of a .txt file that is one document: the file, a line, or a paragraph (default: file)",
     )
     parser.add_argument(
         "--stdin-kind",
         dest="stdin",
         choices=("jsonl", "json", "txt", "csv"),
         default="jsonl",
-        help="what --input - reads (default: jsonl)",
+        help="the format of standard input (default: jsonl)",
     )
 
 
@@ -112,7 +113,7 @@ def _add_step_arguments(steps: argparse._ArgumentGroup) -> None:
     steps.add_argument(
         "--deduplicate",
         choices=("exact", "near"),
-        help="drop copies; near: also what shares 0.7 of its 5-word shingles with an earlier document (MinHash LSH)",
+        help="drop copies; near: also documents that share 0.7 of their 5-word shingles with an earlier one (MinHash)",
     )
     steps.add_argument(
         "--decontaminate",
@@ -121,22 +122,22 @@ def _add_step_arguments(steps: argparse._ArgumentGroup) -> None:
         type=Path,
         default=[],
         metavar="FILE",
-        help="drop documents with 13 words in a row of these evaluation sets, and WikiText's articles by their titles",
+        help="drop documents with 13 consecutive words of these evaluation sets, and WikiText's articles by title",
     )
     steps.add_argument(
         "--split-sentences",
         dest="sentences",
         metavar="LANGUAGE",
-        help="keep where sentences begin, by the rules of a language (its ISO 639 code, such as en; general rules for "
-        "one that has none): the masked objective's two segments meet there",
+        help="store the starts of sentences, by the rules of a language (its ISO 639 code, such as en), at which the "
+        "masked objective's second segments begin",
     )
 
 
 def main(options: argparse.Namespace) -> None:
     if options.show is not None:
-        from zero_tp.data.show import shown
+        from zero_tp.data.show import show_corpus
 
-        for text in shown(options.show, options.sample, options.sequence_length):
+        for text in show_corpus(options.show, options.sample, options.sequence_length):
             print(text)
         return
     required = ("input", "tokenizer", "output") if options.merge is None else ("output",)
@@ -179,7 +180,7 @@ def _summary(prepared: Prepared) -> Iterator[str]:
     if prepared.reused:
         yield f"{prepared.output} is up to date: made from the same inputs and settings"
     if prepared.resumed:
-        yield f"went on from an interrupted start, which had read {prepared.resumed:,} documents"
+        yield f"resumed an interrupted start, which had read {prepared.resumed:,} documents"
     if (documents := report["documents"])["dropped"]:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in documents["dropped"].items())
         dropped = documents["read"] - documents["kept"]
@@ -195,7 +196,7 @@ def _summary(prepared: Prepared) -> Iterator[str]:
         yield f"   each document ends with {end}"
     yield (
         f"   unigram: {unigram['train_entropy']:.3f} nats a token "
-        f"(validation {unigram['validation_cross_entropy']:.3f}): a model must get below this to have learnt any order"
+        f"(validation {unigram['validation_cross_entropy']:.3f}): a loss below this means that the model uses context"
     )
     if not prepared.reused:
         yield f"wrote {prepared.output} in {sum(report['seconds'].values()):.1f} s"

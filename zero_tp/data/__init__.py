@@ -1,4 +1,4 @@
-"""Corpora are prepared, stored and sampled here. What a script calls has its name here too."""
+"""Corpora: preparing, storing and sampling them. The names of `__all__` are for scripts."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 __all__ = ["CorpusDataset", "CorpusStream", "PrepareSettings", "Prepared", "prepare", "stream"]
 
-_WHERE = {
+_MODULES = {
     **{"prepare": "corpus", "PrepareSettings": "settings", "Prepared": "settings", "stream": "documents"},
     **{"CorpusDataset": "datasets", "CorpusStream": "datasets"},
 }
 
 
-def __getattr__(name: str) -> Any:  # on first use: datasets.py takes torch's second
-    if name not in _WHERE:
+def __getattr__(name: str) -> Any:  # on first use: importing torch takes a second
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

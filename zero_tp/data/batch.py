@@ -1,10 +1,9 @@
 """Rows of packed documents for one forward.
 
-With `data.document_attention` "reset" each piece of a document in a window is trained on like a row of its own. A token
-attends to its piece only, positions count from 0 at the piece's start, and a piece's last token predicts nothing. A
-window that begins inside a document begins with a piece at position 0; the tokens before it belong to another sample.
-These are `reset_attention_mask`, `reset_position_ids` and `eod_mask_loss` of Megatron-LM, all three at once, but the
-starts of documents are read from the index and not guessed from end-of-document tokens.
+With `data.document_attention` "reset" a token attends only to its own document in the window, positions restart with
+each document, and a document's last token predicts nothing. The rest of a document from an earlier window counts as a
+document, with positions from 0. These are `reset_attention_mask`, `reset_position_ids` and `eod_mask_loss` of
+Megatron-LM together, but documents' starts are read from the index and not guessed from end-of-document tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ class Batch(NamedTuple):
     """The rows of one forward, each field int64 [m, s].
 
     Attributes:
-        labels: already shifted: the token after each of `input_ids`, or -100: score nothing.
-        position_ids, document_ids: each token's position in its piece of a document, and the document's number; None
-            if attention and positions run through the documents.
+        labels: already shifted: the token after each of `input_ids`, or -100, which is not scored.
+        position_ids, document_ids: each token's position in its document, and the document's number; None if
+            attention and positions span the whole row.
     """
 
     input_ids: Tensor
@@ -36,30 +35,23 @@ class Batch(NamedTuple):
     document_ids: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """Move the batch, asynchronously by page-locked memory to an accelerator.
-
-        The documents' numbers stay on the host, which alone reads them.
-        """
-        positions = None if self.position_ids is None else _moved(self.position_ids, device)
-        return Batch(_moved(self.input_ids, device), _moved(self.labels, device), positions, self.document_ids)
+        """Move the batch to a device asynchronously. Document numbers stay on the host, which alone reads them."""
+        positions = None if self.position_ids is None else _move(self.position_ids, device)
+        return Batch(_move(self.input_ids, device), _move(self.labels, device), positions, self.document_ids)
 
     def arguments(self) -> dict[str, Any]:
-        """Return what a `CausalLM` takes beside the input ids."""
-        return {
-            "shift_labels": self.labels,
-            "position_ids": self.position_ids,
-            "document_ids": self.document_ids,
-        }
+        """Return the arguments of a `CausalLM` other than the input ids."""
+        return {"shift_labels": self.labels, "position_ids": self.position_ids, "document_ids": self.document_ids}
 
 
 class MaskedBatch(dict[str, Tensor]):
     """A batch of the masked objective: the arguments of transformers' BertForPreTraining, int64.
 
     - `input_ids`, `token_type_ids` (0 for [CLS] A [SEP], 1 for B [SEP]), `attention_mask` (0: padding), [m, s].
-    - `labels` [m, s]: the token that was masked there, or -100.
+    - `labels` [m, s]: the token that was masked, or -100.
     - `next_sentence_label` [m]: 0 if the segments are in order, 1 if they are swapped, -100 for an empty row; missing
       if rows have one segment.
-    - `label_places` [n], which `to` adds: flat indices of the labels that are not -100.
+    - `label_places` [n], added by `to`: flat indices of the labels that are not -100.
     """
 
     @property
@@ -71,9 +63,9 @@ class MaskedBatch(dict[str, Tensor]):
         return self["labels"]
 
     def to(self, device: torch.device) -> MaskedBatch:
-        """Move it as `Batch.to` does. The host finds the labels' places, because it would wait for an accelerator."""
+        """Move it as `Batch.to` does. The host computes `label_places`: `nonzero` would synchronise with a device."""
         places = (self.labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
-        return MaskedBatch({name: _moved(part, device) for name, part in {"label_places": places, **self}.items()})
+        return MaskedBatch({name: _move(part, device) for name, part in {"label_places": places, **self}.items()})
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of a `MaskedLM` other than the input ids."""
@@ -90,15 +82,15 @@ def as_batch(batch: AnyBatch | tuple[Tensor, Tensor] | Mapping[str, Tensor]) -> 
     return MaskedBatch(batch) if isinstance(batch, Mapping) else Batch(*batch)
 
 
-def _moved(part: Tensor, device: torch.device) -> Tensor:
+def _move(part: Tensor, device: torch.device) -> Tensor:
     return part if part.device.type == device.type else part.pin_memory().to(device, non_blocking=True)
 
 
 def separated(windows: Tensor, documents: Tensor) -> Batch:
-    """Make a batch of windows [m, s + 1] whose documents do not see each other.
+    """Return a batch of windows [m, s + 1] whose documents do not attend to each other.
 
     Args:
-        documents: each token's document, [m, s + 1]; one of document PADDING is never a label.
+        documents: each token's document, [m, s + 1]; a token of document PADDING is never a label.
     """
     after = documents[:, 1:]
     labels = windows[:, 1:].masked_fill((after != documents[:, :-1]) | (after == PADDING), IGNORE_INDEX)
@@ -107,7 +99,7 @@ def separated(windows: Tensor, documents: Tensor) -> Batch:
 
 
 def positions_of(documents: Tensor) -> Tensor:
-    """Return each token's position in its piece of a document, from 0. [m, s] → [m, s]."""
+    """Return each token's position in its document, from 0 at its first token in the row. [m, s] → [m, s]."""
     column = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]

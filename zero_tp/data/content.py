@@ -1,6 +1,6 @@
-"""The content of a corpus' tokens, remembered in PREFIX.content.json so that PREFIX.bin is not read at each start.
+"""A cache of the hash and the range of a corpus' tokens, PREFIX.content.json, which saves reading PREFIX.bin.
 
-The file is valid as long as the size and times of PREFIX.bin are those it records. It may be deleted.
+The file is valid while PREFIX.bin has the recorded size and times. It may be deleted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero_tp.files import write_atomically
 from zero_tp.strict_json import InvalidJson, read_object
 
 REPORT = "report.json"
-"""In a directory that `prepare` wrote: the checksum of each file, among others."""
+"""The report of `prepare`, with the checksum of each file of the output."""
 _CLOCK_TICK = 0.01  # seconds: a file system's times can be as coarse
 
 
@@ -40,54 +40,48 @@ class Content:
 
 
 def file_stamp(data: Path) -> dict[str, int]:
-    """Return what every write to a file changes: also if its times were set back, because nobody can set ctime."""
+    """Return a file's size and times. Every write changes them, because no program can set the ctime."""
     status = data.stat()
     return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
 
 
 def stamp_after_tick(data: Path) -> dict[str, int]:
-    """Return the stamp of a file, once any later write will change its times."""
+    """Return the stamp of a file after waiting until a later write would change its times."""
     stamp = file_stamp(data)
     if abs(time.time() - max(stamp["mtime_ns"], stamp["ctime_ns"]) / 1e9) < _CLOCK_TICK:
         time.sleep(_CLOCK_TICK)
     return stamp
 
 
-def recall(prefix: str) -> Content | None:
-    """Return the remembered content of PREFIX.bin; None if there is none or the file was written to since."""
-    try:
-        memory = read_object(content_path(prefix))
-        if memory == _memory(file_stamp(bin_path(prefix)), memory["content"]):
-            return Content(**memory["content"])
-    except (OSError, InvalidJson, KeyError, TypeError):  # nothing usable: all of PREFIX.bin is read
-        pass
+def load_cached(prefix: str) -> Content | None:
+    """Return the cached content of PREFIX.bin; None if there is none or the file was written to since."""
+    with contextlib.suppress(OSError, InvalidJson, KeyError, TypeError):
+        entry = read_object(content_path(prefix))
+        if entry == _cache_entry(file_stamp(bin_path(prefix)), entry["content"]):
+            return Content(**entry["content"])
     return None
 
 
-def remember(prefix: str, stamp: dict[str, int], content: Content) -> None:
-    """Remember the content that PREFIX.bin had at this stamp, if the folder can be written."""
+def save_cached(prefix: str, stamp: dict[str, int], content: Content) -> None:
+    """Cache the content that PREFIX.bin had at this stamp, if the folder can be written."""
     with contextlib.suppress(OSError):
-        memory = _memory(stamp, dataclasses.asdict(content))
-        write_atomically(content_path(prefix), json.dumps(memory) + "\n")
+        entry = _cache_entry(stamp, dataclasses.asdict(content))
+        write_atomically(content_path(prefix), json.dumps(entry) + "\n")
 
 
-def _memory(stamp: dict[str, int], content: dict[str, Any]) -> dict[str, Any]:
-    memory = {"file": stamp, "content": content}
-    return {**memory, "sha256": hashlib.sha256(json.dumps(memory, sort_keys=True).encode()).hexdigest()}
+def _cache_entry(stamp: dict[str, int], content: dict[str, Any]) -> dict[str, Any]:
+    entry = {"file": stamp, "content": content}
+    return {**entry, "sha256": hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()}
 
 
-def check_recorded(path: Path, sha256: str) -> None:
-    """Compare a file's SHA-256 with that of the report beside it, if `prepare` wrote one.
-
-    Raises:
-        UserError: they differ.
-    """
+def check_report(path: Path, sha256: str) -> None:
+    """Compare a file's SHA-256 with that in `prepare`'s report, if there is one. UserError: they differ."""
     try:
         recorded = read_object(path.with_name(REPORT))["files"][path.name]["sha256"]
-    except (OSError, InvalidJson, KeyError, TypeError):  # no report, or not one with checksums
+    except (OSError, InvalidJson, KeyError, TypeError):  # no report, or one without checksums
         return
     if recorded != sha256:
         raise UserError(
             f"{path} is damaged: its SHA-256 is {sha256[:12]}…, not {shown(recorded)[1:13]}… as in {REPORT}; "
-            "copy it again, or make it again with zero-tp prepare --overwrite"
+            "copy it again, or prepare it again with zero-tp prepare --overwrite"
         )

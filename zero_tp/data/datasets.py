@@ -1,7 +1,6 @@
 """A corpus, or a blend of several, as PyTorch's two kinds of data set, for plain loops and `transformers.Trainer`.
 
-Both give the samples of `PackedSamples`, in its order: sample k is a pure function of corpora, weights, sequence length
-and seed, so a run can begin at any sample.
+Both yield the samples of `PackedSamples`, in its order.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ Prefixes = str | Path | Mapping[str, float]
 class CorpusDataset(Dataset[dict[str, Tensor]]):
     """A corpus as a map-style data set: item k has `input_ids` and `labels`, int64 [s] each, the same ids.
 
-    A DataLoader need not shuffle it: the seed draws an order for each pass.
+    It is already shuffled, in a new order for each pass.
 
     Args:
         prefixes: a corpus' prefix, or prefix → weight of several.
         sequence_length: s.
         seed: of the order.
-        samples: the length; None: as many as one pass over all corpora has. It may be more than that.
-        separate: give `position_ids` too, which begin at 0 with each document, for attention that takes packed rows; a
-            document's first token is no label.
+        samples: the length; None: one pass over all corpora. It may be more than that.
+        separate: add `position_ids`, which restart with each document, for attention to packed rows; a document's first
+            token is no label.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
         return self.sample(k)
 
     def sample(self, k: int) -> dict[str, Tensor]:
-        """Return sample k, of any pass, as a Hugging Face model takes it: it shifts the labels itself."""
+        """Return sample k, of any pass. Hugging Face models shift the labels themselves."""
         ids = torch.from_numpy(self._packed[k][:-1])
         item = {"input_ids": ids, "labels": ids.clone()}
         if self._packed.separate:
@@ -72,12 +71,12 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
 class CorpusStream(IterableDataset[dict[str, Tensor]]):
     """A corpus as an iterable data set: the items of `CorpusDataset`, divided among ranks and a DataLoader's workers.
 
-    Worker w of W of rank r of R gives those with k mod (R·W) = r·W + w.
+    Worker w of W of rank r of R yields the items k with k mod (R·W) = r·W + w.
 
     Args:
-        first: the number of the first sample, such as those that a run has seen.
-        samples: how many there are from there on, over all ranks; None: without end.
-        rank, world: which share is given.
+        first: the number of the first sample, for example the number of samples that a run has seen.
+        samples: their number from `first` on, over all ranks; None: without end.
+        rank, world: this rank, and the number of ranks.
     """
 
     def __init__(

@@ -15,26 +15,26 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_tp.data.corpus import TOKENIZER, Reading, Spool
-from zero_tp.data.documents import find_sources
+from zero_tp.data.corpus import TOKENIZER, BlockProcessor
+from zero_tp.data.documents import batch_records, find_sources, read_blocks
 from zero_tp.data.encoder import DocumentEncoder
-from zero_tp.data.formats import needed
+from zero_tp.data.formats import import_optional
 from zero_tp.data.parts import MANIFEST
-from zero_tp.data.records import Problem, Record, RecordBatch, RecordCounts, where
-from zero_tp.data.settings import PrepareSettings, check_settings, describe_files, library_versions, stamp_of
-from zero_tp.data.sources import batch_records, read_blocks
+from zero_tp.data.records import Problem, Record, RecordBatch, RecordCounts, location
+from zero_tp.data.settings import PrepareSettings, check_settings, describe_files, library_versions, size_and_time
+from zero_tp.data.spool import Spool
 from zero_tp.data.tokenizer import load_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.errors import UserError
 from zero_tp.files import partial_directory, put_in_place
 
-needed("datatrove", "zero_tp.data.datatrove", "datatrove")
+import_optional("datatrove", "zero_tp.data.datatrove", "datatrove")
 
 from datatrove.data import Document  # noqa: E402
 from datatrove.pipeline.base import PipelineStep  # noqa: E402
 
 SOURCE, FILE, PLACE = "source_number", "file_path", "place"
-"""Metadata of a document: the number of its input, the input's name (datatrove's readers give it, too), its line."""
+"""Metadata of a document: the number of its input, the input's name (datatrove's readers set it, too), its line."""
 _TEXT = "text"
 Source = tuple[int, str]
 
@@ -56,7 +56,7 @@ class CorpusReader(PipelineStep):
         self.sources = find_sources(inputs, text_key, documents)
         if any(source.path is None and source.kind != "hub" for source in self.sources):
             raise UserError("standard input can't be read by several tasks: write it to a file first")
-        self.stamps = [stamp_of(source) for source in self.sources]
+        self.stamps = [size_and_time(source) for source in self.sources]
         self.counts = RecordCounts()
 
     def run(self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
@@ -65,7 +65,7 @@ class CorpusReader(PipelineStep):
         for number in range(rank, len(self.sources), world_size):
             yield from self._documents(number)
 
-    def own(self, rank: int, world_size: int) -> list[Source]:
+    def inputs_of(self, rank: int, world_size: int) -> list[Source]:
         """Return the inputs of a task."""
         return [(number, self.sources[number].name) for number in range(rank, len(self.sources), world_size)]
 
@@ -78,14 +78,14 @@ class CorpusReader(PipelineStep):
                 self.stat_update("total")
                 if isinstance(document, Problem):
                     self.stat_update("dropped", f"dropped_{document.reason}")
-                    self.counts.drop(where(source.name, place), *document)
+                    self.counts.drop(location(source.name, place), document)
                     continue
                 metadata = {SOURCE: number, FILE: source.name, PLACE: place}
-                yield Document(document.text, where(source.name, place), metadata=metadata)
+                yield Document(document.text, location(source.name, place), metadata=metadata)
         self._check_unchanged(number)
 
     def _check_unchanged(self, number: int) -> None:
-        if stamp_of(self.sources[number]) != self.stamps[number]:
+        if size_and_time(self.sources[number]) != self.stamps[number]:
             raise UserError(f"{self.sources[number].name}: it has changed since the pipeline was made: start it again")
 
 
@@ -94,10 +94,11 @@ class TokenizedCorpus(PipelineStep):
 
     Args:
         tokenizer: a directory, or a name on the hub.
-        parts: directory for the parts of all tasks; all machines see it.
+        parts: directory for the parts of all tasks, which all machines can read and write.
         eos, sentences, seed, min_tokens: see `PrepareSettings`.
-        settings: what else decides the documents, such as inputs and filters; parts with other ones are not merged.
-        reader: this pipeline's reader: the report then counts what it and later steps dropped, as `filtered`.
+        settings: other settings of the pipeline, such as its inputs and filters; parts with other ones aren't merged.
+        reader: this pipeline's reader: the report then counts the records that it drops, and as `filtered` the
+            documents that later steps drop.
     """
 
     type, name = "🔢 - TOKENIZER", "zero_tp"
@@ -119,26 +120,26 @@ class TokenizedCorpus(PipelineStep):
         if spec.directory is None:
             raise UserError(
                 f"tokenizer {tokenizer}: a cluster takes a finished tokenizer: prepare some of the documents with "
-                "zero-tp prepare first, and then give that output's tokenizer directory"
+                "zero-tp prepare first, then pass that output's tokenizer directory"
             )
         check_settings(PrepareSettings(str(tokenizer), seed=seed, min_tokens=min_tokens, sentences=sentences, eos=eos))
         self.tokenizer, self.parts, self.eos, self.reader = spec.directory.absolute(), Path(parts), eos, reader
         self.encoder = DocumentEncoder(load_tokenizer(spec.directory, eos), sentences)
-        self.reading = Reading(seed, self.encoder, min_tokens=min_tokens)
+        self.processor = BlockProcessor(seed, self.encoder, min_tokens=min_tokens)
         self.settings = {
             **{"tokenizer": spec.fingerprint(), "eos": eos, "sentences": sentences, "seed": seed},
             **{"min_tokens": min_tokens, "versions": library_versions(), **(settings or {})},
         }
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
-        """Write the part of task `rank`. A part that a killed task left, or an earlier run made, is replaced."""
+        """Write the part of task `rank`, which replaces one of a killed task or of an earlier run."""
         part = self.parts / f"{rank:05d}"
         with partial_directory(part, (TOKENIZER,)) as directory, contextlib.closing(Spool(directory).open({})) as spool:
-            own = self.reader.own(rank, world_size) if self.reader is not None else []
-            sources = {source: number for number, source in enumerate(own)}
+            inputs = self.reader.inputs_of(rank, world_size) if self.reader is not None else []
+            sources = {source: number for number, source in enumerate(inputs)}
             for source, block in self._blocks(data, sources):
                 with self.track_time():
-                    spool.append(self.reading(source, block))
+                    spool.append(self.processor(source, block))
             self.stat_update("documents", value=spool.counts.kept)
             spool.commit()
             if rank == 0:
@@ -158,7 +159,7 @@ class TokenizedCorpus(PipelineStep):
             put_in_place(directory, part, stale=lambda name: True)
 
     def _blocks(self, data: Iterable[Document], sources: dict[Source, int]) -> Iterator[tuple[int, RecordBatch]]:
-        """Yield documents in blocks, each of one source with its number in `sources`, to which new ones are added."""
+        """Yield the number of a source and a block of its documents. New sources are added to `sources`."""
         numbers = itertools.count()
         for source, documents in itertools.groupby(data, _source_of):
             records = (Record(document.metadata.get(PLACE, 0), {_TEXT: document.text}) for document in documents)

@@ -1,37 +1,63 @@
-"""Find the inputs that a person names, and read their documents.
+"""Find the inputs that the user names (files, directories, globs, standard input, data sets of the Hugging Face hub),
+and read their documents in blocks of about 1 MiB, the same ones on every machine.
 
-An input is a file, a directory, a glob, standard input, or a data set of the Hugging Face hub.
+`RecordBatch.documents` parses records, which may happen in another process. A bad record becomes a `Problem`: nothing
+is dropped silently, and no other record is lost.
 """
 
 from __future__ import annotations
 
+import bz2
 import glob
+import hashlib
+import io
+import lzma
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from zero_tp.data.formats import FORMATS, STREAMS, TABLES
-from zero_tp.data.records import EVERY_STRING, HUB, Document, Problem, Source, object_of, where
-from zero_tp.data.sources import COMPRESSIONS, read_blocks
+import zstandard
+
+from zero_tp.data.formats import FORMATS, STREAMS, TABLES, choose_json_key, read_hub
+from zero_tp.data.records import (
+    EVERY_STRING,
+    HUB,
+    Document,
+    Problem,
+    Record,
+    RecordBatch,
+    Source,
+    location,
+    object_of,
+)
 from zero_tp.errors import UserError
+from zero_tp.files import open_regular
 
 STDIN = "-"
+_BLOCK_BYTES, _BLOCK_RECORDS = 2**20, 10_000
+_READ_BYTES, _COMPRESSED_BYTES = 2**20, 2**11  # at once; 2 KiB may be 64 MiB decompressed, and are lost at an error
+COMPRESSIONS: dict[str, Callable[[], Any]] = {
+    ".gz": partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lzma.LZMADecompressor,
+    ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
+}
+"""Ending of a file → a decompressor of one frame."""
 
 
 def _kind(path: Path) -> str | None:
-    """Return the key of `FORMATS` for a file, by its ending without that of a compression; None: there is none."""
+    """Return a file's key of `FORMATS`, by its name; None: the name has none."""
     is_compressed = path.suffix in COMPRESSIONS
     kind = Path(path.stem if is_compressed else path.name).suffix.removeprefix(".")
     return kind if kind in (STREAMS if is_compressed else FORMATS) else None
 
 
 def document_kind(path: Path) -> str:
-    """Return the key of `FORMATS` for a file.
-
-    Raises:
-        UserError: its name ends with none of them, or it is compressed twice.
-    """
+    """Return a file's key of `FORMATS`, by its name. UserError: the name has none, or it is compressed twice."""
     if (kind := _kind(path)) is None:
         raise UserError(
             f"{path}: unknown kind of file: the name must end with one of .{', .'.join(FORMATS)}; all but "
@@ -50,34 +76,31 @@ def check_files(paths: Iterable[Path]) -> None:
         except (OSError, ValueError) as error:  # ValueError: a NUL
             raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
         if not path.is_file():
-            raise UserError(f"{path} is not a regular file: name one, or give its content as standard input")
+            raise UserError(f"{path} is not a regular file: name one, or pipe its content to standard input (-)")
         document_kind(path)
 
 
 def find_sources(
-    words: Sequence[str | Path], text_key: str | None = None, documents: str = "file", stdin_kind: str = "jsonl"
+    inputs: Sequence[str | Path], text_key: str | None = None, documents: str = "file", stdin_kind: str = "jsonl"
 ) -> list[Source]:
-    """Return the sources that are named: files, directories (all files of a known kind below), globs, `-` (standard
+    """Return the sources of the inputs: files, directories (all files of a known kind below), globs, `-` (standard
     input) and `hf:NAME[:CONFIGURATION[:SPLIT]]`.
 
-    Files of a directory or glob are in the order of their names.
-
-    Raises:
-        UserError: there is no such file, or none that can be read.
+    Files of a directory or glob are sorted by path. UserError: there is no such file, or none of a known kind.
     """
     sources: list[Source] = []
-    for word in map(str, words):
-        if word == STDIN:
+    for name in map(str, inputs):
+        if name == STDIN:
             sources.append(Source("standard input", stdin_kind, text_key, documents))
-        elif word.startswith(HUB):
-            if word.split(":")[1] == "":
-                raise UserError(f"{word}: name a data set: hf:NAME[:CONFIGURATION[:SPLIT]]")
-            sources.append(Source(word, "hub", text_key, documents))
+        elif name.startswith(HUB):
+            if name.split(":")[1] == "":
+                raise UserError(f"{name}: name a data set: hf:NAME[:CONFIGURATION[:SPLIT]]")
+            sources.append(Source(name, "hub", text_key, documents))
         else:
-            paths = _files(word)
+            paths = _files(name)
             check_files(paths)
             for path in paths:
-                name = os.fsencode(path).decode("utf-8", "backslashreplace")  # names of files may hold any bytes
+                name = os.fsencode(path).decode("utf-8", "backslashreplace")  # file names may hold any bytes
                 sources.append(Source(name, document_kind(path), text_key, documents, path=path))
     if sum(source.path is None and source.kind != "hub" for source in sources) > 1:
         raise UserError("standard input can be read once: give - once")
@@ -86,61 +109,161 @@ def find_sources(
     return sources
 
 
-def _files(word: str) -> list[Path]:
-    path = Path(word)
-    if os.path.isdir(path):  # False for a name that no file can have
+def _files(name: str) -> list[Path]:
+    """Return the files of a path, a directory or a glob."""
+    path = Path(name)
+    if os.path.isdir(path):  # False for an invalid path
         inside = [file.relative_to(path) for file in path.rglob("*") if file.is_file() and _kind(file)]
         files = [path / file for file in inside if not any(part.startswith(".") for part in file.parts)]
-    elif glob.has_magic(word) and not os.path.lexists(path):
-        files = [Path(name) for name in glob.glob(word, recursive=True) if os.path.isfile(name)]
+    elif glob.has_magic(name) and not os.path.lexists(path):
+        files = [Path(file) for file in glob.glob(name, recursive=True) if os.path.isfile(file)]
     else:
         return [path]
     if not files:
-        raise UserError(f"{word}: no file is there that ends with one of .{', .'.join(FORMATS)}")
+        raise UserError(f"{name}: no file is there that ends with one of .{', .'.join(FORMATS)}")
     return sorted(files)
 
 
 def stream(
     inputs: Sequence[str | Path], text_key: str | None = None, documents: str = "file"
 ) -> Iterator[tuple[str, Document | Problem]]:
-    """Yield every document of the inputs with its place, in order, and a Problem where there is none.
+    """Yield the file and line (or row) of each record of the inputs, in order, with its Document or Problem.
 
     Args: see `find_sources`.
-
-    Raises:
-        UserError: an input is missing or can't be read.
     """
     for source in find_sources(inputs, text_key, documents):
         for block in read_blocks(source):
             for place, document in block.documents():
-                yield where(block.source, place), document
-
-
-# --- for inputs without bad records -----------------------------------------------------------------------------------
+                yield location(block.source, place), document
 
 
 def read_documents(path: Path, text_key: str | None = None) -> Iterator[str]:
-    """Yield the texts of one file, in order, about 1 MiB of them in memory at a time.
-
-    A .txt file is one document: blank lines separate paragraphs in ordinary prose, so cutting there would put parts of
-    one work on both sides of a split.
-
-    Raises:
-        UserError: naming the file and line: missing file, not UTF-8, not JSON, no such key, damaged gzip.
-    """
-    for block in read_blocks(Source(str(path), document_kind(path), text_key, path=path)):
-        for place, document in block.documents():
-            if isinstance(document, Problem):
-                raise UserError(f"{where(block.source, place)}: {document.detail}")
-            yield document.text
+    """Yield the texts of one file, in order. UserError: a record is no document; names its file and line."""
+    for place, document in stream([path], text_key):
+        if isinstance(document, Problem):
+            raise UserError(f"{place}: {document.detail}")
+        yield document.text
 
 
 def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (file and line, for messages; the JSON object there) of a .jsonl file. UserError as `read_documents`."""
+    """Yield (file and line, JSON object) of a .jsonl file. UserError: a line holds no object."""
     for block in read_blocks(Source(str(path), "jsonl", EVERY_STRING, path=path)):
         for number, content in block.records:
-            place = where(block.source, number)
+            place = location(block.source, number)
             parsed = object_of(content) if isinstance(content, bytes) else content
             if isinstance(parsed, Problem):
                 raise UserError(f"{place}: {parsed.detail}")
             yield place, parsed
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def read_blocks(source: Source) -> Iterator[RecordBatch]:
+    """Yield all records of a source in blocks. UserError: it can't be read, or no field holds a text."""
+    source.key, source.position = None, 0
+    try:
+        for number, records in enumerate(batch_records(read_hub(source) if source.kind == "hub" else _records(source))):
+            if number == 0 and source.kind in ("jsonl", "json"):
+                choose_json_key(source, records)
+            yield RecordBatch(source.name, number, source.key, records)
+    except OSError as error:
+        raise UserError(f"{source.name}: {error.strerror or error}") from error
+
+
+def _records(source: Source) -> Iterator[Record]:
+    """Yield the records of a file or of standard input, then set its hash."""
+    with open_regular(source.path) if source.path is not None else os.fdopen(os.dup(sys.stdin.fileno()), "rb") as raw:
+        if source.path is not None and source.kind in TABLES:
+            yield from TABLES[source.kind](source, raw)
+            source.sha256 = file_sha256(source.path)
+            return
+        ending, place = source.path.suffix if source.path is not None else "", 0
+        stream = _ByteStream(source, raw, COMPRESSIONS.get(ending))
+        try:
+            for record in STREAMS[source.kind](source, io.BufferedReader(stream, _READ_BYTES)):
+                place = record.place
+                yield record
+        except EOFError as error:
+            yield Record(place + 1, Problem("unreadable", f"not a whole {ending} file ({error}): the rest is lost"))
+        while stream.read_stored():
+            pass
+        source.sha256 = stream.digest.hexdigest()
+
+
+def batch_records(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Yield records in batches of about 1 MiB."""
+    batch: list[Record] = []
+    size = 0
+    for record in records:
+        batch.append(record)
+        content = record.content
+        size += sum(map(len, map(str, content.values()))) if isinstance(content, dict) else len(content)
+        if size >= _BLOCK_BYTES or len(batch) == _BLOCK_RECORDS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of the file's bytes as stored (compressed, if it is), in hexadecimal."""
+    try:
+        with open_regular(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+
+
+class _ByteStream(io.RawIOBase):
+    """The decompressed bytes of a file; hashes its stored bytes and counts them in `Source.position`.
+
+    A file may have several compressed frames, with zeros after each. A frame that is damaged or cut raises an EOFError;
+    the readers of zstandard and fsspec end silently there.
+    """
+
+    def __init__(self, source: Source, raw: IO[bytes], new_decompressor: Callable[[], Any] | None) -> None:
+        self._source, self._raw, self._new_decompressor = source, raw, new_decompressor
+        self._size = _READ_BYTES if new_decompressor is None else _COMPRESSED_BYTES
+        self._frame: Any = None
+        self._stored, self._output = b"", memoryview(b"")
+        self.digest = hashlib.sha256()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            self._stored = self._stored or self.read_stored()
+            if not self._stored:
+                if self._frame is not None:
+                    raise EOFError("it ends inside a frame")
+                return 0
+            self._output = memoryview(self._decompress())
+        count = min(len(buffer), len(self._output))
+        buffer[:count], self._output = self._output[:count], self._output[count:]
+        return count
+
+    def read_stored(self) -> bytes:
+        """Read bytes of the file as stored."""
+        data = self._raw.read(self._size)
+        self.digest.update(data)
+        self._source.position += len(data)
+        return data
+
+    def _decompress(self) -> bytes:
+        """Decompress the bytes that were read, up to the end of a frame."""
+        stored, self._stored = self._stored, b""
+        if self._new_decompressor is None:
+            return stored
+        if self._frame is None:
+            if not (stored := stored.lstrip(b"\0")):
+                return b""
+            self._frame = self._new_decompressor()
+        try:
+            data: bytes = self._frame.decompress(stored)
+        except (OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
+            raise EOFError(str(error)) from error
+        if self._frame.eof:
+            self._stored, self._frame = self._frame.unused_data, None
+        return data

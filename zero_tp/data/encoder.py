@@ -22,28 +22,28 @@ EncodedDocument = tuple[npt.NDArray[np.uintc], npt.NDArray[np.bool_]]
 class DocumentEncoder:
     """Encodes documents in batches; can be pickled for another process.
 
-    A text that spells a special token (`<|endoftext|>`) is encoded as ordinary text. Only the end of a document gives
-    the eos token, if the tokenizer has one (BERT's has none).
+    A text that spells a special token (`<|endoftext|>`) is encoded as ordinary text. Each document ends with the eos
+    token, if the tokenizer has one (BERT's has none).
 
     Args:
         language: ISO 639 code: documents are split into sentences by the rules of this language; None: they aren't.
 
     Attributes:
-        ends: tokens that end a document: 0 or 1.
-        end_of_document: the token that does; None: there is none.
+        eos_count: eos tokens of a document: 0 or 1.
+        end_of_document: the eos token; None: there is none.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, language: str | None = None) -> None:
         from tokenizers import Tokenizer
 
-        end = tokenizer.eos_token_id
-        self._end = array("I", [] if end is None else [end])
-        self.ends, self.vocabulary_size, self.language = len(self._end), len(tokenizer), language
-        # A copy: the tokenizer that is saved keeps its own settings.
+        eos = tokenizer.eos_token_id
+        self._eos = array("I", [] if eos is None else [eos])
+        self.eos_count, self.vocabulary_size, self.language = len(self._eos), len(tokenizer), language
+        # A copy, because the tokenizer that is saved must keep its own settings.
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.end_of_document: str | None = None if end is None else self._backend.id_to_token(end)
+        self.end_of_document: str | None = None if eos is None else self._backend.id_to_token(eos)
 
     def encode(self, texts: list[str]) -> list[EncodedDocument]:
         """Return each text's token ids, eos at the end, and the starts of its sentences, if there is a language."""
@@ -53,7 +53,7 @@ class DocumentEncoder:
         return list(zip(map(self._ids, encodings), map(self._sentence_starts, texts, encodings), strict=True))
 
     def _ids(self, encoding: Encoding) -> npt.NDArray[np.uintc]:
-        return np.frombuffer(array("I", encoding.ids) + self._end, np.uintc)  # np.array would take three times as long
+        return np.frombuffer(array("I", encoding.ids) + self._eos, np.uintc)  # np.array would take three times as long
 
     def _sentence_starts(self, text: str, encoding: Encoding) -> npt.NDArray[np.bool_]:
         if self.language is None:
@@ -62,15 +62,15 @@ class DocumentEncoder:
 
         lengths = [len(sentence) for sentence in segment(self.language, text)]
         assert sum(lengths) == len(text)
-        # A token that also holds the space before it is of the sentence of its last character.
+        # A token that includes the space before a sentence belongs to the sentence of its last character.
         ends = [end for _, end in encoding.offsets]
         first_tokens = np.searchsorted(ends, [0, *np.cumsum(lengths[:-1])], side="right")
-        starts = np.zeros(len(ends) + self.ends, np.bool_)
+        starts = np.zeros(len(ends) + self.eos_count, np.bool_)
         starts[first_tokens[first_tokens < len(ends)]] = True
         return starts
 
     def columns(self, encodings: Sequence[EncodedDocument]) -> dict[str, bytes]:
-        """Return the columns of documents: tokens of each (int64), all tokens, and where sentences begin (bool)."""
+        """Return a block's token columns, see `spool.COLUMNS`."""
         tokens = np.concatenate([np.zeros(0, np.int64), *(ids for ids, _ in encodings)])
         starts = np.concatenate([np.zeros(0, np.bool_), *(starts for _, starts in encodings)])
         return {

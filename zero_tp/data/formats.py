@@ -1,6 +1,6 @@
 """Readers of records, one for each kind of input: JSON lines, JSON, text, CSV, Parquet, Arrow, data sets of the hub.
 
-`FORMATS` names them by the ending of a file. A reader takes a source and its decompressed bytes, and yields `Record`s.
+`FORMATS` maps the ending of a file to its reader, which takes a source and its decompressed bytes and yields `Record`s.
 Readers of tables set `Source.key` before their first record; `choose_json_key` sets it from the first block of JSON
 objects.
 """
@@ -11,9 +11,9 @@ import codecs
 import csv
 import importlib
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from types import ModuleType
 from typing import IO, Any
 
@@ -27,16 +27,17 @@ from zero_tp.data.records import (
     Record,
     Source,
     choose_key,
+    json_object,
     object_of,
 )
-from zero_tp.errors import UserError, first_line, json_kind, one_line
+from zero_tp.errors import UserError, first_line, one_line
 
 DOCUMENTS = ("file", "line", "blank-line")
 _ROWS = 256  # of a table that are in memory
 
 
-def needed(module: str, purpose: str, extra: str = "data") -> ModuleType:
-    """Import an optional library of an extra. UserError: it is not installed; names the command that installs it."""
+def import_optional(module: str, purpose: str, extra: str = "data") -> ModuleType:
+    """Import a library of an extra. UserError: it is not installed; names the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -47,22 +48,11 @@ def needed(module: str, purpose: str, extra: str = "data") -> ModuleType:
 # --- lines ------------------------------------------------------------------------------------------------------------
 
 
-def _too_long(unit: str) -> Problem:
+def _limit(content: bytes, unit: str) -> bytes | Problem:
+    """Return the content of a record, or a problem if it has more than `MOST_LINE` bytes."""
+    if len(content) <= MOST_LINE:
+        return content
     return Problem("too long", f"a {unit} of more than {MOST_LINE:,} bytes: split it")
-
-
-def _join(parts: Iterable[bytes], unit: str) -> bytes | Problem:
-    """Join bytes, or return a problem beyond `MOST_LINE` of them, which are never in memory."""
-    within, length = list[bytes](), 0
-    for part in parts:
-        length += len(part)
-        if length <= MOST_LINE:
-            within.append(part)
-    return b"".join(within) if length <= MOST_LINE else _too_long(unit)
-
-
-def _rest(file: IO[bytes]) -> Iterator[bytes]:
-    return iter(partial(file.read, 2**20), b"")
 
 
 def _lines(file: IO[bytes]) -> Iterator[Record]:
@@ -70,18 +60,14 @@ def _lines(file: IO[bytes]) -> Iterator[Record]:
     number = 0
     while line := file.readline(MOST_LINE + 1):
         number += 1
-        yield Record(number, line if len(line) <= MOST_LINE else _too_long("line"))
+        yield Record(number, _limit(line, "line"))
         while len(line) > MOST_LINE and not line.endswith(b"\n"):
             line = file.readline(MOST_LINE + 1)
 
 
-def _is_blank(record: Record) -> bool:
-    return isinstance(record.content, bytes) and not record.content.strip()
-
-
 def _json_lines(source: Source, file: IO[bytes]) -> Iterator[Record]:
     """Yield the lines that are not blank."""
-    return (record for record in _lines(file) if not _is_blank(record))
+    return (line for line in _lines(file) if not isinstance(line.content, bytes) or line.content.strip())
 
 
 def choose_json_key(source: Source, records: Sequence[Record]) -> None:
@@ -97,7 +83,7 @@ def choose_json_key(source: Source, records: Sequence[Record]) -> None:
 
 
 def _json(source: Source, file: io.BufferedReader) -> Iterator[Record]:
-    """Yield the records of a .json file: an array of objects, JSON lines, or one object, which is a document."""
+    """Yield the records of a .json file: an array of objects, JSON lines, or one object."""
     if file.peek(2**16).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         yield from _json_array(source, file)
         return
@@ -106,7 +92,7 @@ def _json(source: Source, file: io.BufferedReader) -> Iterator[Record]:
         yield from [Record(1, first)] if first.strip() else []
         yield from (Record(place + 1, content) for place, content in _json_lines(source, file))
         return
-    whole = _join(chain([first], _rest(file)), "file")
+    whole = _limit(first + file.read(MOST_LINE + 1), "file")
     if isinstance(whole, bytes) and isinstance(object_of(whole), Problem):
         yield from _json_lines(source, io.BytesIO(whole))
     else:
@@ -114,14 +100,13 @@ def _json(source: Source, file: io.BufferedReader) -> Iterator[Record]:
 
 
 def _json_array(source: Source, file: io.BufferedReader) -> Iterator[Record]:
-    ijson = needed("ijson", f"{source.name}: an array of JSON")
+    ijson = import_optional("ijson", f"{source.name}: an array of JSON")
     if file.peek(3).startswith(codecs.BOM_UTF8):
         file.read(3)
     number = 0
     try:
         for number, item in enumerate(ijson.items(file, "item", use_float=True), start=1):
-            other = Problem("malformed", f"a JSON object is needed, found {json_kind(type(item).__name__)}")
-            yield Record(number, item if isinstance(item, dict) else other)
+            yield Record(number, json_object(item))
     except (ijson.JSONError, UnicodeDecodeError) as error:
         yield Record(number + 1, Problem("unreadable", f"not valid JSON ({first_line(error)}): the rest of it is lost"))
 
@@ -129,7 +114,7 @@ def _json_array(source: Source, file: io.BufferedReader) -> Iterator[Record]:
 def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
     """Yield the documents of a .txt file: the file, its lines, or its paragraphs between blank lines."""
     if source.documents == "file":
-        yield Record(0, _join(_rest(file), "document"))
+        yield Record(0, _limit(file.read(MOST_LINE + 1), "document"))
     elif source.documents == "line":
         for place, content in _json_lines(source, file):
             yield Record(place, content.rstrip(b"\r\n") if isinstance(content, bytes) else content)
@@ -138,8 +123,11 @@ def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
         for has_text, paragraph in groupby(lines, lambda line: bool(line[1].strip())):
             if has_text:
                 place, first = next(paragraph)
-                text = _join(chain([first], (line for _, line in paragraph)), "document")
-                yield Record(place, text.rstrip(b"\r\n") if isinstance(text, bytes) else text)
+                text = bytearray(first)
+                for _, line in paragraph:
+                    text += line if len(text) <= MOST_LINE else b""
+                content = _limit(bytes(text), "document")
+                yield Record(place, content.rstrip(b"\r\n") if isinstance(content, bytes) else content)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -191,7 +179,7 @@ def _csv_line(record: Record) -> str:
 
 def _arrow(source: Source, file: IO[bytes]) -> Iterator[Record]:
     """Yield the rows of a Parquet file, or of one in Arrow's stream or file format."""
-    pyarrow = needed("pyarrow", f"{source.name}: a .{source.kind} file")
+    pyarrow = import_optional("pyarrow", f"{source.name}: a .{source.kind} file")
     row = 0
     try:
         for batch in (_parquet_batches if source.kind == "parquet" else _ipc_batches)(source, file):
@@ -213,12 +201,12 @@ def _text_columns(source: Source, schema: Any) -> list[str]:
 
 
 def _parquet_batches(source: Source, file: IO[bytes]) -> Iterator[Any]:
-    table = needed("pyarrow.parquet", source.name).ParquetFile(file)
+    table = import_optional("pyarrow.parquet", source.name).ParquetFile(file)
     return table.iter_batches(batch_size=_ROWS, columns=_text_columns(source, table.schema_arrow))
 
 
 def _ipc_batches(source: Source, file: IO[bytes]) -> Iterator[Any]:
-    ipc, magic = needed("pyarrow.ipc", source.name), file.read(6)
+    ipc, magic = import_optional("pyarrow.ipc", source.name), file.read(6)
     file.seek(0)
     if magic == b"ARROW1":
         table = ipc.open_file(file)
@@ -232,9 +220,9 @@ def _ipc_batches(source: Source, file: IO[bytes]) -> Iterator[Any]:
 
 
 def _column_bytes(column: Any, pyarrow: ModuleType) -> list[bytes | None]:
-    """Return the texts of a column as bytes, so that one that is not UTF-8 is a problem of its row alone.
+    """Return the texts of a column as bytes, because a text that is not UTF-8 is a problem of its row alone.
 
-    To read a damaged column unchecked would crash; validation raises ArrowInvalid.
+    Reading a damaged column unchecked would crash the process; validation raises ArrowInvalid.
     """
     is_dictionary = hasattr(column, "dictionary")
     column.validate(full=is_dictionary)
@@ -247,7 +235,7 @@ def _column_bytes(column: Any, pyarrow: ModuleType) -> list[bytes | None]:
 def read_hub(source: Source) -> Iterator[Record]:
     """Yield the rows of a data set of the Hugging Face hub, streamed. UserError: neither it nor a cache can be read."""
     name, config, split = [*source.name.removeprefix(HUB).split(":", 2), "", ""][:3]
-    datasets, hub = (needed(module, source.name) for module in ("datasets", "huggingface_hub"))
+    datasets, hub = (import_optional(module, source.name) for module in ("datasets", "huggingface_hub"))
     row = 0
     try:
         try:
@@ -263,15 +251,15 @@ def read_hub(source: Source) -> Iterator[Record]:
             yield Record(row, values)
     except (UserError, GeneratorExit):
         raise
-    except Exception as error:  # datasets and huggingface_hub raise a dozen kinds, with and without a network
+    except Exception as error:  # datasets and huggingface_hub raise a dozen types, with and without a network
         raise UserError(
             f"{source.name}: can't be read further than row {row:,}: {first_line(error)}; without a network it must be "
-            f"in the cache of this machine (HF_HOME): `hf download --repo-type dataset {name}` puts it there"
+            f"in this machine's cache (HF_HOME): download it with `hf download --repo-type dataset {name}`"
         ) from error
 
 
 STREAMS = {"jsonl": _json_lines, "json": _json, "txt": _text, "csv": _csv}
-"""Readers of files that may be compressed, or come from standard input."""
+"""Readers of files that may be compressed, and of standard input."""
 TABLES = {"parquet": _arrow, "arrow": _arrow}
-"""Readers of files that are compressed inside, and read at random."""
+"""Readers of files with their own compression and random access."""
 FORMATS = {**STREAMS, **TABLES}

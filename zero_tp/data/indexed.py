@@ -1,4 +1,4 @@
-"""Read and write corpora in the format of Megatron-LM and Megatron-DeepSpeed.
+"""Read and write corpora in Megatron-LM's format.
 
 PREFIX.bin holds token ids, document by document. PREFIX.idx is `MMIDIDX`, version 1, little-endian:
 
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.data.content import Content, bin_path, check_recorded, file_stamp, recall, remember, stamp_after_tick
+from zero_tp.data.content import Content, bin_path, check_report, file_stamp, load_cached, save_cached, stamp_after_tick
 from zero_tp.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -41,11 +41,11 @@ _UINT16_VOCABULARY = 65_500  # Megatron's own threshold
 _HASHED_BLOCKS, _HASHED_BYTES = 64, 2**20
 _PART = 2**24  # bytes that are hashed and compared at once
 _INDEX_BLOCK = 2**18  # entries
-_SPREAD = 64  # blocks of an index that are checked when it is opened; all are before a run trains on it
+_OPENING_CHECKS = 64  # blocks of an index that are checked when it is opened; `content` checks all of it
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
-    """Return the stored type: uint16 below a vocabulary of 65,500 tokens, else int32, as Megatron chooses."""
+    """Return Megatron's type for a vocabulary: uint16 below 65,500 tokens, else int32."""
     return DTYPES[8] if vocabulary_size < _UINT16_VOCABULARY else DTYPES[4]
 
 
@@ -54,7 +54,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def read_header(index: Path) -> tuple[np.dtype, int, int]:
-    """Return the token type and the numbers of sequences and of document boundaries. UserError: not such an index."""
+    """Return the token type and the numbers of sequences and of document boundaries. UserError: not an index."""
     with open(index, "rb") as file:
         header = file.read(HEADER.size)
     if not header.startswith(MAGIC):
@@ -71,27 +71,27 @@ def read_header(index: Path) -> tuple[np.dtype, int, int]:
 
 
 def pack_header(dtype: np.dtype, sequences: int, boundaries: int) -> bytes:
-    """Return the header of an index of so many sequences and document boundaries."""
+    """Return the header of an index."""
     code = next(code for code, known in DTYPES.items() if known == dtype)
     return HEADER.pack(MAGIC, VERSION, code, sequences, boundaries)
 
 
 class IndexedCorpus:
-    """A memory-mapped corpus: documents by number, and the whole as one flat stream of tokens.
+    """A memory-mapped corpus: documents by number, and all of them as one flat stream of tokens.
 
     Attributes:
         prefix: path without the ending.
         tokens: tokens in the flat stream.
 
     Raises:
-        UserError: a file is missing, foreign, truncated or cannot be read; says which, and sizes expected and found.
+        UserError: a file is missing, unreadable, truncated, or in another format.
     """
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
         index, data = idx_path(prefix), bin_path(prefix)
         for path in (index, data):
-            if not os.path.isfile(path):  # False for a name that no file can have
+            if not os.path.isfile(path):  # False for an invalid path
                 raise UserError(f"{path}: no such file; a corpus is named by its prefix, without .bin or .idx")
         try:
             self._open(index, data)
@@ -107,14 +107,14 @@ class IndexedCorpus:
         self._sizes = entries[: 4 * sequences].view("<i4")
         self._pointers = entries[4 * sequences : 12 * sequences].view("<i8")
         self._documents = entries[12 * sequences : 12 * sequences + 8 * boundaries].view("<i8")
-        # From the last entry, because adding up a billion takes seconds. `_check_index` compares.
+        # From the last entry, because a sum of a billion takes seconds. `_check_index` compares.
         self.tokens = self._end(sequences)
         expected, size = self.tokens * self.dtype.itemsize, data.stat().st_size
         if expected != size:
             raise UserError(
                 f"{data}: {expected:,} bytes expected for {self.tokens:,} tokens of {self.dtype.name}, found {size:,}"
             )
-        self._check_index(_SPREAD)
+        self._check_index(_OPENING_CHECKS)
         self._data = np.memmap(data, mode="r", dtype=self.dtype) if self.tokens else np.empty(0, self.dtype)
 
     def _end(self, sequences: int) -> int:
@@ -124,7 +124,7 @@ class IndexedCorpus:
         return int(self._pointers[sequences - 1]) // self.dtype.itemsize + int(self._sizes[sequences - 1])
 
     def _check_index(self, most: int | None = None) -> None:
-        """Check sequences and document boundaries, in at most so many blocks of the index; None: in all."""
+        """Check sequences and document boundaries, in at most `most` blocks of the index; None: in all."""
         for block in _blocks(len(self._sizes), most):
             sizes = self._sizes[block].astype(np.int64)
             ends = self._end(block.start) + np.cumsum(sizes)
@@ -144,12 +144,12 @@ class IndexedCorpus:
 
     @cached_property
     def content(self) -> Content:
-        """The remembered content of PREFIX.bin, or that of reading all of it (a core hashes 1.8 GB/s).
+        """The content of PREFIX.bin: from the cache, else by reading all of it (a core hashes 1.8 GB/s).
 
-        Damage by a disk, which changes no time, is not noticed until the file is read again.
+        The cache does not notice damage by a disk, which changes no times.
         """
-        if (remembered := recall(self.prefix)) is not None:
-            return remembered
+        if (cached := load_cached(self.prefix)) is not None:
+            return cached
         path, digest = bin_path(self.prefix), hashlib.sha256()
         smallest, largest, count = 0, -1, _PART // self.dtype.itemsize
         try:
@@ -161,16 +161,16 @@ class IndexedCorpus:
                 low, high = int(part.min()), int(part.max())
                 smallest, largest = (min(smallest, low), max(largest, high)) if start else (low, high)
             if file_stamp(path) != stamp:
-                raise UserError(f"{path} was written to while it was read: start again once that has ended")
+                raise UserError(f"{path} was written to while it was read: start again after the writing has ended")
         except OSError as error:
             raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
         content = Content(digest.hexdigest(), smallest, largest)
-        check_recorded(path, content.sha256)
-        remember(self.prefix, stamp, content)
+        check_report(path, content.sha256)
+        save_cached(self.prefix, stamp, content)
         return content
 
     def check_vocabulary(self, size: int) -> None:
-        """Check by `content` that each token is a row of an embedding of `size` rows. UserError: an id is outside."""
+        """Check that all token ids are below `size`. UserError: one is not."""
         wrong = self.content.smallest if self.content.smallest < 0 else self.content.largest
         if self.content.smallest < 0 or wrong >= size:
             raise UserError(
@@ -179,19 +179,16 @@ class IndexedCorpus:
             )
 
     def identity(self, *, whole: bool = True) -> dict[str, Any]:
-        """Return what identifies the corpus wherever it is: `documents`, `tokens`, `type`, `sha256` and `content`.
+        """Return what identifies the corpus in any place: `documents`, `tokens`, `type`, `sha256` and `content`.
 
-        `sha256` is of PREFIX.idx and of 64 evenly spread blocks of PREFIX.bin. It changes with every other way to cut
-        or tokenise the documents; it may not change if single tokens do. `content` is that of all of PREFIX.bin.
-
-        Args:
-            whole: with `content`, for which all may have to be read.
+        `sha256` is of PREFIX.idx and of 64 evenly spread blocks of PREFIX.bin, so it may miss a change of a few tokens.
+        `content` is the hash of all of PREFIX.bin; `whole` = False leaves it out, because it may have to be computed.
         """
         digest = hashlib.sha256()
         with idx_path(self.prefix).open("rb") as index:
             while block := index.read(_HASHED_BYTES):
                 digest.update(block)
-        check_recorded(idx_path(self.prefix), digest.hexdigest())
+        check_report(idx_path(self.prefix), digest.hexdigest())
         count = _HASHED_BYTES // _HASHED_BLOCKS // self.dtype.itemsize
         for i in range(_HASHED_BLOCKS):
             start = max(0, self.tokens - count) * i // (_HASHED_BLOCKS - 1)
@@ -200,11 +197,11 @@ class IndexedCorpus:
         return facts | ({"content": self.content.sha256} if whole else {})
 
     def document(self, i: int) -> npt.NDArray[np.int64]:
-        """Return the token ids of document `i`, int64 [tokens of the document]. IndexError outside 0 … len-1."""
+        """Return the token ids of document `i`, int64 [tokens of the document]. IndexError: there is none."""
         return self.read(*self.extent(i))
 
     def extent(self, i: int) -> tuple[int, int]:
-        """Return the first token of document `i` in the flat stream, and its length. IndexError outside 0 … len-1."""
+        """Return the first token of document `i` in the flat stream, and its length. IndexError: there is none."""
         if not 0 <= i < len(self):
             raise IndexError(f"document {i} of {len(self)}")
         start, end = self.first_tokens(i, i + 2).tolist()
@@ -227,13 +224,8 @@ class IndexedCorpus:
         starts[is_inside] = self._pointers[sequences[is_inside]] // self.dtype.itemsize
         return starts
 
-    def has_document_of(self, tokens: int) -> bool:
-        """Return whether a document has so many tokens or more."""
-        blocks = (self.first_tokens(block.start, block.stop + 1) for block in _blocks(len(self)))
-        return any((np.diff(starts) >= tokens).any() for starts in blocks)
-
     def documents(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the document's number of each token of `read(start, count)`, int64 [count]."""
+        """Return the document of each token of `read(start, count)`, int64 [count]."""
         first, last = (self._document_of(token) for token in (start, start + count - 1))
         starts = self.first_tokens(first, last + 1)
         starts[0] = start
@@ -245,18 +237,14 @@ class IndexedCorpus:
         return bisect_right(self._documents, sequence) - 1
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return tokens `start` … `start + count - 1` of the flat stream, int64 [count], copied. Or an IndexError."""
+        """Return a copy of tokens `start` … `start + count - 1` of the flat stream, int64 [count]. Or an IndexError."""
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens {start} to {start + count} of {self.tokens} in {self.prefix}")
         return self._data[start : start + count].astype(np.int64)
 
 
 def _blocks(count: int, most: int | None = None) -> Iterator[slice]:
-    """Yield slices of `count` entries of an index, of which never all are in memory.
-
-    Args:
-        most: at most so many slices, evenly spread.
-    """
+    """Yield slices of `count` entries of an index: all, or at most `most`, evenly spread."""
     blocks = -(-count // _INDEX_BLOCK)
     chosen = range(blocks) if most is None or blocks <= most else [i * (blocks - 1) // (most - 1) for i in range(most)]
     for block in chosen:
@@ -266,15 +254,13 @@ def _blocks(count: int, most: int | None = None) -> Iterator[slice]:
 class IndexedWriter:
     """Writes a corpus, document by document: `.bin` as it goes, `.idx` at the end.
 
-    It is a context manager: if the block raises, no `.idx` is written, so the `.bin` can't be taken for a corpus.
+    It is a context manager: if the block raises, no `.idx` is written, so there is no corpus.
     Memory: 4 bytes a sequence, and 8 a document.
     """
 
     def __init__(self, prefix: str | Path, vocabulary_size: int) -> None:
-        self.prefix = str(prefix)
-        self.vocabulary_size = vocabulary_size
-        self.dtype = token_dtype(vocabulary_size)
-        self.tokens = 0
+        self.prefix, self.vocabulary_size = str(prefix), vocabulary_size
+        self.dtype, self.tokens = token_dtype(vocabulary_size), 0
         self._sizes, self._documents = array("i"), array("q", [0])
         self._digest, self._smallest, self._largest = hashlib.sha256(), vocabulary_size, -1
         self._file = open(bin_path(prefix), "wb")  # noqa: SIM115 - closed by close() and __exit__
@@ -285,11 +271,10 @@ class IndexedWriter:
         self.add_documents(values, [values.size])
 
     def add_documents(self, ids: npt.ArrayLike, sizes: npt.ArrayLike, begins: npt.ArrayLike | None = None) -> None:
-        """Append documents of `sizes` tokens, whose ids follow each other. UserError: one is outside the vocabulary.
+        """Append documents of `sizes` tokens, with concatenated ids. UserError: an id is outside the vocabulary.
 
         Args:
-            begins: whether a sentence begins with each token, bool; each sentence is a sequence then. None: each
-                document is.
+            begins: whether a sentence begins with each token, bool; each sentence is a sequence. None: each document.
         """
         values, lengths = np.asarray(ids), np.asarray(sizes, dtype=np.int64)
         assert lengths.sum() == values.size, (lengths.sum(), values.size)
@@ -312,7 +297,7 @@ class IndexedWriter:
         self.tokens += values.size
 
     def close(self) -> None:
-        """Write the index, which makes the corpus whole, and remember the content."""
+        """Write the index, which completes the corpus, and cache the content."""
         self._file.close()
         sizes = np.array(self._sizes, dtype="<i4")
         starts = np.zeros(len(sizes), dtype="<i8")
@@ -324,7 +309,7 @@ class IndexedWriter:
             file.write(np.array(self._documents, dtype="<i8").tobytes())
         smallest, largest = (self._smallest, self._largest) if self.tokens else (0, -1)
         content = Content(self._digest.hexdigest(), smallest, largest)
-        remember(self.prefix, stamp_after_tick(bin_path(self.prefix)), content)
+        save_cached(self.prefix, stamp_after_tick(bin_path(self.prefix)), content)
 
     def __enter__(self) -> IndexedWriter:
         return self

@@ -1,18 +1,17 @@
 """Samples of the masked objective: two segments of a document, in order or swapped, with whole words masked.
 
-A row is `[CLS] A [SEP] B [SEP]`, padded to the sequence length s. A and B together are s - 3 tokens of one document and
-meet where a sentence begins. Half of the samples have them swapped; the sentence head learns their order (arXiv
-1909.08053 section 5.3, 1909.11942 section 3.1). Without that head a row is one segment: `[CLS] A [SEP]`.
+A row is `[CLS] A [SEP] B [SEP]`, padded to the sequence length s. A and B are consecutive segments of a document, s - 3
+tokens together; B begins with a sentence. Half of the samples have them swapped; the sentence head learns their order
+(arXiv 1909.08053 section 5.3, 1909.11942 section 3.1). Without that head a row is one segment: `[CLS] A [SEP]`.
 
-Windows of a document begin every s - 3 tokens, and each is one sample of a pass; the last one is padded. In a corpus
-with sentences (sequences of its index) a window begins with the sentence that its first token belongs to. For two
-segments it ends with a sentence, too. What exceeds s - 3 tokens is trimmed from the longer segment, a token at a time
-from either end, as BERT and Megatron-LM do: a cut that shows the later segment would tell the order without reading.
-So a pass has nearly every token nearly once.
+Windows of a document begin every s - 3 tokens, and each is one sample of an epoch; the last one is padded. In a corpus
+with sentences (sequences of its index) a window begins with the sentence of its first token, and for two segments also
+ends with a sentence. Tokens beyond s - 3 are trimmed from the longer segment, one at a time from either end, as in BERT
+and Megatron-LM: a cut at the end of the later segment would reveal the order.
 
-Whole words are masked in n-grams, as BERT and Megatron-LM do. The tokenizer's own marks define a word: WordPiece's `##`
-continues one; byte-level BPE's `Ġ` (and other white space) and SentencePiece's `▁` begin one. An n-gram is n
-consecutive words of one segment.
+Whole words are masked in n-grams of consecutive words of one segment, as in BERT and Megatron-LM. The tokenizer's marks
+define a word: WordPiece's `##` continues one; byte-level BPE's `Ġ` (and white space) or SentencePiece's `▁` begins
+one.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from zero_tp.data.tokenizer import MaskingVocabulary
 from zero_tp.errors import UserError
 
 MASKED, RANDOM = 0.8, 0.1
-"""Shares of the chosen tokens that become the mask token and a random one; the rest stays."""
+"""Shares of the selected tokens that become the mask token and a random one; the others stay."""
 _TRIES = 16  # random places for an n-gram before all free ones are listed
 _TRAINING, _VALIDATION = 1, 2  # keys of random numbers
 _DOCUMENTS = 1024  # whose windows are counted at once
@@ -44,12 +43,11 @@ _DOCUMENTS = 1024  # whose windows are counted at once
 
 @dataclass(frozen=True)
 class Masking:
-    """Choose tokens of a row and replace them.
+    """Selects tokens of a row and masks them.
 
     Attributes:
-        probability: share of a row's tokens that is chosen, special ones not counted: at least one token, and never
-            more than the share rounded.
-        max_ngram: words of the longest n-gram; n of them are drawn with probability ∝ 1/n.
+        probability: share of a row's ordinary tokens to select: at least one token, at most the share rounded.
+        max_ngram: words of the longest n-gram; n words are drawn with probability ∝ 1/n.
     """
 
     vocabulary: MaskingVocabulary
@@ -59,7 +57,7 @@ class Masking:
     def __call__(
         self, row: npt.NDArray[np.int64], draw: Iterator[float]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the row [s] with masks in it, and its labels [s]: the token that was there, or -100.
+        """Return the masked row [s], and its labels [s]: the token that was masked, or -100.
 
         Args:
             draw: random numbers of [0, 1).
@@ -92,10 +90,10 @@ class Masking:
 def ngrams(
     sizes: list[int], follows: list[bool], budget: int, max_ngram: int, draw: Iterator[float]
 ) -> Iterator[tuple[int, int]]:
-    """Yield n-grams that share no word, as (first word, n), until `budget` tokens are chosen or none more fits.
+    """Yield disjoint n-grams as (first word, n), until `budget` tokens are selected or no other word fits.
 
-    n is drawn first, with probability ∝ 1/n, and then one of the places that are left for it, each as likely. Where no
-    place is left for n words within the budget, n - 1 are tried. So only the last few of a row are shorter than drawn.
+    n is drawn first, with probability ∝ 1/n, and then one of its free places, all with the same probability. If none
+    is left for n words within the budget, n - 1 words are tried; this happens only for the last few of a row.
 
     Args:
         sizes: tokens of each word.
@@ -128,8 +126,8 @@ def ngrams(
         yield word, n
 
 
-def trimmed(parts: Sequence[npt.NDArray[np.int64]], most: int, draw: Iterator[float]) -> list[npt.NDArray[np.int64]]:
-    """Return parts of a row that have `most` tokens together: the longest loses one at a time, from either end."""
+def trim(parts: Sequence[npt.NDArray[np.int64]], most: int, draw: Iterator[float]) -> list[npt.NDArray[np.int64]]:
+    """Trim parts of a row to `most` tokens together: the longest loses one token at a time, at either end."""
     spans = [[0, len(part)] for part in parts]
     for _ in range(sum(map(len, parts)) - most):
         span = max(spans, key=lambda span: span[1] - span[0])
@@ -146,8 +144,8 @@ class DocumentWindows:
     Memory: 8 bytes for 1,024 documents; `locate` counts the windows of as many.
 
     Args:
-        length: tokens from the beginning of one window of a document to that of the next.
-        shortest: a document's rest of fewer tokens is no window.
+        length: stride of a document's windows in tokens.
+        shortest: fewer tokens at the end of a document are no window.
     """
 
     def __init__(self, corpus: IndexedCorpus, length: int, shortest: int) -> None:
@@ -195,8 +193,7 @@ class SegmentPairs:
 
     @property
     def special(self) -> int:
-        """Return the special tokens of a row, which are also the tokens of the shortest document: one for each
-        segment, and the one that may end it."""
+        """Return the special tokens of a row. The shortest document has as many: one a segment, and its eos token."""
         return 3 if self.sentence_order else 2
 
     def windows(self, corpus: IndexedCorpus) -> DocumentWindows:
@@ -210,14 +207,14 @@ class SegmentPairs:
         return windows
 
     def row(self, windows: DocumentWindows, w: int, draw: Iterator[float]) -> dict[str, npt.NDArray[np.int64]]:
-        """Return window w as the row of a batch, by the batch's names. Its random choices are those of `draw`."""
+        """Return window w as a row of a `MaskedBatch`, by name; `draw` yields its random numbers."""
         tokens, begins = self._window(windows, w)
         if not self.sentence_order:
             return self._assemble([tokens], False, draw)
         if not len(begins):
             begins = np.flatnonzero(self.masking.vocabulary.word_begins(tokens)[1:]) + 1
         cut = int(begins[int(next(draw) * len(begins))]) if len(begins) else 1 + int(next(draw) * (len(tokens) - 1))
-        parts = trimmed([tokens[:cut], tokens[cut:]], self.sequence_length - self.special, draw)
+        parts = trim([tokens[:cut], tokens[cut:]], self.sequence_length - self.special, draw)
         return self._assemble(parts, next(draw) < 0.5, draw)
 
     def empty(self) -> dict[str, npt.NDArray[np.int64]]:
@@ -227,7 +224,7 @@ class SegmentPairs:
     def _assemble(
         self, parts: list[npt.NDArray[np.int64]], swapped: int, draw: Iterator[float]
     ) -> dict[str, npt.NDArray[np.int64]]:
-        """Return segments, in the order of the text, as a row with masks; `swapped` is its `next_sentence_label`."""
+        """Return a masked row of segments in the order of the text; `swapped` is its `next_sentence_label`."""
         vocabulary, s = self.masking.vocabulary, self.sequence_length
         row, types, used = np.full(s, vocabulary.padding, np.int64), np.zeros(s, np.int64), 1
         row[0] = vocabulary.classifier
@@ -243,13 +240,13 @@ class SegmentPairs:
         return batch | ({"next_sentence_label": np.array(swapped, np.int64)} if self.sentence_order else {})
 
     def _window(self, windows: DocumentWindows, w: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the tokens of window w, without the one that ends documents, and the starts of later sentences."""
+        """Return the tokens of window w without the eos token, and the starts of all sentences but the first."""
         corpus, length = windows.corpus, windows.length
         document, j = windows.locate(w)
         first, size = corpus.extent(document)
         start = j * length
         if start:
-            lowest = start - length // 2  # a sentence as long as a window would be all of it each time
+            lowest = start - length // 2  # a longer sentence could fill each of its windows alone
             starts = corpus.sequences(first + lowest, start - lowest + 1)
             start = lowest + int(starts[-1]) if len(starts) else start
         stop = min(start + length, size)
@@ -258,10 +255,10 @@ class SegmentPairs:
             after = corpus.sequences(first + stop, min(length, size - stop))
             if len(after) or stop + length >= size:
                 stop = stop + int(after[0]) if len(after) else size
-            else:  # a sentence as long as a window: its end would tell which segment is the later one
+            else:  # a sentence as long as a window is cut, which would reveal the later segment
                 begins = begins[:0]
         tokens = corpus.read(first + start, stop - start)
-        if stop == size and tokens[-1] == self.masking.vocabulary.end:
+        if stop == size and tokens[-1] == self.masking.vocabulary.eos:
             tokens = tokens[:-1]
         return tokens, begins[begins < len(tokens)]
 
@@ -273,7 +270,7 @@ def _batch(rows: Sequence[dict[str, npt.NDArray[np.int64]]]) -> MaskedBatch:
 class MaskedSamples(TrainingSamples[MaskedBatch]):
     """Training samples of the masked objective, one infinite sequence: see `TrainingSamples`.
 
-    The place where segments meet, their order and the masks are drawn for each sample from (seed, its number).
+    The start of the second segment, the segments' order and the masks are drawn from (seed, number of the sample).
 
     Args:
         prefixes: corpus prefix → weight, in any unit (only their proportions count).
@@ -287,7 +284,7 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
         super().__init__(prefixes, corpora, [len(windows) for windows in self._windows], seed)
 
     def identities(self, *, whole: bool = True) -> dict[str, dict[str, Any]]:
-        """Return prefix → what its corpus is, and `vocabulary`: what masking knows of the tokenizer, hashed."""
+        """Return prefix → `IndexedCorpus.identity`, and `vocabulary`: the hash of the masking vocabulary."""
         vocabulary = {"vocabulary": self.pairs.masking.vocabulary.sha256()}
         return {prefix: identity | vocabulary for prefix, identity in super().identities(whole=whole).items()}
 

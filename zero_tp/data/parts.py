@@ -1,8 +1,8 @@
-"""Parts of a corpus: one for each task of a datatrove pipeline (datatrove.py), which `zero-tp prepare --merge` joins.
+"""Parts of a corpus: each task of a datatrove pipeline (datatrove.py) writes one, `zero-tp prepare --merge` joins them.
 
-`PARTS/00003` is the part of task 3: a spool of its documents, their texts and tokens, and `part.json`, which records
-the settings and the SHA-256 of every file. The split depends on the hashes of all documents, so it is drawn when the
-parts are merged. A part gets its name once it is complete. Part 0 also holds the tokenizer.
+`PARTS/00003` is the part of task 3: a spool of its documents, and `part.json`, which records the settings and the
+SHA-256 of every file. The split depends on the hashes of all documents, so merging selects it. A part is renamed to
+its final name when it is complete. Part 0 also holds the tokenizer.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_tp.data.corpus import BLOCKS, COMMITTED, TOKENIZER, Documents, Spool, errors_named, write_output
+from zero_tp.data.corpus import TOKENIZER, name_output_in_errors
 from zero_tp.data.encoder import DocumentEncoder
-from zero_tp.data.records import DroppedRecord, RecordCounts
+from zero_tp.data.output import DocumentTable, write_output
+from zero_tp.data.records import RecordCounts
 from zero_tp.data.settings import (
     FORMAT,
-    Counted,
+    DocumentCounts,
     Prepared,
     PreparedFile,
     PrepareSettings,
     check_validation,
-    damage,
+    find_damage,
     find_reusable,
 )
+from zero_tp.data.spool import BLOCKS, COMMITTED, Spool
 from zero_tp.data.tokenizer import load_tokenizer
 from zero_tp.errors import UserError
 from zero_tp.files import clear_partial, partial_directory, put_in_place
@@ -36,11 +38,11 @@ from zero_tp.strict_json import InvalidJson, read_object
 from zero_tp.validation import ConfigModel, Count, Positive, validate
 
 MANIFEST = "part.json"
-_AGAIN = "remove it and run its task again"
+_REMEDY = "remove it and run its task again"
 
 
 class PartSource(ConfigModel):
-    """An input, of which several parts may hold documents. Inputs are in the order of their numbers, then names."""
+    """An input; several parts may hold documents of it. Inputs are sorted by number, then name."""
 
     number: Count
     name: str
@@ -53,7 +55,7 @@ class Part(ConfigModel):
     tasks: Positive
     settings: dict[str, Any]
     sources: list[PartSource]
-    documents: Counted
+    documents: DocumentCounts
     files: dict[str, PreparedFile]
 
 
@@ -63,7 +65,7 @@ def merge(
     """Write the output that `prepare` would have written of the documents of all parts.
 
     Args:
-        parts: the directory that the tasks' parts are in.
+        parts: the directory of the tasks' parts.
         validation: as in `PrepareSettings`.
         overwrite: replace an output of other parts.
 
@@ -75,29 +77,29 @@ def merge(
     paths, manifests = _read_manifests(Path(parts))
     for path, part in zip(paths, manifests, strict=True):
         required = [BLOCKS, COMMITTED, *([f"{TOKENIZER}/tokenizer.json"] if part.part == 0 else [])]
-        if problem := damage(path, part.files, MANIFEST, required):
-            raise UserError(f"{problem}: {path} is damaged: {_AGAIN}")
+        if problem := find_damage(path, part.files, MANIFEST, required):
+            raise UserError(f"{problem}: {path} is damaged: {_REMEDY}")
     seconds = {"reading": time.perf_counter() - started, "tokenizer": 0.0}
     settings = manifests[0].settings
     sha256 = hashlib.sha256(json.dumps([part.model_dump() for part in manifests]).encode()).hexdigest()
     identity = {"format": FORMAT, "parts": sha256, "validation": validation, **settings}
-    place = Path(os.path.realpath(output))
-    with errors_named(output):
+    real_output = Path(os.path.realpath(output))
+    with name_output_in_errors(output):
         if (reused := find_reusable(output, lambda: identity, overwrite)) is not None:
-            clear_partial(place, (TOKENIZER,))
+            clear_partial(real_output, (TOKENIZER,))
             return reused
-        with partial_directory(place, (TOKENIZER,)) as written:
+        with partial_directory(real_output, (TOKENIZER,)) as written:
             documents = _join(paths, manifests)
-            documents.hold_out(validation)
+            documents.select_validation(validation)
             shutil.copytree(paths[0] / TOKENIZER, written / TOKENIZER)
             encoder = DocumentEncoder(load_tokenizer(written / TOKENIZER), settings.get("sentences"))
             report = write_output(written, documents, documents.blocks, encoder, identity, seconds)
-            put_in_place(written, place)
+            put_in_place(written, real_output)
     return Prepared(output, report, reused=False)
 
 
 def _read_manifests(directory: Path) -> tuple[list[Path], list[Part]]:
-    """Return all parts of a directory and their manifests, which belong to one pipeline."""
+    """Return the parts of a directory and their manifests. UserError: they are not all the parts of one pipeline."""
     paths = sorted(path for path in directory.glob("*") if path.name.isdecimal())
     if not paths:
         raise UserError(f"{directory}: there are no parts of a corpus; launch/prepare_cluster.py makes them")
@@ -105,11 +107,10 @@ def _read_manifests(directory: Path) -> tuple[list[Path], list[Part]]:
     first = manifests[0]
     for path, part in zip(paths, manifests, strict=True):
         ours, theirs = ({**manifest.settings, "number of tasks": manifest.tasks} for manifest in (part, first))
-        different = sorted(key for key in ours | theirs if ours.get(key) != theirs.get(key))
-        if different:
-            raise UserError(f"{path}: made with another {', '.join(different)} than {paths[0].name}: {_AGAIN}")
+        if different := sorted(key for key in ours | theirs if ours.get(key) != theirs.get(key)):
+            raise UserError(f"{path}: made with another {', '.join(different)} than {paths[0].name}: {_REMEDY}")
         if int(path.name) != part.part:
-            raise UserError(f"{path}: it is part {part.part} of {part.tasks}: {_AGAIN}")
+            raise UserError(f"{path}: it is part {part.part} of {part.tasks}: {_REMEDY}")
     if missing := sorted(set(range(first.tasks)) - {part.part for part in manifests}):
         raise UserError(f"{directory}: part {missing[0]:05d} of {first.tasks} tasks is missing: run its task again")
     return paths, manifests
@@ -120,11 +121,11 @@ def _read_manifest(path: Path) -> Part:
         return validate(Part, read_object(path), str(path))
     except (OSError, InvalidJson, UserError) as error:
         problem = str(error) if isinstance(error, UserError) else f"{path}: {getattr(error, 'strerror', None) or error}"
-        raise UserError(f"{problem}: {_AGAIN}") from error
+        raise UserError(f"{problem}: {_REMEDY}") from error
 
 
-def _join(paths: Sequence[Path], manifests: Sequence[Part]) -> Documents:
-    """Return the documents of all parts in the order of their inputs, which are those of a single preparation."""
+def _join(paths: Sequence[Path], manifests: Sequence[Part]) -> DocumentTable:
+    """Return the documents of all parts, in the order in which a single preparation would have read them."""
     keys = [[(source.number, Path(source.name).parts, source.name) for source in part.sources] for part in manifests]
     inputs = sorted({key for part in keys for key in part})
     numbers, counts = {key: number for number, key in enumerate(inputs)}, RecordCounts()
@@ -134,7 +135,6 @@ def _join(paths: Sequence[Path], manifests: Sequence[Part]) -> Documents:
         for block in Spool(path).blocks
     ]
     for part in manifests:
-        problems = [DroppedRecord(**problem.model_dump()) for problem in part.documents.problems]
-        counts.add(part.documents.read, part.documents.dropped, problems)
-    in_order = sorted(blocks, key=lambda block: block.source)  # of an input: by part, then as they were written
-    return Documents(in_order, [name for *_, name in inputs], counts)
+        counts.add(part.documents.read, part.documents.dropped, part.documents.problems)
+    in_order = sorted(blocks, key=lambda block: block.source)  # stable: by part, then as they were written
+    return DocumentTable(in_order, [name for *_, name in inputs], counts)

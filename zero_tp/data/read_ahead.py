@@ -10,15 +10,13 @@ T = TypeVar("T")
 
 
 class ReadAhead(Generic[T]):
-    """Reads the next step's batches in a thread while this step trains; a context manager ends the thread.
+    """Reads the next step's batches, up to step `last`, in a thread; a context manager that ends the thread.
 
     The batches of a step depend on its number alone.
     """
 
     def __init__(self, read: Callable[[int], T], last: int) -> None:
-        """Read ahead up to the step `last`."""
-        self._read = read
-        self._last = last
+        self._read, self._last = read, last
         self._thread = ThreadPoolExecutor(1, "read-ahead")
         self._pending: tuple[int, Future[T]] | None = None
 

@@ -1,4 +1,4 @@
-"""A record of an input becomes a document, or a problem that says why it is none."""
+"""Records of inputs, and the documents or problems that they are parsed to."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Any, NamedTuple
 from zero_tp.errors import UserError, json_kind, one_line
 from zero_tp.files import MOST_BYTES
 from zero_tp.strict_json import InvalidJson, parse_json
+from zero_tp.validation import ConfigModel
 
 TEXT_KEYS = ("text", "content", "body", "document", "raw_content", "article")
-"""Fields in which the text is searched if none is named."""
+"""Default names of the text's field, in order of preference."""
 TITLE = "title"
 HUB = "hf:"
 EVERY_STRING = "\0"
-"""Stands for a field: all strings of a record are its text."""
+"""In place of a field's name: all strings of a record are its text."""
 MOST_LINE = MOST_BYTES
 MOST_TEXT = 2**25
-"""Characters of a document that are encoded at once: tokenizers takes about 130 bytes of memory for each."""
+"""The longest document, in characters: to encode it, tokenizers needs about 130 bytes of memory for each."""
 MOST_PROBLEMS = 10
 Content = bytes | dict[str, Any]
 
@@ -31,14 +32,14 @@ class Source:
     """A file, standard input, or a data set of the Hugging Face hub.
 
     Attributes:
-        name: as messages name it; of the hub, hf:NAME[:CONFIGURATION[:SPLIT]].
-        kind: of `formats.FORMATS`, or "hub".
-        text_key: field of the text; None: it is found.
-        documents: what a document of plain text is: the whole "file", a "line", or what a "blank-line" ends.
-        path: of the file; None: there is none.
-        key: the field that the text is read from, once it is chosen; None for plain text.
+        name: for messages; of the hub, hf:NAME[:CONFIGURATION[:SPLIT]].
+        kind: a key of `formats.FORMATS`, or "hub".
+        text_key: field of the text; None: see `choose_key`.
+        documents: the unit of plain text that is one document: "file", "line" or "blank-line" (paragraphs).
+        path: of the file; None for standard input and the hub.
+        key: the field of the text, set before the first record of a table or block; None for plain text.
         position: bytes of the file that have been read.
-        sha256: of the bytes as stored, after all blocks were read.
+        sha256: of the bytes as stored, set after all blocks were read.
     """
 
     name: str
@@ -52,14 +53,14 @@ class Source:
 
 
 class Problem(NamedTuple):
-    """Why a record is no document: one of a few reasons, which are counted, and the details."""
+    """Why a record is no document: a reason, by which it is counted, and the details."""
 
     reason: str
     detail: str
 
 
 class Document(NamedTuple):
-    """A text, with the title that its record has, if any."""
+    """A text, and the title of its record, if it has one."""
 
     text: str
     title: str | None = None
@@ -77,7 +78,7 @@ class RecordBatch:
     """Consecutive records of a source.
 
     Attributes:
-        number: of the block in its source, from 0.
+        number: of the batch in its source, from 0.
         key: the field of the text, if records have fields.
     """
 
@@ -92,8 +93,8 @@ class RecordBatch:
             yield place, document_of(content, self.key)
 
 
-class DroppedRecord(NamedTuple):
-    """A record that is no document: its place, the reason and the details."""
+class DroppedRecord(ConfigModel):
+    """A record that is no document: its file and line or row, the reason and the details."""
 
     where: str
     reason: str
@@ -105,8 +106,7 @@ class RecordCounts:
     """Counts of records.
 
     Attributes:
-        read: all of them.
-        dropped: those that are not in the output, by reason.
+        dropped: records that are not in the output, by reason.
         problems: the first records that are no documents.
     """
 
@@ -114,12 +114,11 @@ class RecordCounts:
     dropped: Counter[str] = field(default_factory=Counter)
     problems: list[DroppedRecord] = field(default_factory=list)
 
-    def drop(self, place: str, reason: str, detail: str) -> None:
+    def drop(self, location: str, problem: Problem) -> None:
         """Count a record that is no document."""
-        self.add(0, {reason: 1}, [DroppedRecord(place, reason, detail)])
+        self.add(0, {problem.reason: 1}, [DroppedRecord(where=location, **problem._asdict())])
 
     def add(self, read: int, dropped: Mapping[str, int], problems: Sequence[DroppedRecord]) -> None:
-        """Add other counts."""
         self.read += read
         self.dropped.update(dropped)
         self.problems += problems[: MOST_PROBLEMS - len(self.problems)]
@@ -131,17 +130,17 @@ class RecordCounts:
     def as_dict(self) -> dict[str, Any]:
         """Return the counts as report.json has them."""
         dropped = dict(sorted((+self.dropped).items()))
-        problems = [problem._asdict() for problem in self.problems]
+        problems = [problem.model_dump() for problem in self.problems]
         return {"read": self.read, "kept": self.kept, "dropped": dropped, "problems": problems}
 
 
-def where(source: str, place: int) -> str:
-    """Return the place of a record as a message names it: file and line."""
+def location(source: str, place: int) -> str:
+    """Return a record's file and line or row, for messages."""
     return f"{source}:{place}" if place else source
 
 
 def document_of(content: Content | Problem, key: str | None) -> Document | Problem:
-    """Return the document of a record: bytes are a line of JSON if there is a `key`, else a text."""
+    """Return the document of a record. Bytes are JSON if there is a `key`, else a text."""
     if isinstance(content, bytes) and key is not None:
         content = object_of(content)
     if isinstance(content, Problem):
@@ -189,27 +188,32 @@ def object_of(line: bytes) -> dict[str, Any] | Problem:
         record = parse_json(line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n"))
     except InvalidJson as error:
         return Problem("not UTF-8" if "UTF-8" in str(error) else "malformed", str(error))
-    if not isinstance(record, dict):
-        return Problem("malformed", f"a JSON object is needed, found {json_kind(type(record).__name__)}")
-    return record
+    return json_object(record)
+
+
+def json_object(value: Any) -> dict[str, Any] | Problem:
+    """Return a JSON value if it is an object."""
+    if isinstance(value, dict):
+        return value
+    return Problem("malformed", f"a JSON object is needed, found {json_kind(type(value).__name__)}")
 
 
 def _names(fields: Iterable[str]) -> str:
     return one_line(", ".join(sorted(map(repr, fields))), 500) or "none"
 
 
-def text_of(record: dict[str, Any], place: str, text_key: str) -> str:
-    """Return the string under `text_key` of a line's object. UserError: there is none."""
+def text_of(record: dict[str, Any], location: str, text_key: str) -> str:
+    """Return the string under `text_key` of a JSON object. UserError: there is none."""
     document = document_of(record, text_key)
     if isinstance(document, Problem):
-        raise UserError(f"{place}: {document.detail}")
+        raise UserError(f"{location}: {document.detail}")
     return document.text
 
 
 def choose_key(fields: Mapping[str, bool], source: Source) -> str:
-    """Return the field that holds the text: the `text_key`, or one of `TEXT_KEYS`, or the only one that is a string.
+    """Return the field of the text: the `text_key`, or the first of `TEXT_KEYS`, or the only field that is a string.
 
-    `fields`: name → whether it is a string. UserError: there is no such field; names those of the source.
+    `fields`: name → whether it is a string. UserError: there is no such field.
     """
     if source.text_key == EVERY_STRING:
         return EVERY_STRING

@@ -1,9 +1,8 @@
 """The tokens that training step k sees, and those that validation scores.
 
-The contract: step k trains on the samples k·B … (k+1)·B - 1 of one infinite sequence, B being the global batch. That
-sequence is a pure function of the corpora, their weights, the sequence length and the seed; TP, DP, micro-batch and
-accumulation only decide which rank reads which of them. Any sample is computed from its number alone, so resuming needs
-no state but the step.
+Step k trains on the samples k·B … (k+1)·B - 1 of one infinite sequence, a pure function of the corpora, their weights,
+the sequence length and the seed. TP, DP, micro-batch and accumulation only decide which rank reads which samples. Any
+sample is computed from its number alone, so resuming needs no state but the step.
 
 Letters: s sequence length, B global batch, m micro-batch, d data-parallel size, a accumulation steps.
 """
@@ -26,23 +25,22 @@ from zero_tp.data.permutation import Permutation
 from zero_tp.errors import UserError
 
 BatchType = TypeVar("BatchType", Batch, MaskedBatch)
-"""What an objective trains on."""
+"""The batches of an objective."""
 
 BLEND_PERIOD = 10_000
-"""Weights are rounded to this many parts: a corpus gets its share of samples to within 0.01 %."""
+"""The schedule's length in samples; a corpus gets its share of them to within 0.01 %."""
 
 
 class TrainingSamples(ABC, Generic[BatchType]):
     """Training samples: one infinite sequence, numbered from 0.
 
-    One pass over a corpus has each of its windows once, in an order of its own. The order is a pure function of (seed,
-    epoch, index of the corpus in `weights`), not of paths, so a corpus can move.
+    An epoch of a corpus has each of its windows once, in an order that is a pure function of (seed, epoch, index of the
+    corpus in `weights`), not of paths, so a corpus can move.
 
-    Several corpora are interleaved by largest deficit, as Megatron-LM blends them: the next sample comes from the
-    corpus that is furthest behind its share. The schedule repeats every `BLEND_PERIOD` samples, with weights rounded to
-    that resolution.
+    Several corpora are interleaved as Megatron-LM blends them: the next sample comes from the corpus with the largest
+    deficit. The schedule repeats every `BLEND_PERIOD` samples, with weights rounded to that resolution.
 
-    Cost: O(1) time and memory for any k, no replay; a blend holds a table of 10,000 × (corpora + 1) integers.
+    Cost: O(1) time and memory for any k, no replay; a blend holds a table of 10,000 × 2 integers.
 
     Args:
         weights: corpus prefix → weight, in any unit (only their proportions count).
@@ -57,31 +55,31 @@ class TrainingSamples(ABC, Generic[BatchType]):
         self._blend = _Blend(weights)
 
     def identities(self, *, whole: bool = True) -> dict[str, dict[str, Any]]:
-        """Return prefix → what its corpus is (see `IndexedCorpus.identity`). Reads each index once."""
+        """Return prefix → `IndexedCorpus.identity`. Reads each index once."""
         return {corpus.prefix: corpus.identity(whole=whole) for corpus in self.corpora}
 
     def sources(
         self, numbers: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the corpus, the epoch and the window of each of many samples, int64 as `numbers`."""
+        """Return the corpus, the epoch and the window of each sample, int64 like `numbers`."""
         if (numbers < 0).any():
             raise IndexError(f"sample {numbers.min()}")
         corpora, counts = self._blend.locate(numbers)
         epochs, positions = np.divmod(counts, np.array(self.windows)[corpora])
         windows = np.empty_like(numbers)
         for corpus, epoch in set(zip(corpora.tolist(), epochs.tolist(), strict=True)):
-            chosen = (corpora == corpus) & (epochs == epoch)
+            selected = (corpora == corpus) & (epochs == epoch)
             order = Permutation(self.windows[corpus], self.seed, epoch, corpus)
-            windows[chosen] = order.entries(positions[chosen])
+            windows[selected] = order.entries(positions[selected])
         return corpora, epochs, windows
 
     def rank_batches(
         self, step: int, global_batch: int, micro_batch: int, accumulation: int, data_rank: int, data_size: int
     ) -> list[BatchType]:
-        """Return what one data-parallel rank trains on at `step`: a list of a batches of m rows.
+        """Return the a batches of m rows that one data-parallel rank trains on at `step`.
 
-        Micro-batch i of rank r holds the samples from step·B + i·d·m + r·m on; together the ranks hold each
-        sample of the step exactly once. TP ranks of one data-parallel rank get the same.
+        Micro-batch i of rank r holds the m samples from step·B + i·d·m + r·m on, so together the ranks hold each sample
+        of the step exactly once. The TP ranks of one data-parallel rank get the same batches.
         """
         if global_batch != micro_batch * accumulation * data_size:
             raise ValueError(
@@ -101,18 +99,18 @@ class TrainingSamples(ABC, Generic[BatchType]):
 class PackedSamples(TrainingSamples[Batch]):
     """Training samples of the causal objective: `samples[k]` is int64 [s + 1], inputs `[:-1]` and targets `[1:]`.
 
-    A corpus' token stream is cut into windows of s + 1 tokens at stride s, so that one pass has each target exactly
-    once (the tail that fills no window, fewer than s tokens, is left out).
+    A corpus' token stream is cut into windows of s + 1 tokens at stride s, so an epoch has each target exactly once
+    (except in the tail of fewer than s tokens, which fills no window).
 
     Args:
         prefixes: corpus prefix → weight, in any unit (only their proportions count).
         sequence_length: s.
         seed: of the order.
-        separate: keep the documents of a sample apart (see batch.py); the samples are the same.
+        separate: separate the documents of a sample (see batch.py); the samples are the same.
 
     Raises:
-        UserError: no corpus, a weight that isn't a positive number or too small a share, a corpus shorter than s + 1
-            tokens, or without anything to predict.
+        UserError: no corpus, a weight that isn't a positive number or too small a share, or a corpus shorter than s + 1
+            tokens.
     """
 
     def __init__(
@@ -121,8 +119,8 @@ class PackedSamples(TrainingSamples[Batch]):
         if not prefixes:
             raise UserError("no training corpus")
         self.sequence_length, self.separate = sequence_length, separate
-        corpora = _open(prefixes, separate)
-        super().__init__(prefixes, corpora, [_whole_windows(corpus, sequence_length) for corpus in corpora], seed)
+        corpora = [IndexedCorpus(prefix) for prefix in prefixes]
+        super().__init__(prefixes, corpora, [_count_windows(corpus, sequence_length) for corpus in corpora], seed)
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
         row: npt.NDArray[np.int64] = self._rows([k], IndexedCorpus.read)[0].numpy()
@@ -147,18 +145,7 @@ class PackedSamples(TrainingSamples[Batch]):
         return torch.from_numpy(rows)
 
 
-def _open(prefixes: Iterable[str | Path], separate: bool) -> list[IndexedCorpus]:
-    corpora = [IndexedCorpus(prefix) for prefix in prefixes]
-    for corpus in corpora if separate else ():
-        if not corpus.has_document_of(2):
-            raise UserError(
-                f"{corpus.prefix}: no document has 2 tokens, so there is nothing to predict inside one; "
-                'set zero_tp.data.document_attention to "continue"'
-            )
-    return corpora
-
-
-def _whole_windows(corpus: IndexedCorpus, s: int) -> int:
+def _count_windows(corpus: IndexedCorpus, s: int) -> int:
     if corpus.tokens < s + 1:
         raise UserError(
             f"{corpus.prefix} holds {corpus.tokens:,} tokens; one sample of data.sequence_length {s:,} needs {s + 1:,}"
@@ -167,7 +154,7 @@ def _whole_windows(corpus: IndexedCorpus, s: int) -> int:
 
 
 class _Blend:
-    """The order in which several corpora give samples."""
+    """The schedule of several corpora: which corpus each sample comes from."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         total = sum(weights.values())
@@ -192,15 +179,15 @@ class _Blend:
         before = np.zeros(self.period, np.int64)
         counts = np.zeros_like(self.shares)
         for i in range(self.period):
-            # Integers, so that the schedule can't depend on rounding. Ties go to the first corpus.
-            chosen = int(np.argmax(self.shares * (i + 1) - counts * self.period))
-            corpus[i], before[i] = chosen, counts[chosen]
-            counts[chosen] += 1
+            # Integers, because rounding must not change the schedule. Ties go to the first corpus.
+            next_corpus = int(np.argmax(self.shares * (i + 1) - counts * self.period))
+            corpus[i], before[i] = next_corpus, counts[next_corpus]
+            counts[next_corpus] += 1
         assert (counts == self.shares).all()
         return corpus, before
 
     def locate(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the corpus of each of many samples, and the number of samples of that corpus before it."""
+        """Return the corpus of each sample, and the number of samples of that corpus before it."""
         periods, i = np.divmod(numbers, self.period)
         corpora = self._corpus[i]
         return corpora, periods * self.shares[corpora] + self._before[i]
@@ -209,7 +196,7 @@ class _Blend:
 class FixedSamples(ABC, Generic[BatchType]):
     """Validation samples: the windows of held-out corpora in a fixed order, corpus after corpus.
 
-    Sum the losses and divide by the number of labels that aren't -100: a mean of means would count padding.
+    Sum the losses and divide by the number of labels that aren't -100: a mean of batch means would weigh padding.
     """
 
     def __init__(self, corpora: list[IndexedCorpus], windows: list[int]) -> None:
@@ -229,15 +216,14 @@ class FixedSamples(ABC, Generic[BatchType]):
 
     @abstractmethod
     def _batch(self, numbers: list[int], rows: int) -> BatchType:
-        """Return windows as the first rows of a batch of `rows`, those beyond them with labels -100 only."""
+        """Return windows as the first rows of a batch of `rows`; the other rows have only labels -100."""
 
     def batches(self, limit: int | None, micro_batch: int, data_rank: int, data_size: int) -> Iterator[BatchType]:
-        """Yield one rank's share as equal-shape batches, as many on every rank: ZeRO-3 gathers weights in lock-step.
+        """Yield one rank's batches, of one shape and as many on every rank: ZeRO-3 gathers weights in lock-step.
 
         Args:
-            limit: windows to score over all ranks, spread evenly over the whole; None: all. Which ones are scored
-                depends on this number alone, never on micro-batch or data-parallel size.
-            micro_batch: m rows a batch; rows beyond the last window have labels -100 only.
+            limit: windows to score over all ranks, evenly spread; None: all. The topology never changes which they are.
+            micro_batch: m rows a batch; rows beyond the last window have only labels -100.
         """
         if not 0 <= data_rank < data_size:
             raise ValueError(f"data rank {data_rank} of {data_size}")
@@ -253,18 +239,15 @@ class FixedSamples(ABC, Generic[BatchType]):
 class ValidationSamples(FixedSamples[Batch]):
     """Validation samples of the causal objective: all held-out tokens but a corpus' first are targets exactly once.
 
-    Windows of s inputs at stride s; the last window of a corpus is padded with token 0 and labels -100. With documents
-    kept apart, the first token of each document is no target either.
-
-    Args:
-        separate: keep the documents of a window apart (see batch.py).
+    Windows of s inputs at stride s; the last window of a corpus is padded with token 0 and labels -100. With `separate`
+    documents (see batch.py), the first token of each is no target either.
     """
 
     def __init__(
         self, prefixes: str | Path | Iterable[str | Path], sequence_length: int, *, separate: bool = False
     ) -> None:
         self.sequence_length, self.separate = sequence_length, separate
-        corpora = _open([prefixes] if isinstance(prefixes, str | Path) else prefixes, separate)
+        corpora = [IndexedCorpus(prefix) for prefix in ([prefixes] if isinstance(prefixes, str | Path) else prefixes)]
         for corpus in corpora:
             if corpus.tokens < 2:
                 raise UserError(f"{corpus.prefix} holds {corpus.tokens} tokens; validation needs at least 2")

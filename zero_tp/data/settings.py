@@ -1,4 +1,4 @@
-"""What decides a prepared corpus, and what its report says."""
+"""The settings of a prepared corpus, its report, and whether an output can be reused."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from zero_tp.data.content import REPORT, content_path
-from zero_tp.data.formats import DOCUMENTS, STREAMS, needed
-from zero_tp.data.records import Source
+from zero_tp.data.documents import file_sha256
+from zero_tp.data.formats import DOCUMENTS, STREAMS, import_optional
+from zero_tp.data.records import DroppedRecord, Source
 from zero_tp.data.show import SPLITS
-from zero_tp.data.sources import file_sha256
 from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.errors import UserError, shown
 from zero_tp.strict_json import read_json
 from zero_tp.validation import ConfigModel, Count, Positive, validate
 
 FORMAT = 1  # raised when the same settings would give other files
-SPOOL_FORMAT = 4  # raised when what is kept of an interrupted preparation is stored otherwise
+SPOOL_FORMAT = 5  # raised when the format of a spool changes
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,15 @@ class PrepareSettings:
         tokenizer: `bpe:SIZE`, `wordpiece:SIZE`, `wordpiece-cased:SIZE` or a directory.
         validation: below 1, the fraction of the documents held out (at least one document); from 1, their number.
         seed: of the split.
-        text_key: field of the text, if records have fields; None: it is found.
-        documents: what a document of a .txt file is: the whole "file", a "line", or what a "blank-line" ends.
+        text_key: field of the text; None: see `records.choose_key`.
+        documents: the unit of a .txt file that is one document: "file", "line" or "blank-line" (paragraphs).
         stdin: kind of standard input, one of `STREAMS`.
         repair: mend Unicode with ftfy.
         min_tokens: drop shorter documents; 0: none.
         deduplicate: drop "exact" copies, or "near" ones too; the first one stays.
         decontaminate: files of evaluation sets; documents that overlap with one are dropped.
-        eos: the token that ends documents, if the tokenizer is a directory; None: its own eos token, or the one that
-            `load_tokenizer` finds.
-        tokenizer_documents: train the tokenizer on so many of the training documents; None: all.
+        eos: the token that ends documents, if the tokenizer is a directory; None: see `load_tokenizer`.
+        tokenizer_documents: train the tokenizer on this many of the training documents; None: all.
         sentences: ISO 639 code: split documents into sentences by the rules of this language.
     """
 
@@ -73,7 +72,7 @@ class Prepared:
     Attributes:
         report: the content of report.json.
         reused: the output was there already.
-        resumed: documents that an earlier start, which was interrupted, had read.
+        resumed: documents that an interrupted start had read.
     """
 
     output: Path
@@ -87,32 +86,13 @@ class PreparedFile(ConfigModel):
     sha256: str
 
 
-class Split(ConfigModel):
-    documents: Positive
-    tokens: Positive
-    characters: Positive
-    bytes: Positive
-
-
-class Unigram(ConfigModel):
-    train_entropy: float
-    validation_cross_entropy: float
-    uniform: float
-
-
-class DroppedDocument(ConfigModel):
-    where: str
-    reason: str
-    detail: str
-
-
-class Counted(ConfigModel):
+class DocumentCounts(ConfigModel):
     """Counts of records: read = kept + the sum of dropped, by reason; and the first problems."""
 
     read: Count
     kept: Count
     dropped: dict[str, Positive]
-    problems: list[DroppedDocument]
+    problems: list[DroppedRecord]
 
 
 class Report(ConfigModel):
@@ -120,11 +100,11 @@ class Report(ConfigModel):
 
     identity: dict[str, Any]
     inputs: list[str]
-    documents: Counted
-    splits: dict[str, Split]
+    documents: DocumentCounts
+    splits: dict[str, dict[Literal["documents", "tokens", "characters", "bytes"], Positive]]
     vocabulary_size: Positive
     end_of_document: str | None
-    unigram: Unigram
+    unigram: dict[Literal["train_entropy", "validation_cross_entropy", "uniform"], float]
     seconds: dict[str, float]
     tokens_per_second: float
     versions: dict[str, str]
@@ -134,7 +114,7 @@ class Report(ConfigModel):
 def output_identity(
     sources: Sequence[Source], hashes: Sequence[str], spec: TokenizerSpec, settings: PrepareSettings
 ) -> dict[str, Any]:
-    """Return all that decides the output. Settings that were added later are left out if they are the default."""
+    """Return everything that decides the output. Settings that were added later are left out at their defaults."""
     inputs = [
         {"kind": source.kind, "name": source.name} if source.kind == "hub" else {"kind": source.kind, "sha256": sha256}
         for source, sha256 in zip(sources, hashes, strict=True)
@@ -152,11 +132,11 @@ def output_identity(
 
 
 def reading_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings) -> dict[str, Any]:
-    """Return all that decides the content of a spool, as a JSON object."""
+    """Return everything that decides the content of a spool, as a JSON object."""
     identity = {
         "format": [FORMAT, SPOOL_FORMAT],
         "inputs": [source.name for source in sources],
-        "sizes and times": [stamp_of(source) for source in sources],
+        "sizes and times": [size_and_time(source) for source in sources],
         "versions": library_versions(),
         **asdict(settings) | settings.steps(),
         "tokenizer": spec.fingerprint(),
@@ -166,18 +146,18 @@ def reading_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: P
 
 
 def differing_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the names of the choices that differ between two identities of a reading; "" if none does."""
-    choices = (before.keys() | now.keys()) - {"format", "versions", "sizes and times"}
-    return ", ".join(sorted(name for name in choices if before.get(name) != now.get(name)))
+    """Return the names of the settings that differ between two reading identities; "" if none does."""
+    settings = (before.keys() | now.keys()) - {"format", "versions", "sizes and times"}
+    return ", ".join(sorted(name for name in settings if before.get(name) != now.get(name)))
 
 
 def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
     """Return the size and the SHA-256 of each file below a directory, except those that contain times."""
-    memories = [content_path(directory / split) for split in SPLITS]
+    with_times = [content_path(directory / split) for split in SPLITS]
     return {
         str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and path not in memories
+        if path.is_file() and path not in with_times
     }
 
 
@@ -188,14 +168,14 @@ def check_settings(settings: PrepareSettings) -> None:
     checks: dict[str, tuple[object, str]] = {
         "seed": (0 <= settings.seed < 1 << 64, "from 0 to 2^64 - 1"),
         "documents": (settings.documents in DOCUMENTS, f"one of {', '.join(DOCUMENTS)}"),
-        "stdin": (settings.stdin in STREAMS, f"standard input is one of {', '.join(STREAMS)}"),
+        "stdin": (settings.stdin in STREAMS, f"one of {', '.join(STREAMS)}"),
         "deduplicate": (settings.deduplicate in (None, "exact", "near"), "exact or near"),
         "min_tokens": (
             settings.min_tokens == 0 or (settings.min_tokens > 0 and not trained),
             "at least 0; it counts the tokens of a finished tokenizer: prepare without it first, and then give that "
             "output's tokenizer directory",
         ),
-        "eos": (settings.eos is None or not trained, f"{settings.tokenizer} has its own; it is for a given tokenizer"),
+        "eos": (settings.eos is None or not trained, f"{settings.tokenizer} has its own; give a directory to choose"),
         "tokenizer_documents": (
             settings.tokenizer_documents is None or (settings.tokenizer_documents > 0 and trained),
             "at least 1, for a tokenizer that is trained",
@@ -209,7 +189,7 @@ def check_settings(settings: PrepareSettings) -> None:
         if not valid:
             raise UserError(f"{name} {getattr(settings, name)!r}: {remedy}")
     if settings.sentences is not None:
-        needed("sentencex", "splitting sentences")
+        import_optional("sentencex", "splitting sentences")
 
 
 def check_validation(validation: float) -> None:
@@ -219,7 +199,7 @@ def check_validation(validation: float) -> None:
 
 
 def find_reusable(output: Path, compute_identity: Callable[[], dict[str, Any]], overwrite: bool) -> Prepared | None:
-    """Return an output that is there and has the identity of `compute_identity`; None if there is nothing to reuse."""
+    """Return the existing output if it has the identity of `compute_identity`; None: there is none to reuse."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
     identity = compute_identity()
@@ -240,22 +220,21 @@ def find_reusable(output: Path, compute_identity: Callable[[], dict[str, Any]], 
         raise UserError(
             f"{output} was made with another {changed}: choose another --output, or replace it: --overwrite"
         )
-    problem = damage(
-        output, report.files, REPORT, [f"{split}.{ending}" for split in SPLITS for ending in ("bin", "idx")]
-    )
+    required = [f"{split}.{ending}" for split in SPLITS for ending in ("bin", "idx")]
+    problem = find_damage(output, report.files, REPORT, required)
     if problem and not overwrite:
-        raise UserError(f"{problem}: make the corpus again with --overwrite")
+        raise UserError(f"{problem}: prepare the corpus again with --overwrite")
     return None if problem else Prepared(output, raw, reused=True)
 
 
-def damage(
-    directory: Path, files: Mapping[str, PreparedFile], listed_in: str, needed_files: Iterable[str]
+def find_damage(
+    directory: Path, files: Mapping[str, PreparedFile], manifest: str, required: Iterable[str]
 ) -> str | None:
     """Describe the first of a directory's files that differs from its record; None if none does.
 
     Args:
-        files: the result of `describe_files`, from the file `listed_in` of the directory.
-        needed_files: names that must be among them.
+        files: the result of `describe_files`, from the file `manifest` of the directory.
+        required: names that must be among them.
     """
     for name, recorded in files.items():
         path = directory / name
@@ -265,22 +244,18 @@ def damage(
             return f"{path} has {size:,} bytes instead of {recorded.bytes:,}"
         if (sha256 := file_sha256(path)) != recorded.sha256:
             return f"{path} has SHA-256 {sha256[:12]}… instead of {shown(recorded.sha256)[1:13]}…"
-    missing = sorted(set(needed_files) - files.keys())
-    return f"{directory / listed_in} names no {missing[0]}" if missing else None
+    missing = sorted(set(required) - files.keys())
+    return f"{directory / manifest} names no {missing[0]}" if missing else None
 
 
 def library_versions() -> dict[str, str]:
     return {name: version(name) for name in ("tokenizers", "transformers")}
 
 
-def stamp_of(source: Source) -> tuple[int, int]:
-    """Return the size and time of a file, which a write changes; (0, 0) without a file."""
+def size_and_time(source: Source) -> tuple[int, int]:
+    """Return the size and the modification time of a source; (0, 0) without a file."""
     try:
         status = source.path.stat() if source.path is not None else None
     except OSError as error:
         raise UserError(f"{source.name}: {error.strerror or error}") from error
     return (status.st_size, status.st_mtime_ns) if status is not None else (0, 0)
-
-
-def size_of(source: Source) -> int:
-    return stamp_of(source)[0]

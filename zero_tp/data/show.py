@@ -1,4 +1,4 @@
-"""Show a prepared corpus as text again."""
+"""Decode documents and packed samples of a prepared corpus."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from zero_tp.data.tokenizer import find_tokenizer, open_tokenizer
 from zero_tp.errors import UserError
 
 SPLITS = ("train", "validation")
+MOST_CHARACTERS = 400
+"""Longer texts are cut: whole documents would fill the terminal."""
 
 
-def corpora_of(path: Path) -> dict[str, IndexedCorpus]:
-    """Return the corpora of a directory that `prepare` wrote, by split, or the one of a prefix. UserError: none."""
+def open_corpora(path: Path) -> dict[str, IndexedCorpus]:
+    """Return the corpora of an output of `prepare`, by split, or the one of a prefix. UserError: there is none."""
     if idx_path(path).is_file():
         return {path.name: IndexedCorpus(path)}
     corpora = {split: IndexedCorpus(path / split) for split in SPLITS if idx_path(path / split).is_file()}
@@ -24,24 +26,21 @@ def corpora_of(path: Path) -> dict[str, IndexedCorpus]:
     return corpora
 
 
-def shown(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
-    """Yield the texts of documents and of packed samples of each corpus, with lines that say where they begin.
+def show_corpus(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
+    """Yield the texts of documents and of packed samples of each corpus, each after a line that names it.
 
     Args:
-        path: what `prepare` wrote, or a prefix.
-        sample: documents, and samples, of each corpus; documents are evenly spread.
-        sequence_length: tokens of a sample, at most; samples lie as they do in training, in the order of the corpus.
-
-    Raises:
-        UserError: there is no corpus or tokenizer, or the two don't fit.
+        path: an output of `prepare`, or a prefix.
+        sample: the number of documents, evenly spread, and of samples to show of each corpus.
+        sequence_length: tokens of a sample; the samples are those of training, in the order of the corpus.
     """
     if sample < 1 or sequence_length < 1:
         raise UserError(f"sample {sample}, sequence length {sequence_length}: at least 1")
     directory = find_tokenizer(None, f"{path}/train") or find_tokenizer(None, str(path))
     if directory is None:
-        raise UserError(f"{path}: there is no tokenizer/ in it or beside it to read its tokens with")
+        raise UserError(f"{path}: its tokens can't be decoded: there is no tokenizer/ in it or beside it")
     tokenizer = open_tokenizer(directory)
-    for name, corpus in corpora_of(path).items():
+    for name, corpus in open_corpora(path).items():
         corpus.check_vocabulary(len(tokenizer))
         documents, tokens = len(corpus), corpus.tokens
         yield f"=== {name}: {documents:,} documents, {tokens:,} tokens"
@@ -49,7 +48,7 @@ def shown(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
         for i in sorted({n * (documents - 1) // max(1, count - 1) for n in range(count)}):
             ids = corpus.document(i)
             yield f"--- {name}, document {i:,}: {len(ids):,} tokens"
-            yield str(tokenizer.decode(ids))
+            yield _shorten(str(tokenizer.decode(ids)))
         length = min(sequence_length, tokens)
         for window in range(min(sample, tokens // length) if length else 0):
             start = window * length
@@ -59,6 +58,11 @@ def shown(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
             yield f"--- {name}, sample {window:,}: tokens {start:,} to {start + length:,}, {len(begins):,} documents"
             for begin, end in zip(begins, [*begins[1:], length], strict=True):
                 first = corpus.extent(int(numbers[begin]))[0]
-                goes_on = "" if first == start + begin else f", from its token {start + begin - first:,} on"
-                yield f"[document {numbers[begin]:,}{goes_on}]"
-                yield str(tokenizer.decode(ids[begin:end]))
+                offset = "" if first == start + begin else f", from its token {start + begin - first:,} on"
+                yield f"[document {numbers[begin]:,}{offset}]"
+                yield _shorten(str(tokenizer.decode(ids[begin:end])))
+
+
+def _shorten(text: str) -> str:
+    more = len(text) - MOST_CHARACTERS
+    return f"{text[:MOST_CHARACTERS]}… {more:,} more characters" if more > 0 else text

@@ -1,9 +1,9 @@
 """Find exact and near duplicates, and documents that overlap with evaluation sets.
 
 Near duplicates share most of their shingles, 5 consecutive words each. A MinHash sketch of 128 numbers estimates the
-Jaccard similarity of two sets of shingles. Locality-sensitive hashing (32 bands of 4) finds the documents to compare: a
-pair at 0.7 with a chance of 0.9998. Sources: Broder 1997; Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets",
-3.4; Megatron-LM, section 4.1, which removed documents at 0.7.
+Jaccard similarity of two sets of shingles. Locality-sensitive hashing (32 bands of 4) finds the pairs to compare, one
+of similarity 0.7 with probability 0.9998. Sources: Broder 1997; Leskovec, Rajaraman, Ullman, "Mining of Massive
+Datasets", 3.4; Megatron-LM, section 4.1, which removed documents at 0.7.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_tp.data.documents import stream
-from zero_tp.data.formats import needed
+from zero_tp.data.formats import import_optional
 from zero_tp.data.records import EVERY_STRING, Document, Problem
 from zero_tp.errors import UserError
 
-SHINGLE, THRESHOLD, OVERLAP = 5, 0.7, 13
+SHINGLE, THRESHOLD, NGRAM = 5, 0.7, 13
 _NUMBERS, _BANDS, _SEED = 128, 32, 42
 _HEADING = re.compile(r"^ ?= ([^=\n]+) = ?$", re.MULTILINE)
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -38,26 +38,26 @@ def words(text: str) -> list[str]:
 
 
 def shingles(text: str) -> list[str]:
-    """Return all shingles of a text; a shorter text is one."""
+    """Return all shingles of a text; a text of fewer than 5 words is one shingle."""
     tokens = words(text)
     return [" ".join(tokens[i : i + SHINGLE]) for i in range(max(1, len(tokens) - SHINGLE + 1))] if tokens else []
 
 
 def sketches(texts: Sequence[str]) -> list[bytes]:
     """Return a sketch of each text; empty for one without words."""
-    rensa = needed("rensa", "--deduplicate near")
+    rensa = import_optional("rensa", "--deduplicate near")
     sets = [shingles(text) for text in texts]
     minhashes = rensa.RMinHash.from_token_sets(sets, num_perm=_NUMBERS, seed=_SEED)
     return [minhash.__reduce__()[2] if words else b"" for minhash, words in zip(minhashes, sets, strict=True)]
 
 
 def _restore(sketch: bytes) -> Any:
-    minhash = needed("rensa", "--deduplicate near").RMinHash(_NUMBERS, _SEED)
+    minhash = import_optional("rensa", "--deduplicate near").RMinHash(_NUMBERS, _SEED)
     minhash.__setstate__(sketch)
     return minhash
 
 
-class Near(NamedTuple):
+class NearDuplicate(NamedTuple):
     """A near copy of an earlier document, with their estimated Jaccard similarity."""
 
     document: int
@@ -65,8 +65,10 @@ class Near(NamedTuple):
     similarity: float
 
 
-def near_duplicates(numbered: Iterable[tuple[int, bytes]], sketch_of: Callable[[int], bytes]) -> Iterator[Near]:
-    """Yield the documents whose similarity with an earlier one, that is itself no duplicate, is at least 0.7.
+def near_duplicates(
+    numbered: Iterable[tuple[int, bytes]], sketch_of: Callable[[int], bytes]
+) -> Iterator[NearDuplicate]:
+    """Yield the documents of similarity at least 0.7 with an earlier one that is no near duplicate itself.
 
     Memory: 0.7 to 1.4 KB a document that is no duplicate (measured with 40,000).
 
@@ -74,7 +76,7 @@ def near_duplicates(numbered: Iterable[tuple[int, bytes]], sketch_of: Callable[[
         numbered: number and sketch of each document.
         sketch_of: returns the sketch of an earlier document.
     """
-    rensa = needed("rensa", "--deduplicate near")
+    rensa = import_optional("rensa", "--deduplicate near")
     index = rensa.RMinHashDeduplicator(THRESHOLD, _NUMBERS, True, _BANDS, _SEED)
     for number, sketch in numbered:
         if not sketch:
@@ -82,11 +84,11 @@ def near_duplicates(numbered: Iterable[tuple[int, bytes]], sketch_of: Callable[[
         minhash = _restore(sketch)
         if not index.add(str(number), minhash):
             earlier = min(map(int, index.get_duplicates(minhash)))
-            yield Near(number, earlier, minhash.jaccard(_restore(sketch_of(earlier))))
+            yield NearDuplicate(number, earlier, minhash.jaccard(_restore(sketch_of(earlier))))
 
 
 def exact_duplicates(content: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return the number of the first document with the same content, [documents], by 128-bit hashes (V16)."""
+    """Return the first document with the same 128-bit hash (V16) for each document, [documents]."""
     _, firsts, inverse = np.unique(content, return_index=True, return_inverse=True)
     return firsts[inverse]
 
@@ -94,12 +96,12 @@ def exact_duplicates(content: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 # --- evaluation sets --------------------------------------------------------------------------------------------------
 
 
-def overlaps(text: str) -> npt.NDArray[np.uint64]:
+def ngram_hashes(text: str) -> npt.NDArray[np.uint64]:
     """Return a hash of every 13 consecutive words, uint64 [words - 12]."""
     hashes = np.array([zlib.crc32(word.encode()) + 1 for word in words(text)], np.uint64) * _FACTOR
-    count = len(hashes) - OVERLAP + 1
+    count = len(hashes) - NGRAM + 1
     combined = np.zeros(max(count, 0), np.uint64)
-    for i in range(OVERLAP if count > 0 else 0):
+    for i in range(NGRAM if count > 0 else 0):
         combined = (combined ^ (combined >> np.uint64(29))) * _FACTOR + hashes[i : i + count]
     return combined
 
@@ -110,37 +112,32 @@ def _title(text: str) -> str:
 
 @dataclass(frozen=True)
 class EvaluationSets:
-    """Evaluation sets: the hashes of their 13-word overlaps and, of WikiText's, their articles' titles.
+    """Evaluation sets: the sorted hashes of their 13-grams (`ngram_hashes`), and normalised titles of WikiText's."""
 
-    Attributes:
-        overlaps: sorted hashes, see `overlaps`.
-        titles: normalised.
-    """
-
-    overlaps: npt.NDArray[np.uint64]
+    hashes: npt.NDArray[np.uint64]
     titles: frozenset[str]
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> EvaluationSets:
-        """Read sets from files of any kind; all strings of a record are its text. UserError: one holds no text."""
+        """Read sets from files of any kind; all strings of a record are its text. UserError: a file has no text."""
         parts, titles = [np.zeros(0, np.uint64)], set[str]()
         for path in paths:
             before = len(parts)
             for place, document in stream([path], EVERY_STRING):
                 if isinstance(document, Problem):
                     raise UserError(f"--decontaminate: {place}: {document.detail}")
-                parts.append(overlaps(document.text))
+                parts.append(ngram_hashes(document.text))
                 titles |= set(map(_title, _HEADING.findall(document.text)))
             if len(parts) == before:
                 raise UserError(f"--decontaminate: {path}: no text in it")
         return cls(np.unique(np.concatenate(parts)), frozenset(titles - {""}))
 
-    def has(self, document: Document) -> bool:
-        """Return whether a document has 13 consecutive words of a set, or as its title or first line a set's title."""
+    def overlap_with(self, document: Document) -> bool:
+        """Return whether a document has 13 consecutive words of a set, or its title or first line is a set's title."""
         first = document.text.lstrip().partition("\n")[0]
         if self.titles and not self.titles.isdisjoint(map(_title, (first, document.title or ""))):
             return True
-        hashes = overlaps(document.text)
-        positions = np.searchsorted(self.overlaps, hashes)  # np.isin would sort the sets for each document
-        is_inside = positions < len(self.overlaps)
-        return bool((self.overlaps[positions[is_inside]] == hashes[is_inside]).any())
+        hashes = ngram_hashes(document.text)
+        positions = np.searchsorted(self.hashes, hashes)  # np.isin would sort the sets for each document
+        is_inside = positions < len(self.hashes)
+        return bool((self.hashes[positions[is_inside]] == hashes[is_inside]).any())

@@ -1,4 +1,4 @@
-"""Open the tokenizer of a Hugging Face directory, and read from it what training needs to know."""
+"""Load the tokenizer of a Hugging Face directory, and read the vocabulary's properties that training uses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _METASPACE = "\u2581"
 
 
 def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Open the tokenizer of a Hugging Face directory. Code that comes with it is never run. UserError: it can't be."""
+    """Open the tokenizer of a Hugging Face directory, without running code from it. UserError: it can't be read."""
     for name in TOKENIZER_FILES:
         if is_regular(directory / name) and name.endswith(".json"):
             _check_ids(directory / name)
@@ -38,14 +38,14 @@ def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             tokenizer: PreTrainedTokenizerBase = _opener(directory).from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False
             )
-            tokenizer.decode(tokenizer.encode("a"))  # uses settings that from_pretrained does not check
-    except Exception as error:  # transformers raises anything from KeyError to its own types here
+            tokenizer.decode(tokenizer.encode("a"))  # checks settings that from_pretrained does not
+    except Exception as error:  # transformers raises anything from KeyError to its own types
         raise UserError(f"{directory}: its tokenizer can't be read: {first_line(error)}") from error
     return tokenizer
 
 
 def _opener(directory: Path) -> Any:
-    """Return AutoTokenizer, or the only class that it could choose, because it loads torch, which takes a second."""
+    """Return AutoTokenizer, or the class that it would choose: AutoTokenizer imports torch, which takes a second."""
     from transformers import PreTrainedTokenizerFast
 
     if is_regular(directory / "tokenizer_config.json") and not (directory / "config.json").exists():
@@ -58,7 +58,7 @@ def _opener(directory: Path) -> Any:
 
 
 def _check_ids(path: Path) -> None:
-    """Raise a UserError if a file of a tokenizer isn't strict JSON, or has an id for which tables would fill memory."""
+    """Raise a UserError if a tokenizer's file isn't strict JSON, or has an id whose tables would not fit in memory."""
     content = read_json(path)
     model, added, decoder = (content.get(key) for key in ("model", "added_tokens", "added_tokens_decoder"))
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -69,18 +69,15 @@ def _check_ids(path: Path) -> None:
     ids += vocabulary.values() if isinstance(vocabulary, dict) else []
     for id_ in ids:
         if (digits := str(id_)[:20]).isdecimal() and int(digits) >= MOST_IDS:
-            raise UserError(f"{path}: the id {shown(id_)} is beyond every vocabulary; ids go up to {MOST_IDS - 1:,}")
+            raise UserError(f"{path}: the id {shown(id_)} is too large; ids go up to {MOST_IDS - 1:,}")
 
 
 def load_tokenizer(directory: Path, eos: str | None = None) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a Hugging Face directory.
+    """Load a fast tokenizer from a Hugging Face directory.
 
     Args:
-        eos: one of its tokens, which becomes its eos token. None: its own, or its only token of a well-known name,
-            unless it is a tokenizer for the masked objective.
-
-    Raises:
-        UserError: it can't be read, is not a fast one, or has neither an eos token nor the masked objective's tokens.
+        eos: one of its tokens, to use as its eos token. None: its own eos token, or its only token with a well-known
+            name, unless it is a tokenizer for the masked objective.
     """
     tokenizer = open_tokenizer(directory)
     if not getattr(tokenizer, "is_fast", False):
@@ -92,17 +89,17 @@ def load_tokenizer(directory: Path, eos: str | None = None) -> PreTrainedTokeniz
     if tokenizer.eos_token_id is None and missing_for_masking(tokenizer):
         likely = sorted(filter(_ENDS.fullmatch, tokenizer.get_vocab()))
         if len(likely) != 1:
-            has = ", ".join(likely) or "none of a well-known name"
+            candidates = ", ".join(likely) or "none with a well-known name"
             raise UserError(
-                f"tokenizer {directory}: it has no eos token, which must end each document: name it with --eos (found: "
-                f"{has})"
+                f"tokenizer {directory}: it has no eos token, which must end each document: choose a token with --eos "
+                f"(candidates: {candidates})"
             )
         (tokenizer.eos_token,) = likely
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
 def missing_for_masking(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return which of the tokens that the masked objective needs a tokenizer lacks: mask, sep, cls."""
+    """Return the special tokens of the masked objective (mask, sep, cls) that a tokenizer lacks."""
     return [name for name in ("mask", "sep", "cls") if getattr(tokenizer, f"{name}_token_id") is None]
 
 
@@ -111,9 +108,8 @@ class MaskingVocabulary:
     """The properties of a vocabulary of v tokens that masking uses.
 
     Attributes:
-        mask, separator, classifier, padding: special tokens' ids.
-        end: the token that ends documents, which no sample contains; None: there is none.
-        special: whether a token is never masked and replaces none, bool [v]: a special one, or an id without a token.
+        mask, separator, classifier, padding, eos: special tokens' ids. No sample contains the eos; it may be None.
+        special: whether a token is never masked and never a replacement, bool [v]: special tokens and unused ids.
         begins: whether a word begins with it, bool [v].
         ends: whether a word begins after it, bool [v].
     """
@@ -122,28 +118,24 @@ class MaskingVocabulary:
     separator: int
     classifier: int
     padding: int
-    end: int | None
+    eos: int | None
     special: npt.NDArray[np.bool_]
     begins: npt.NDArray[np.bool_]
     ends: npt.NDArray[np.bool_]
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast, directory: Path, size: int) -> MaskingVocabulary:
-        """Read it from a tokenizer of at most v = `size` tokens; messages name its directory.
-
-        Raises:
-            UserError: it has no mask, separator or class token, or nothing in it says where words begin.
-        """
+        """Read it from a tokenizer of at most v = `size` tokens. UserError: it lacks tokens, or marks of words."""
         if missing := missing_for_masking(tokenizer):
             raise UserError(
                 f"tokenizer {directory}: it has no {' and no '.join(f'{name}_token' for name in missing)}, which the "
-                "masked objective needs; prepare the corpus with --tokenizer wordpiece:SIZE, or a tokenizer that has"
+                "masked objective needs; prepare the corpus with --tokenizer wordpiece:SIZE, or a tokenizer with them"
             )
         firsts, lasts, continuing = _word_marks(json.loads(tokenizer.backend_tokenizer.to_str()), directory)
         special, begins, ends = np.ones(size, bool), np.ones(size, bool), np.zeros(size, bool)
-        apart = set(tokenizer.all_special_ids)
+        special_ids = set(tokenizer.all_special_ids)
         for token, i in tokenizer.get_vocab().items():
-            if i not in apart:
+            if i not in special_ids:
                 continues = not continuing or token.startswith(continuing)
                 special[i], begins[i], ends[i] = False, token.startswith(firsts) or not continues, token.endswith(lasts)
         mask, separator, classifier = tokenizer.mask_token_id, tokenizer.sep_token_id, tokenizer.cls_token_id
@@ -152,12 +144,12 @@ class MaskingVocabulary:
 
     def sha256(self) -> str:
         """Return a hash of the vocabulary."""
-        ids = (self.mask, self.separator, self.classifier, self.padding, self.end)
+        ids = (self.mask, self.separator, self.classifier, self.padding, self.eos)
         parts = (repr(ids).encode(), *(np.packbits(part).tobytes() for part in (self.special, self.begins, self.ends)))
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def word_begins(self, row: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return which of a row's tokens begin a word, bool [s]: also the first, and the first after a special one."""
+        """Return which tokens of a row begin a word, bool [s]; also its first, and the first after a special token."""
         begins = self.begins[row]
         begins[:1] = True
         begins[1:] |= self.ends[row[:-1]] | self.special[row[:-1]]
@@ -167,34 +159,34 @@ class MaskingVocabulary:
 def _word_marks(serialized: dict[str, Any], directory: Path) -> tuple[tuple[str, ...], tuple[str, ...], str]:
     """Return a tokenizer's marks: prefixes of a word's first token, suffixes of its last one, the prefix of its others.
 
-    Without the third mark ("") tokens that no prefix marks continue a word.
+    Without the third mark ("") tokens without one of the prefixes continue a word.
     """
     model = serialized["model"]
-    around = json.dumps([serialized[key] for key in ("normalizer", "pre_tokenizer", "decoder")], ensure_ascii=False)
-    if '"ByteLevel"' in around:
+    pipeline = json.dumps([serialized[key] for key in ("normalizer", "pre_tokenizer", "decoder")], ensure_ascii=False)
+    if '"ByteLevel"' in pipeline:
         return (_SPACE, *_BREAKS), tuple(_BREAKS), ""
-    if _METASPACE in around:
+    if _METASPACE in pipeline:
         breaks = ("\n", "\t", "<0x0A>", "<0x09>")
         return (_METASPACE, *breaks), breaks, ""
     continuing, last = (model.get(key) or "" for key in ("continuing_subword_prefix", "end_of_word_suffix"))
     if not continuing and not last:
         raise UserError(
-            f"tokenizer {directory}: nothing says where words begin (WordPiece's ##, byte-level BPE's Ġ or "
-            "SentencePiece's ▁), which the masked objective needs; use another tokenizer"
+            f"tokenizer {directory}: it does not mark where words begin (as WordPiece's ##, byte-level BPE's Ġ or "
+            "SentencePiece's ▁ do), which the masked objective needs; use another tokenizer"
         )
     return (), (last,) if last else (), continuing
 
 
 def find_tokenizer(name: str | None, prefix: str) -> Path | None:
-    """Return a run's tokenizer directory: `name`, else `tokenizer/` beside the corpus `prefix`, else None.
+    """Return the directory of the tokenizer `name` (a directory, or on the hub), else `tokenizer/` next to `prefix`.
 
-    `name` is a directory or a tokenizer of the hub; anything else raises a UserError.
+    UserError: there is no tokenizer `name`.
     """
     if name is not None:
         directory = resolve(name, "zero_tp.tokenizer", weights=False)
         if not directory.is_dir():
             raise UserError(
-                f"zero_tp.tokenizer: no directory {name}; put there the tokenizer that the corpus was prepared with"
+                f"zero_tp.tokenizer: no directory {name}; copy the tokenizer that the corpus was prepared with to it"
             )
         return directory
     default = Path(prefix).parent / "tokenizer"
@@ -211,20 +203,20 @@ def files_sha256(directory: Path) -> str:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, dict[str, int]]:
-    """Return the vocabulary size, and `bos_token_id`, `eos_token_id` and `pad_token_id`, if the tokenizer has them."""
+    """Return the vocabulary size, and those of `bos_token_id`, `eos_token_id` and `pad_token_id` that it has."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return len(tokenizer), {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
 
 
 def check_same_tokens(data: Path, model: Path) -> None:
-    """Check that each token id is the same token for a model's weights and for the corpus.
+    """Check that each token id is the same token for a model's weights and for the corpus. UserError: one is not.
 
     Either may have ids that the other lacks, such as added tokens. A directory without tokenizer.json or vocab.json is
-    not compared. UserError: names the first id that is not the same token in both.
+    not compared.
 
     Args:
-        data: the tokenizer's directory that the corpus was prepared with.
-        model: the Hugging Face directory that the weights come from.
+        data: directory of the corpus' tokenizer.
+        model: the Hugging Face directory of the weights.
     """
     ours, theirs = _tokens(data), _tokens(model)
     for token in sorted(ours.keys() & theirs.keys()):
@@ -236,7 +228,7 @@ def check_same_tokens(data: Path, model: Path) -> None:
 
 
 def _tokens(directory: Path) -> dict[int, str]:
-    """Return each token by its id; empty without a vocabulary in the directory."""
+    """Return id → token; empty without a vocabulary in the directory."""
     from tokenizers import Tokenizer
 
     path = directory / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""Train a tokenizer of a named kind and size on a corpus."""
+"""Train a byte-level BPE or a WordPiece tokenizer on a corpus."""
 
 from __future__ import annotations
 
@@ -22,24 +22,18 @@ if TYPE_CHECKING:
 
 EOS = "<|endoftext|>"
 SMALLEST = {"bpe": 257, "wordpiece": 6, "wordpiece-cased": 6}
-"""The kinds that are trained, with their fewest tokens: the special ones and 256 bytes, or the special ones and one."""
+"""Kind → smallest vocabulary: the special tokens and 256 bytes, or the special tokens and one other."""
 LARGEST = 2**24  # about 60 times the largest known vocabulary
 LONGEST_WORD = 1024
-"""Bytes (of a WordPiece vocabulary, characters) of a word in training; longer ones are cut. The time that a merge takes
-grows with the square of a word's length, so that a word of a million letters would take hours."""
-ALPHABET = 1000  # of a WordPiece vocabulary, as Google's: rarer characters are unknown
+"""In bytes (WordPiece: characters). Training splits longer words, because its time grows with the square of a word's
+length: a word of a million letters would take hours."""
+ALPHABET = 1000  # characters of a WordPiece vocabulary, as in Google's; rarer ones are unknown
 WORDPIECE_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """A tokenizer to train, `KIND:SIZE` (kinds: `SMALLEST`), or the directory of a finished one.
-
-    Attributes:
-        kind: None with a directory.
-        size: tokens of one that is trained.
-        directory: None with a kind.
-    """
+    """A tokenizer to train, of a `kind` (see `SMALLEST`) and `size`, or the `directory` of a finished one."""
 
     kind: str | None = None
     size: int = 0
@@ -47,11 +41,7 @@ class TokenizerSpec:
 
     @classmethod
     def parse(cls, text: str) -> TokenizerSpec:
-        """Read the command-line form.
-
-        Raises:
-            UserError: neither a directory with a tokenizer nor `KIND:SIZE`, or SIZE is too small or too large.
-        """
+        """Parse `KIND:SIZE`, a directory, or a name on the hub."""
         if match := re.fullmatch(rf"({'|'.join(SMALLEST)}):([0-9]{{1,20}})", text):
             kind, size = match[1], int(match[2])
             if not SMALLEST[kind] <= size <= LARGEST:
@@ -66,7 +56,7 @@ class TokenizerSpec:
         return cls(directory=path)
 
     def fingerprint(self) -> str:
-        """Return what identifies the tokenizer: `KIND:SIZE`, or the SHA-256 of the directory's files."""
+        """Return `KIND:SIZE`, or the SHA-256 of the directory's files."""
         if self.directory is None:
             return f"{self.kind}:{self.size}"
         digest = hashlib.sha256()
@@ -79,17 +69,17 @@ class TokenizerSpec:
         return f"sha256:{digest.hexdigest()}"
 
     def train(self, texts: Callable[[], Iterator[str]]) -> PreTrainedTokenizerFast:
-        """Train the tokenizer on the texts that `texts` returns at each call. UserError as `train_wordpiece`."""
+        """Train the tokenizer. Each call of `texts` returns all texts."""
         if self.kind == "bpe":
             return train_bpe(texts(), self.size)
         return train_wordpiece(texts, self.size, cased=self.kind == "wordpiece-cased")
 
 
 def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE as GPT-2's on `texts`; `<|endoftext|>` (id 0) is its eos, bos, padding and unk.
+    """Train a byte-level BPE like GPT-2's; `<|endoftext|>` (id 0) is its eos, bos, padding and unk.
 
-    Every text can be encoded and decoded back exactly, since the 256 bytes are in the vocabulary. A small corpus can
-    give fewer than `size` tokens.
+    It encodes every text without loss, because its vocabulary has all 256 bytes. A small corpus may yield fewer than
+    `size` tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -97,27 +87,17 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
     tokenizer, words = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.pre_tokenizer = _cut(words)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.pre_tokenizer = _split_long_words(words)
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.pre_tokenizer = words
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=EOS,
-        bos_token=EOS,
-        pad_token=EOS,
-        unk_token=EOS,
-        clean_up_tokenization_spaces=False,
-    )
+    special = dict.fromkeys(("eos_token", "bos_token", "pad_token", "unk_token"), EOS)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, clean_up_tokenization_spaces=False)
 
 
-def _cut(words: PreTokenizer) -> PreTokenizer:
-    """Return a pre-tokenizer that splits texts into words, and those into pieces of at most `LONGEST_WORD`."""
+def _split_long_words(words: PreTokenizer) -> PreTokenizer:
+    """Return a pre-tokenizer that splits texts into words, and words into pieces of at most `LONGEST_WORD`."""
     from tokenizers import pre_tokenizers
 
     return pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(length=LONGEST_WORD)])
@@ -126,20 +106,17 @@ def _cut(words: PreTokenizer) -> PreTokenizer:
 def train_wordpiece(texts: Callable[[], Iterator[str]], size: int, *, cased: bool) -> PreTrainedTokenizerFast:
     """Train a WordPiece vocabulary like BERT's; special tokens are [PAD] (id 0), [UNK], [CLS], [SEP] and [MASK].
 
-    Text is cleaned like BERT's: control characters are removed, and without `cased` capitals and accents too. Only the
-    1,000 most frequent characters are known.
+    Text is cleaned like BERT's: control characters are removed, and without `cased` also capitals and accents. Only the
+    1,000 most frequent characters are known. UserError: they alone are more than `size` tokens.
 
     Args:
         texts: returns all texts; it is called three times.
-
-    Raises:
-        UserError: the characters alone are more than `size` tokens.
     """
     from tokenizers import trainers
     from transformers import BertTokenizer
 
     trained = BertTokenizer(do_lower_case=not cased).backend_tokenizer
-    trained.pre_tokenizer = _cut(trained.pre_tokenizer)
+    trained.pre_tokenizer = _split_long_words(trained.pre_tokenizer)
 
     def train(size: int, tokens: list[str], limit: int) -> dict[str, int]:
         trainer = trainers.WordPieceTrainer(
@@ -149,8 +126,8 @@ def train_wordpiece(texts: Callable[[], Iterator[str]], size: int, *, cased: boo
         vocabulary: dict[str, int] = trained.get_vocab()
         return vocabulary
 
-    # tokenizers numbers pieces of one character in a hash table's order, which differs each time, and chooses between
-    # equally frequent merges by these numbers. So a first training only finds the pieces.
+    # tokenizers numbers one-character pieces in a hash table's order, which differs between runs, and breaks ties
+    # between equally frequent merges by these numbers. Therefore a first training only collects the pieces.
     pieces = train(0, [], sys.maxunicode + 1).keys()
     counts: Counter[str] = Counter()
     for raw, count in Counter(chain.from_iterable(texts())).items():
@@ -165,5 +142,5 @@ def train_wordpiece(texts: Callable[[], Iterator[str]], size: int, *, cased: boo
 
 
 def suggested_size(size: int) -> int:
-    """Return the next multiple of 128, which suits any usual TP size and tensor cores."""
+    """Return the next multiple of 128, which is divisible by usual TP sizes and fast on tensor cores."""
     return -(-size // 128) * 128

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from zero_tp.data.documents import document_kind, read_documents, read_objects
-from zero_tp.data.sources import file_sha256
+from zero_tp.data.documents import document_kind, file_sha256, read_documents, read_objects
 from zero_tp.errors import UserError, first_line
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from zero_tp.checkpoint.directory import complete_steps
 from zero_tp.checkpoint.manifest import Manifest, content_hash
 from zero_tp.config import RunConfig
 from zero_tp.config.resolve import leaves
+from zero_tp.data.documents import file_sha256
 from zero_tp.data.masked import MaskedSamples, MaskedValidation, Masking, SegmentPairs
 from zero_tp.data.read_ahead import ReadAhead
 from zero_tp.data.samples import FixedSamples, PackedSamples, TrainingSamples, ValidationSamples
-from zero_tp.data.sources import file_sha256
 from zero_tp.data.tokenizer import (
     MaskingVocabulary,
     check_same_tokens,

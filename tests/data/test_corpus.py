@@ -1,8 +1,10 @@
-"""A preparation that is killed or whose disk is full goes on."""
+"""Preparing a corpus: its files and figures, the split, resuming after a kill, replacing an output."""
 
 from __future__ import annotations
 
 import errno
+import gzip
+import json
 import os
 import random
 import shutil
@@ -13,17 +15,160 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
-from tests.support.corpora import TEXTS, output_of, run, texts_of, write_jsonl
+from tests.support.corpora import TEXTS, held_out, output_of, run, texts_of, write_jsonl
+from tests.tiers import in_tiers
 from zero_tp import files
-from zero_tp.data import PrepareSettings, corpus, prepare
-from zero_tp.data import sources as reading
-from zero_tp.data.corpus import Preparation, ProcessedBlock, Spool
+from zero_tp.data import PrepareSettings, documents, prepare, spool
+from zero_tp.data.corpus import Preparation
+from zero_tp.data.indexed import IndexedCorpus
+from zero_tp.data.spool import ProcessedBlock, Spool
 from zero_tp.errors import UserError
 from zero_tp.files import hidden_sibling, partial_directory
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_output(tmp_path: Path) -> None:
+    prepared = run(tmp_path)
+    output, report = prepared.output, prepared.report
+    assert report == json.loads((output / "report.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(str(output / "tokenizer"))
+    assert tokenizer.eos_token == tokenizer.bos_token == "<|endoftext|>"
+    assert len(tokenizer) == report["vocabulary_size"] == 300
+
+    validation = held_out(output)
+    train = [text for text in TEXTS if text not in validation]
+    assert (len(train), len(validation)) == (36, 4)
+    for split, texts in (("train", train), ("validation", validation)):
+        corpus = IndexedCorpus(output / split)
+        assert len(corpus) == report["splits"][split]["documents"] == len(texts)
+        assert corpus.tokens == report["splits"][split]["tokens"]
+        assert report["splits"][split]["characters"] == sum(map(len, texts))
+        assert report["splits"][split]["bytes"] == sum(len(text.encode()) for text in texts)
+        for i, text in enumerate(texts):
+            ids = corpus.document(i)
+            assert ids[-1] == tokenizer.eos_token_id
+            # The text spells the special token, which stays text: one eos a document.
+            assert (ids == tokenizer.eos_token_id).sum() == 1
+            assert tokenizer.decode(ids[:-1]) == text
+            assert tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True) == ids[:-1].tolist()
+    # Nothing is left beside the output.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.jsonl"]
+
+
+def test_unigram_figures(tmp_path: Path) -> None:
+    prepared = run(tmp_path)
+    size = prepared.report["vocabulary_size"]
+    train, validation = (
+        np.bincount(
+            IndexedCorpus(prepared.output / split).read(0, prepared.report["splits"][split]["tokens"]), None, size
+        )
+        for split in ("train", "validation")
+    )
+    p = train / train.sum()
+    entropy = -sum(x * np.log(x) for x in p if x > 0)
+    q = (train + 1) / (train + 1).sum()
+    cross = -sum(n * np.log(x) for n, x in zip(validation, q, strict=True)) / validation.sum()
+    assert prepared.report["unigram"]["train_entropy"] == pytest.approx(entropy, rel=1e-12)
+    assert prepared.report["unigram"]["validation_cross_entropy"] == pytest.approx(cross, rel=1e-12)
+
+
+def test_split_does_not_depend_on_order_and_keeps_copies_together(tmp_path: Path) -> None:
+    forward, backward = run(tmp_path, "a"), run(tmp_path, "b", texts=TEXTS[::-1])
+    assert sorted(held_out(forward.output)) == sorted(held_out(backward.output))
+    other = run(tmp_path, "c", seed=5)
+    assert sorted(held_out(other.output)) != sorted(held_out(forward.output))
+    copies = run(tmp_path, "d", texts=TEXTS + TEXTS)
+    out = held_out(copies.output)
+    assert all(out.count(text) == 2 for text in out)
+    assert len(held_out(run(tmp_path, "e", validation=7).output)) == 7
+
+
+def test_reuse_overwrite_and_refusal(tmp_path: Path) -> None:
+    first = run(tmp_path)
+    stamp = (first.output / "train.bin").stat().st_mtime_ns
+    again = run(tmp_path)
+    assert again.reused and not first.reused
+    assert again.report == first.report
+    assert (first.output / "train.bin").stat().st_mtime_ns == stamp
+    with pytest.raises(UserError, match=r"out was made with another seed: choose another --output, .*--overwrite"):
+        run(tmp_path, seed=9)
+    source = tmp_path / "out.jsonl"
+    (first.output / "notes.md").write_text("mine")
+    (first.output / "plots").mkdir()
+    (first.output / "plots" / "lengths.png").touch()
+    replaced = prepare([source], first.output, PrepareSettings("bpe:300", 0.1, 9), overwrite=True)
+    assert not replaced.reused
+    assert (first.output / "notes.md").read_text() == "mine" and (first.output / "plots" / "lengths.png").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.jsonl"]
+    (first.output / "train.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"train\.bin has 0 bytes instead of .*--overwrite"):
+        prepare([source], first.output, PrepareSettings("bpe:300", 0.1, 9))
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "launch/prepare_data.py", *map(str, arguments)],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_command(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    arguments = ["--input", source, "--tokenizer", "bpe:300", "--output", tmp_path / "out"]
+    first = command(*arguments)
+    assert (first.returncode, first.stderr) == (0, "")
+    assert "39 documents" in first.stdout and "1 documents" in first.stdout
+    wrong = command(*arguments, "--seed", "1")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("error: ") and wrong.stderr.count("\n") == 1
+    unknown = command(*arguments, "--sede", "1")
+    assert unknown.returncode == 2
+    assert "--sede" in unknown.stderr and unknown.stderr.count("\n") == 1
+
+
+def test_documents_in_are_those_kept_and_those_dropped(tmp_path: Path) -> None:
+    good = [f"document {i} of the good ones" for i in range(20)]
+    lines = [json.dumps({"text": text}) for text in good]
+    lines[3:3] = ['{"text": ', '{"text": " "}', '{"txt": "x"}', '"text"', "", '{"text": "\\ud800"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode())[:-20])
+    inputs, given = [tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"], PrepareSettings("bpe:300", 0.1)
+    report = prepare(inputs, tmp_path / "out", given).report["documents"]
+    cut = report["dropped"].pop("unreadable")
+    assert cut == 1 and report["read"] == report["kept"] + sum(report["dropped"].values()) + cut
+    assert report["dropped"]["empty"] in (1, 2) and 20 <= report["kept"] < 40
+    assert report["problems"][0] == {
+        "where": f"{tmp_path}/a.jsonl:4",
+        "reason": "malformed",
+        "detail": "not valid JSON: Expecting value at line 1 column 10",
+    }
+    with pytest.raises(UserError, match=r"a\.jsonl:4: not valid JSON"):
+        prepare(inputs, tmp_path / "strict", given, strict=True)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl.gz", "out"]
+
+
+@pytest.mark.parametrize("kind", in_tiers(["jsonl", "txt"], ["txt"]))
+def test_standard_input(tmp_path: Path, kind: str) -> None:
+    texts, name = [f"document {i} of the good ones" for i in range(20)], f"a.{kind}"
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "a.txt").write_text("\n".join(texts))
+    prepare([tmp_path / name], tmp_path / "file", PrepareSettings("bpe:300", documents="line"))
+    words = ["--input", "-", "--stdin-kind", kind, "--documents", "line", "--output", str(tmp_path / "out")]
+    with open(tmp_path / name, "rb") as given:
+        command = [sys.executable, "launch/prepare_data.py", "--tokenizer", "bpe:300", "--processes", "1", *words]
+        assert subprocess.run(command, cwd=ROOT, stdin=given).returncode == 0
+    for file in ("train.bin", "train.idx", "validation.bin", "validation.jsonl", "tokenizer/tokenizer.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "file" / file).read_bytes(), file
+    with pytest.raises(UserError, match=r"made with another inputs: .* --overwrite"):
+        prepare(["-"], tmp_path / "out", PrepareSettings("bpe:300"))
 
 
 @pytest.fixture
@@ -35,10 +180,10 @@ def tokenizer(tmp_path: Path) -> str:
 STARTED = """
 import os, signal, sys
 from pathlib import Path
-from zero_tp.data import PrepareSettings, corpus, prepare, sources
-corpus.COMMIT_SECONDS = 0.0
-sources._BLOCK_RECORDS = 50
-append = corpus.Spool.append
+from zero_tp.data import PrepareSettings, documents, prepare, spool
+spool.COMMIT_SECONDS = 0.0
+documents._BLOCK_RECORDS = 50
+append = spool.Spool.append
 def killed(self, block):
     if len(self.blocks) == int(last):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -46,7 +191,7 @@ def killed(self, block):
 if __name__ == "__main__":
     source, output, tokenizer, processes, last = sys.argv[1:]
     if last != "none":
-        corpus.Spool.append = killed
+        spool.Spool.append = killed
     settings = PrepareSettings(tokenizer, 0.1, deduplicate="near")
     print(prepare([source], Path(output), settings, processes=int(processes)).resumed)
 """
@@ -100,9 +245,9 @@ def test_killed_anywhere_it_goes_on(tmp_path: Path, tokenizer: str, seed: int, k
         process = start("out", chance.choice((1, 2)))
         time.sleep(chance.random() * longest)
         process.send_signal(signal.SIGKILL)
-        told = process.communicate()[0]
+        output_line = process.communicate()[0]
         killed += process.returncode == -signal.SIGKILL
-        resumed += told not in ("", "0\n")
+        resumed += output_line not in ("", "0\n")
         if output.exists():
             assert output_of(output) == output_of(tmp_path / "whole")
             shutil.rmtree(output)
@@ -115,8 +260,8 @@ def test_killed_anywhere_it_goes_on(tmp_path: Path, tokenizer: str, seed: int, k
 
 def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str) -> None:
     """Also after a full disk; but never where an input has changed."""
-    monkeypatch.setattr(corpus, "COMMIT_SECONDS", 0.0)
-    monkeypatch.setattr(reading, "_BLOCK_RECORDS", 10)
+    monkeypatch.setattr(spool, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(documents, "_BLOCK_RECORDS", 10)
     texts = texts_of(random.Random(1), 100)
     inputs = [write_jsonl(tmp_path / f"{i}.jsonl", texts[i::2]) for i in range(2)]
     settings, out = PrepareSettings(tokenizer, 0.1), tmp_path / "out"
@@ -129,16 +274,16 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
         append(self, block)
 
     def interrupted() -> None:
-        with monkeypatch.context() as patch, pytest.raises(UserError, match=r"No space left .*; what was read is kept"):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=r"No space left .*; the progress is kept"):
             patch.setattr(Spool, "append", full)
             prepare(inputs, out, settings)
         assert not out.exists() and hidden_sibling(out, "progress").is_dir()
 
     interrupted()
-    found = prepare(inputs, out, settings)
-    assert found.resumed == 86 and not hidden_sibling(out, "progress").exists()
+    prepared = prepare(inputs, out, settings)
+    assert prepared.resumed == 86 and not hidden_sibling(out, "progress").exists()
     whole = prepare(inputs, tmp_path / "whole", settings)
-    assert whole.resumed == 0 and output_of(found.output) == output_of(whole.output)
+    assert whole.resumed == 0 and output_of(prepared.output) == output_of(whole.output)
     out = tmp_path / "changed"
     interrupted()
     os.utime(inputs[0], (1, 1))
@@ -248,24 +393,19 @@ def test_a_signal_before_the_first_write_leaves_nothing(
 
 
 def test_links_in_an_output_stay_and_an_output_may_be_one(tmp_path: Path) -> None:
-    output, elsewhere = run(tmp_path).output, tmp_path / "elsewhere"
-    (output / "link").symlink_to("report.json")
-    (output / "dangling").symlink_to("nowhere")
-    (output / "folder").symlink_to(tmp_path)
-    socket.socket(socket.AF_UNIX).bind(str(output / "socket"))
-    sources, anew = [tmp_path / "out.jsonl"], PrepareSettings("bpe:300", 0.1, 9)
-    prepare(sources, output, anew, overwrite=True)
-    links = {path.name: os.readlink(path) for path in output.iterdir() if path.is_symlink()}
-    assert links == {"link": "report.json", "dangling": "nowhere", "folder": str(tmp_path)}
-    assert (output / "socket").is_socket() and prepare(sources, output, anew).reused
-
-    output.rename(elsewhere)
-    output.symlink_to(elsewhere.name)
-    prepare(sources, output, PrepareSettings("bpe:300", 0.1, 11), overwrite=True)
-    assert output.is_symlink() and not elsewhere.is_symlink() and (elsewhere / "link").is_symlink()
-    assert prepare(sources, elsewhere, PrepareSettings("bpe:300", 0.1, 11)).reused
+    output, target = run(tmp_path).output, tmp_path / "target"
+    sources, other = [tmp_path / "out.jsonl"], PrepareSettings("bpe:300", 0.1, 9)
+    output.rename(target)
+    output.symlink_to(target.name)
+    links = {"link": "report.json", "dangling": "nowhere", "folder": str(tmp_path)}
+    for name, destination in links.items():
+        (target / name).symlink_to(destination)
+    socket.socket(socket.AF_UNIX).bind(str(target / "socket"))
+    prepare(sources, output, other, overwrite=True)
+    assert {path.name: os.readlink(path) for path in target.iterdir() if path.is_symlink()} == links
+    assert output.is_symlink() and (target / "socket").is_socket() and prepare(sources, target, other).reused
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
     output.unlink()
     output.symlink_to(output.name)
     with pytest.raises(UserError, match=r"out: can't be written: Not a directory$"):
-        prepare(sources, output, anew, overwrite=True)
+        prepare(sources, output, other, overwrite=True)

@@ -1,4 +1,4 @@
-"""Steps on the way to a corpus: repair, length, duplicates, evaluation sets; each against what says the same."""
+"""Duplicates and evaluation sets against brute force; the steps' counters."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from tests.support.corpora import write_jsonl
 from zero_tp.data import Prepared, PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.records import Document
-from zero_tp.data.similarity import EvaluationSets, exact_duplicates, near_duplicates, overlaps, shingles, sketches
+from zero_tp.data.similarity import EvaluationSets, exact_duplicates, near_duplicates, ngram_hashes, shingles, sketches
 from zero_tp.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -31,10 +34,10 @@ def run(folder: Path, texts: list[str], name: str = "out", **settings: Any) -> P
 
 
 def documents_of(prepared: Prepared) -> int:
-    counted = prepared.report["documents"]
-    kept = sum(len(IndexedCorpus(prepared.output / split)) for split in ("train", "validation"))
-    assert counted["kept"] == kept and counted["read"] == kept + sum(counted["dropped"].values())
-    return kept
+    counts = prepared.report["documents"]
+    stored = sum(len(IndexedCorpus(prepared.output / split)) for split in ("train", "validation"))
+    assert counts["kept"] == stored and counts["read"] == stored + sum(counts["dropped"].values())
+    return stored
 
 
 def removed(prepared: Prepared) -> list[dict[str, Any]]:
@@ -57,8 +60,8 @@ def near_copies(chance: random.Random) -> tuple[list[str], list[set[str]]]:
 def test_near_duplicates_against_brute_force(seed: int) -> None:
     """Recall and precision of pairs clearly above and below 0.7, by the Jaccard similarity of the shingles itself."""
     texts, sets = near_copies(random.Random(seed))
-    found = sketches(texts)
-    pairs = {near.document: near for near in near_duplicates(enumerate(found), found.__getitem__)}
+    sketched = sketches(texts)
+    pairs = {near.document: near for near in near_duplicates(enumerate(sketched), sketched.__getitem__)}
     jaccard = lambda a, b: len(sets[a] & sets[b]) / len(sets[a] | sets[b])  # noqa: E731
     above = below = 0
     for number in range(len(texts)):
@@ -98,9 +101,9 @@ def test_duplicates_are_named_and_the_first_stays(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.sampled_from("abcd"), max_size=40), st.lists(st.sampled_from("abcd"), max_size=40))
-def test_overlaps_are_13_words_in_a_row(first: list[str], second: list[str]) -> None:
+def test_ngrams_are_13_words_in_a_row(first: list[str], second: list[str]) -> None:
     rows = lambda words: {tuple(words[at : at + 13]) for at in range(len(words) - 12)}  # noqa: E731
-    hashes = [overlaps(" ".join(words)) for words in (first, second)]
+    hashes = [ngram_hashes(" ".join(words)) for words in (first, second)]
     assert [len(each) for each in hashes] == [max(0, len(words) - 12) for words in (first, second)]
     assert bool(np.isin(hashes[0], hashes[1]).any()) == bool(rows(first) & rows(second))
 
@@ -110,15 +113,17 @@ def test_evaluation_sets(tmp_path: Path) -> None:
     (tmp_path / "lambada.jsonl").write_text(json.dumps({"context": passage, "choices": ["wisdom", "folly"]}))
     (tmp_path / "wiki.txt").write_text(" = Valkyria Chronicles III = \n\n = = Plot = = \n\n Some words , few . \n")
     sets = EvaluationSets.read([tmp_path / "lambada.jsonl", tmp_path / "wiki.txt"])
-    wanted = np.unique(overlaps(f"{passage} wisdom folly"))  # the other text has fewer than 13 words
-    assert sets.overlaps.tolist() == wanted.tolist() and sets.titles == {"valkyria chronicles iii"}
+    wanted = np.unique(ngram_hashes(f"{passage} wisdom folly"))  # the other text has fewer than 13 words
+    assert sets.hashes.tolist() == wanted.tolist() and sets.titles == {"valkyria chronicles iii"}
     thirteen = "He said: It was the BEST of times; it was the worst of times. It!"
     texts = [
         *("a document of its own", thirteen, thirteen.replace("worst", "best"), "the second of its own"),
         *("Valkyria Chronicles III\n\nIs a game.", "I like Valkyria Chronicles III", thirteen),
     ]
-    assert [sets.has(Document(text)) for text in texts] == [False, True, False, False, True, False, True]
-    assert sets.has(Document("text", "Valkyria chronicles III")) and not sets.has(Document("text", "Plot"))
+    assert [sets.overlap_with(Document(text)) for text in texts] == [False, True, False, False, True, False, True]
+    assert sets.overlap_with(Document("text", "Valkyria chronicles III")) and not sets.overlap_with(
+        Document("text", "Plot")
+    )
     given: dict[str, Any] = {
         "decontaminate": (tmp_path / "lambada.jsonl", tmp_path / "wiki.txt"),
         "deduplicate": "exact",
@@ -149,5 +154,36 @@ def test_length_and_unicode(tmp_path: Path) -> None:
         assert cut.report["documents"]["dropped"].get("short", 0) == sum(length < least for length in lengths)
     mended = run(tmp_path, texts, "mended", tokenizer=tokenizer, repair=True, validation=14)
     assert "schön — fine" in (mended.output / "validation.jsonl").read_text()
-    with pytest.raises(UserError, match="counts the tokens of a finished tokenizer: prepare without it first"):
-        run(tmp_path, texts, "no", min_tokens=5)
+
+
+def test_all_steps_together_drop_each_planted_document_once(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    words = [text.split() for text in islice(read_documents(ROOT / "launch/corpus/sotu.jsonl.gz"), 20)]
+    texts = [" ".join(each[at : at + 150]) for each in words for at in range(0, len(each) - 150, 150)]
+    texts = chance.sample(texts, 200)
+    passage = "it was the best of times it was the worst of times it was the age of wisdom"
+    planted = {
+        "duplicate": texts[:20],
+        "near-duplicate": [f"Indeed, {text}" for text in texts[20:40]],
+        "short": ["Too short."] * 20,
+        "contaminated": [f"{text} {passage}" for text in texts[40:60]],
+        "empty": [" "] * 5,
+    }
+    rows = texts[60:] + texts[:40]
+    tokenizer = str(run(tmp_path, rows, "trained").output / "tokenizer")
+    rows += [text for each in planted.values() for text in each]
+    rows[0] = f"The schÃ¶n word is mended. {rows[0]}"
+    pq.write_table(pa.table({"id": range(len(rows)), "content": rows}), tmp_path / "raw.parquet")
+    (tmp_path / "held.jsonl").write_text(json.dumps({"question": passage, "answer": "folly"}))
+    settings = PrepareSettings(
+        tokenizer, 1, repair=True, min_tokens=128, deduplicate="near", decontaminate=(tmp_path / "held.jsonl",)
+    )
+    prepared = prepare([tmp_path / "raw.parquet"], tmp_path / "out", settings, processes=2)
+    documents_of(prepared)
+    dropped = prepared.report["documents"]["dropped"]
+    assert dropped.pop("near-duplicate") >= 20
+    assert dropped == {name: len(planted[name]) for name in ("duplicate", "short", "contaminated", "empty")}
+    decoder, corpus = AutoTokenizer.from_pretrained(tokenizer), IndexedCorpus(prepared.output / "train")
+    mended = [decoder.decode(corpus.document(i)) for i in range(2)]
+    assert any("schön" in text for text in (*mended, (prepared.output / "validation.jsonl").read_text()))
+    assert all(len(corpus.document(i)) > 128 for i in range(len(corpus)))

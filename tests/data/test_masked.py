@@ -1,9 +1,9 @@
-"""Samples of the masked objective: on real text, on corpora as Megatron writes them, and the same on any topology."""
+"""Samples of the masked objective: segments, windows, n-grams and masks, the same on any topology."""
 
 from __future__ import annotations
 
 import itertools
-import struct
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DataCollatorForLanguageModeling
 
-from tests.support.tiny_models import prepared_speeches
+from tests.support.tiny_models import prepared_speeches, speeches
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data import PrepareSettings, masked, prepare
 from zero_tp.data.batch import MaskedBatch
 from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
-from zero_tp.data.masked import DocumentWindows, MaskedSamples, MaskedValidation, Masking, SegmentPairs
+from zero_tp.data.masked import DocumentWindows, MaskedSamples, MaskedValidation, Masking, SegmentPairs, ngrams
+from zero_tp.data.permutation import uniforms
 from zero_tp.data.tokenizer import MaskingVocabulary, load_tokenizer
+from zero_tp.data.tokenizer_training import train_wordpiece
 from zero_tp.errors import UserError
 
 S = 64
@@ -28,7 +31,7 @@ S = 64
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Real text, of whose documents sentences are kept, or not."""
+    """Real text, with sentences and without."""
     folder = tmp_path_factory.mktemp("masked")
     split = prepared_speeches(folder, "wordpiece:2000", 20, 20_000, validation=0.2)
     settings = PrepareSettings(str(split / "tokenizer"), 0.2)
@@ -140,34 +143,20 @@ def test_statistics_on_real_text(corpora: dict[str, Path], seed: int) -> None:
     rows = [samples[k] for k in range(count)]
     swapped = sum(int(row["next_sentence_label"]) for row in rows)
     assert abs(swapped / count - 0.5) < 5 * 0.5 / np.sqrt(count)
-    lengths = Counter(int(row["attention_mask"].sum()) for row in rows)
-    assert lengths[S] > 0.95 * count
-
     full = [row for row in rows if row["attention_mask"].all()]
+    assert len(full) > 0.95 * count
     masked_tokens = np.array([int((row["labels"] != IGNORE_INDEX).sum()) for row in full])
     unknown = np.array([int(vocabulary.special[unmasked(row)].sum()) - 3 for row in full])
     assert (masked_tokens[unknown == 0] <= round(0.15 * (S - 3))).all()
     assert abs(masked_tokens.mean() / (S - 3) - 0.15) < 0.003, "rounding, and a word that does not fit"
-
-    kinds, others = Counter[str](), []
-    for row in rows:
-        chosen = row["labels"] != IGNORE_INDEX
-        labels, inputs = row["labels"][chosen], row["input_ids"][chosen]
-        assert chosen.any() and not vocabulary.special[labels].any(), "never a special token"
-        assert not chosen[row["attention_mask"] == 0].any()
-        begins = vocabulary.word_begins(unmasked(row))
-        inner = ~begins & ~vocabulary.special[unmasked(row)]
-        assert (chosen[1:] == chosen[:-1])[inner[1:]].all(), "whole words"
-        kinds["mask"] += int((inputs == vocabulary.mask).sum())
-        kinds["same"] += int((inputs == labels).sum())
-        others += inputs[(inputs != vocabulary.mask) & (inputs != labels)].tolist()
-    total = kinds["mask"] + kinds["same"] + len(others)
-    for share, expected in ((kinds["mask"], 0.8), (kinds["same"], 0.1), (len(others), 0.1)):
-        assert abs(share / total - expected) < 5 * np.sqrt(expected * (1 - expected) / total) + 0.001
-    assert not vocabulary.special[others].any()
+    selected = [(row["input_ids"][mask], row["labels"][mask]) for row in rows if (mask := row["labels"] >= 0).any()]
+    assert len(selected) == count, "at least one token a row"
+    inputs, labels = (np.concatenate(parts) for parts in zip(*selected, strict=True))
+    replaced = inputs[(inputs != vocabulary.mask) & (inputs != labels)]
     ordinary = np.flatnonzero(~vocabulary.special)
-    mean, spread = np.mean(ordinary), np.std(ordinary) / np.sqrt(len(others))
-    assert abs(np.mean(others) - mean) < 5 * spread, "replacements are uniform over the vocabulary"
+    assert np.isin(replaced, ordinary).all()
+    mean, spread = np.mean(ordinary), np.std(ordinary) / np.sqrt(len(replaced))
+    assert abs(np.mean(replaced) - mean) < 5 * spread, "replacements are uniform over the vocabulary"
 
 
 def test_one_segment_without_sentence_order(corpora: dict[str, Path], seed: int) -> None:
@@ -182,23 +171,17 @@ def test_one_segment_without_sentence_order(corpora: dict[str, Path], seed: int)
         assert f" {ids[1 : used - 1].tolist()} "[2:-2] in str(texts[document])
 
 
-@given(micro=st.integers(1, 4), accumulation=st.integers(1, 3), data=st.integers(1, 4), step=st.integers(0, 10**9))
-def test_every_factoring_of_a_batch_has_the_same_rows(
-    corpora: dict[str, Path], micro: int, accumulation: int, data: int, step: int
-) -> None:
+def test_a_batch_has_the_rows_of_its_samples(corpora: dict[str, Path]) -> None:
+    """The order of a step's samples over ranks is that of every objective: test_samples.py."""
     weights = {str(corpora["sentences"] / "train"): 0.7, str(corpora["plain"] / "train"): 0.3}
-    samples = MaskedSamples(weights, pairs_of(corpora["plain"]), 3)
-    size = micro * accumulation * data
-    ranks = [samples.rank_batches(step, size, micro, accumulation, rank, data) for rank in range(data)]
-    again = MaskedSamples(weights, pairs_of(corpora["plain"]), 3)  # as a resumed run, or another rank, has it
-    rows = iter(range(step * size, (step + 1) * size))
-    for i, rank in itertools.product(range(accumulation), range(data)):
-        batch = ranks[rank][i]
-        assert isinstance(batch, MaskedBatch) and batch["next_sentence_label"].shape == (micro,)
-        for m in range(micro):
-            expected = again[next(rows)]
-            assert expected.keys() == batch.keys()
-            assert all(np.array_equal(batch[name][m].numpy(), expected[name]) for name in expected)
+    samples, resumed = (MaskedSamples(weights, pairs_of(corpora["plain"]), 3) for _ in range(2))
+    step = 10**9
+    batch = samples.rank_batches(step, 12, 3, 2, 1, 2)[1]
+    assert isinstance(batch, MaskedBatch) and batch["next_sentence_label"].shape == (3,)
+    for m in range(3):
+        expected = resumed[step * 12 + 9 + m]
+        assert expected.keys() == batch.keys()
+        assert all(np.array_equal(batch[name][m].numpy(), expected[name]) for name in expected)
 
 
 def test_samples_differ_by_number_and_seed_and_passes_by_masks(corpora: dict[str, Path]) -> None:
@@ -258,55 +241,25 @@ def test_windows_are_found_by_counting(tmp_path_factory: pytest.TempPathFactory,
         assert [windows.locate(w) for w in range(len(windows))] == expected
 
 
-def megatron(prefix: Path, texts: list[list[list[int]]], *, modes: bool = False) -> Path:
-    """Write documents of sentences as Megatron's preprocess_data.py --split-sentences does, by the format alone."""
-    sentences = [sentence for text in texts for sentence in text]
-    sizes = [len(sentence) for sentence in sentences]
-    starts = [4 * sum(sizes[:i]) for i in range(len(sizes))]
-    bounds = [sum(map(len, texts[:i])) for i in range(len(texts) + 1)]
-    Path(f"{prefix}.bin").write_bytes(b"".join(struct.pack(f"<{len(s)}i", *s) for s in sentences))
-    Path(f"{prefix}.idx").write_bytes(
-        b"MMIDIDX\0\0"
-        + struct.pack("<QBQQ", 1, 4, len(sizes), len(bounds))
-        + struct.pack(f"<{len(sizes)}i", *sizes)
-        + struct.pack(f"<{len(sizes)}q", *starts)
-        + struct.pack(f"<{len(bounds)}q", *bounds)
-        + (bytes(len(sizes)) if modes else b"")
-    )
-    return prefix
-
-
-def test_a_corpus_that_megatron_wrote_works_as_it_is(tmp_path: Path, corpora: dict[str, Path], seed: int) -> None:
-    source = IndexedCorpus(corpora["sentences"] / "train")
-    texts = []
-    for i in range(len(source)):
-        begins = source.sequences(*source.extent(i))
-        texts.append([part.tolist() for part in np.split(source.document(i), begins[1:])])
-    prefix, pairs = megatron(tmp_path / "bert_text_sentence", texts, modes=True), pairs_of(corpora["sentences"])
-    theirs = MaskedSamples({str(prefix): 1.0}, pairs, seed)
-    ours = samples_of(corpora["sentences"], seed)
-    assert theirs.windows == ours.windows and theirs.corpora[0].dtype != ours.corpora[0].dtype
-    for k in range(50):
-        assert all(np.array_equal(part, theirs[k][name]) for name, part in ours[k].items())
-
-
 def test_a_token_that_ends_documents_is_in_no_sample(tmp_path: Path, corpora: dict[str, Path]) -> None:
     """As a tokenizer with both, such as RoBERTa's, prepares them; the last window would tell the order by it."""
     pairs = pairs_of(corpora["plain"])
-    end = int(np.flatnonzero(~pairs.masking.vocabulary.special)[7])
-    pairs = replace(pairs, masking=replace(pairs.masking, vocabulary=replace(pairs.masking.vocabulary, end=end)))
+    eos = int(np.flatnonzero(~pairs.masking.vocabulary.special)[7])
+    pairs = replace(pairs, masking=replace(pairs.masking, vocabulary=replace(pairs.masking.vocabulary, eos=eos)))
     with IndexedWriter(tmp_path / "c", 2000) as writer:
         for size in (2, 10, S - 3, S - 2, S - 1, S, 2 * S):
-            writer.add_document([*([100] * size), end])
+            writer.add_document([*([100] * size), eos])
     samples = MaskedSamples({str(tmp_path / "c"): 1.0}, pairs, 1)
     assert samples.windows == [1 + 1 + 1 + 1 + 2 + 2 + 3]
     for k in range(200):
         a, b = segments(samples[k], pairs.masking.vocabulary)
-        assert end not in a + b
+        assert eos not in a + b
 
 
 def test_sentences_longer_than_a_sample_are_cut(tmp_path: Path, corpora: dict[str, Path]) -> None:
-    prefix = megatron(tmp_path / "c", [[[100] * 30, list(range(200, 500)), [100] * 30]])
+    prefix, ids = tmp_path / "c", [*[100] * 30, *range(200, 500), *[100] * 30]
+    with IndexedWriter(prefix, 2000) as writer:
+        writer.add_documents(ids, [360], np.isin(np.arange(360), [30, 330]))
     samples = MaskedSamples({str(prefix): 1.0}, pairs_of(corpora["plain"]), 1)
     seen = set[int]()
     for k in range(samples.windows[0]):
@@ -371,3 +324,105 @@ def test_what_masking_knows_of_the_tokenizer_is_part_of_a_corpus(corpora: dict[s
     begins = vocabulary.begins.copy()
     begins[1999] ^= True
     assert replace(vocabulary, begins=begins).sha256() != vocabulary.sha256() != replace(vocabulary, mask=7).sha256()
+
+
+SPEECHES = speeches(12, 20_000)
+
+
+BARE = [" ".join(re.sub(r"[^A-Za-z]", " ", text).split()) for text in SPEECHES]
+"""Words and single spaces alone: there all marks and transformers' collator mean the same by a word."""
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_ngrams_fit(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 5), max_size=40))
+    follows = data.draw(st.lists(st.booleans(), min_size=max(0, len(sizes) - 1), max_size=max(0, len(sizes) - 1)))
+    budget, most = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 5))
+    drawn = list(ngrams(sizes, follows, budget, most, uniforms(data.draw(st.integers(0, 2**63)))))
+    words = [word for first, n in drawn for word in range(first, first + n)]
+    left = budget - sum(sizes[word] for word in words)
+    assert len(words) == len(set(words)) and left >= 0
+    assert all(1 <= n <= most and all(follows[first : first + n - 1]) for first, n in drawn)
+    assert not [word for word, size in enumerate(sizes) if word not in words and size <= left], (
+        "it goes on while one fits"
+    )
+
+
+def test_lengths_of_ngrams_are_as_one_over_n_and_places_alike(seed: int) -> None:
+    words, lengths, places = 2000, Counter[int](), Counter[int]()
+    for row in range(400):
+        for first, n in itertools.islice(ngrams([1] * words, [True] * words, words, 3, uniforms(seed, row)), 25):
+            lengths[n] += 1
+            places[first * 8 // (words - n + 1)] += 1
+    total = sum(lengths.values())
+    for n, expected in {1: 6 / 11, 2: 3 / 11, 3: 2 / 11}.items():
+        assert abs(lengths[n] / total - expected) < 5 * np.sqrt(expected * (1 - expected) / total), lengths
+    assert all(abs(places[part] / total - 1 / 8) < 5 * np.sqrt(7 / 64 / total) for part in range(8)), places
+
+
+@pytest.mark.filterwarnings("ignore:Random token replacement is not supported with whole word masking")
+def test_masks_are_those_of_transformers_collators(seed: int) -> None:
+    """Where a word is what stands between spaces, and n-grams are single words, its collator of whole words masks
+    alike: no word in part, and long words as often as short ones. What takes their place is in its collator of tokens,
+    as that of words has no random ones."""
+    tokenizer = train_wordpiece(lambda: iter(SPEECHES), 1500, cased=False)
+    vocabulary = MaskingVocabulary.of(tokenizer, Path("tokenizer"), len(tokenizer))
+    encodings = [
+        tokenizer(" ".join(words[at : at + 130]), return_offsets_mapping=True, truncation=True, max_length=256)
+        for words in map(str.split, BARE)
+        for at in range(0, len(words), 130)
+    ]
+    masking = Masking(vocabulary, 0.15, 1)
+    whole, single = (
+        DataCollatorForLanguageModeling(tokenizer, whole_word_mask=words, mlm_probability=0.15, seed=seed)
+        for words in (True, False)
+    )
+    theirs, ours, tokens = Tally(vocabulary), Tally(vocabulary), Tally(vocabulary)
+    for number, encoding in enumerate(encodings):
+        row = np.array(encoding.input_ids)
+        for repeat in range(3):
+            inputs, labels = masking(row, uniforms(seed, number, repeat))
+            ours.add_words(row, inputs, labels)
+            ours.add_kinds(row, inputs, labels)
+            batch = whole([{key: encoding[key] for key in ("input_ids", "offset_mapping", "attention_mask")}])
+            theirs.add_words(row, batch["input_ids"][0].numpy(), batch["labels"][0].numpy())
+            batch = single([{"input_ids": encoding["input_ids"]}])
+            tokens.add_kinds(row, batch["input_ids"][0].numpy(), batch["labels"][0].numpy())
+    for pieces in (1, 2, 3):
+        rate, spread = ours.rate(pieces)
+        other, spread_other = theirs.rate(pieces)
+        # A word of 3 tokens does not fit into the last 2 of a row's budget of 30 or more.
+        assert abs(rate - other) < 5 * np.hypot(spread, spread_other) + 0.05 * 0.15, (pieces, rate, other)
+    for tally in (ours, tokens):
+        total = sum(tally.kinds.values())
+        for kind, expected in {"mask": 0.8, "other": 0.1, "same": 0.1}.items():
+            assert abs(tally.kinds[kind] / total - expected) < 5 * np.sqrt(expected * (1 - expected) / total) + 0.001
+
+
+class Tally:
+    """Counts of masked words and of what stands in their place."""
+
+    def __init__(self, vocabulary: MaskingVocabulary):
+        self.vocabulary, self.words, self.masked = vocabulary, Counter[int](), Counter[int]()
+        self.kinds = Counter[str]()
+
+    def add_words(self, row: np.ndarray, inputs: np.ndarray, labels: np.ndarray) -> None:
+        chosen = labels != IGNORE_INDEX
+        assert np.array_equal(labels[chosen], row[chosen]) and np.array_equal(inputs[~chosen], row[~chosen])
+        assert not self.vocabulary.special[row[chosen]].any()
+        begins = np.flatnonzero(self.vocabulary.word_begins(row))
+        for begin, end in itertools.pairwise([*begins.tolist(), len(row) - 1]):
+            assert len(set(chosen[begin:end].tolist())) == 1, "a word is masked whole or not at all"
+            self.words[end - begin] += 1
+            self.masked[end - begin] += int(chosen[begin])
+
+    def add_kinds(self, row: np.ndarray, inputs: np.ndarray, labels: np.ndarray) -> None:
+        chosen = labels != IGNORE_INDEX
+        for now, was in zip(inputs[chosen], row[chosen], strict=True):
+            self.kinds["mask" if now == self.vocabulary.mask else "same" if now == was else "other"] += 1
+
+    def rate(self, pieces: int) -> tuple[float, float]:
+        """The share of words of so many tokens that is masked, and its standard deviation."""
+        words = self.words[pieces]
+        return self.masked[pieces] / words, np.sqrt(0.15 * 0.85 / words)

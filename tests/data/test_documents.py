@@ -1,4 +1,4 @@
-"""What is read as documents: every kind of file, compressed and not, and everything that can be wrong in one."""
+"""Reading documents: every kind of file, compressed and not, and everything that can be wrong in one."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiers import THOROUGH, in_tiers
-from zero_tp.data import PrepareSettings, formats, prepare, records, stream
-from zero_tp.data.documents import find_sources, read_documents
+from zero_tp.data import formats, records, stream
+from zero_tp.data.documents import file_sha256, find_sources, read_blocks, read_documents
 from zero_tp.data.formats import DOCUMENTS
 from zero_tp.data.records import Document, Problem, Source
-from zero_tp.data.sources import file_sha256, read_blocks
 from zero_tp.errors import UserError
 
 ROOT = Path(__file__).parents[2]
+
+
 TEXTS = ["one\ntwo, three", 'he said "no"', "café 👋", "  spaces ", "", "NA", "1234", "last \r\n line"]
+
+
 ROWS = [{"id": i, "title": f"Title {i}", "text": text} for i, text in enumerate(TEXTS)]
 
 
@@ -66,6 +69,8 @@ WRITERS: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
     "arrow": as_arrow,
     "file.arrow": lambda rows: as_arrow(rows, pa.ipc.new_file),
 }
+
+
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "": lambda data: data,
     ".gz": lambda data: gzip.compress(data[:50]) + gzip.compress(data[50:]) + bytes(3),  # members and padding
@@ -232,43 +237,6 @@ def test_no_damage_ends_the_reading(tmp_path_factory: pytest.TempPathFactory, da
     else:
         assert all(isinstance(each, Document | Problem) for each in found)
         assert all(each.text.encode() is not None for each in found if isinstance(each, Document))
-
-
-def test_documents_in_are_those_kept_and_those_dropped(tmp_path: Path) -> None:
-    good = [f"document {i} of the good ones" for i in range(20)]
-    lines = [json.dumps({"text": text}) for text in good]
-    lines[3:3] = ['{"text": ', '{"text": " "}', '{"txt": "x"}', '"text"', "", '{"text": "\\ud800"}']
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode())[:-20])
-    inputs, given = [tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"], PrepareSettings("bpe:300", 0.1)
-    report = prepare(inputs, tmp_path / "out", given).report["documents"]
-    cut = report["dropped"].pop("unreadable")
-    assert cut == 1 and report["read"] == report["kept"] + sum(report["dropped"].values()) + cut
-    assert report["dropped"]["empty"] in (1, 2) and 20 <= report["kept"] < 40
-    assert report["problems"][0] == {
-        "where": f"{tmp_path}/a.jsonl:4",
-        "reason": "malformed",
-        "detail": "not valid JSON: Expecting value at line 1 column 10",
-    }
-    with pytest.raises(UserError, match=r"a\.jsonl:4: not valid JSON"):
-        prepare(inputs, tmp_path / "strict", given, strict=True)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl.gz", "out"]
-
-
-@pytest.mark.parametrize("kind", in_tiers(["jsonl", "txt"], ["txt"]))
-def test_standard_input(tmp_path: Path, kind: str) -> None:
-    texts, name = [f"document {i} of the good ones" for i in range(20)], f"a.{kind}"
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    (tmp_path / "a.txt").write_text("\n".join(texts))
-    prepare([tmp_path / name], tmp_path / "file", PrepareSettings("bpe:300", documents="line"))
-    words = ["--input", "-", "--stdin-kind", kind, "--documents", "line", "--output", str(tmp_path / "out")]
-    with open(tmp_path / name, "rb") as given:
-        command = [sys.executable, "launch/prepare_data.py", "--tokenizer", "bpe:300", "--processes", "1", *words]
-        assert subprocess.run(command, cwd=ROOT, stdin=given).returncode == 0
-    for file in ("train.bin", "train.idx", "validation.bin", "validation.jsonl", "tokenizer/tokenizer.json"):
-        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "file" / file).read_bytes(), file
-    with pytest.raises(UserError, match=r"made with another inputs: .* --overwrite"):
-        prepare(["-"], tmp_path / "out", PrepareSettings("bpe:300"))
 
 
 HUB = """

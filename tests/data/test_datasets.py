@@ -1,29 +1,35 @@
-"""Corpora in others' hands: PyTorch's DataLoader and transformers' Trainer."""
+"""Corpora in PyTorch's DataLoader, transformers' Trainer and the documentation's example."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.data.test_data_reading import write
 from tests.tiers import THOROUGH
-from zero_tp.data import CorpusDataset, CorpusStream, stream
-from zero_tp.data.records import Document
+from zero_tp.data import CorpusDataset, CorpusStream
+from zero_tp.data.indexed import IndexedWriter
 from zero_tp.data.samples import PackedSamples
 from zero_tp.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_map_of_samples(tmp_path: Path) -> None:
+def write(prefix: Path, lengths: list[int]) -> str:
+    with IndexedWriter(prefix, 1000) as writer:
+        for length in lengths:
+            writer.add_document(np.arange(length) % 1000)
+    return str(prefix)
+
+
+def test_a_map_style_data_set_has_the_samples_of_a_run(tmp_path: Path) -> None:
     blend = {write(tmp_path / "a", [30, 50]): 1.0, write(tmp_path / "b", [9] * 20): 3.0}
     packed, dataset = PackedSamples(blend, 8, 3), CorpusDataset(blend, 8, 3)
     assert len(dataset) == sum(packed.windows) and len(CorpusDataset(blend, 8, 3, 500)) == 500
@@ -48,23 +54,15 @@ def test_documents_apart_have_positions(tmp_path: Path) -> None:
 def test_a_stream_is_shared_out(tmp_path: Path) -> None:
     """Over two ranks with two workers each, from sample 5 on: each sample once."""
     prefix = write(tmp_path / "a", [500])
-    packed, found = PackedSamples({prefix: 1.0}, 8, 1234), list[list[int]]()
+    packed, items = PackedSamples({prefix: 1.0}, 8, 1234), list[list[int]]()
     for rank in range(2):
         shares = CorpusStream(prefix, 8, samples=21, first=5, rank=rank, world=2)
-        found += [each["input_ids"].tolist() for each in DataLoader(shares, batch_size=None, num_workers=2)]
-    assert sorted(found) == sorted(packed[k][:-1].tolist() for k in range(5, 26))
+        items += [each["input_ids"].tolist() for each in DataLoader(shares, batch_size=None, num_workers=2)]
+    assert sorted(items) == sorted(packed[k][:-1].tolist() for k in range(5, 26))
     endless = iter(CorpusStream(prefix, 8))
     assert len([next(endless) for _ in range(200)]) == 200, "beyond one pass"
     with pytest.raises(UserError, match="rank 2 of 2"):
         CorpusStream(prefix, 8, rank=2, world=2)
-
-
-def test_documents_as_a_stream(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": "one"}) + "\nnothing\n" + json.dumps({"text": "two"}))
-    found = list(stream([path]))
-    assert [document.text for _, document in found if isinstance(document, Document)] == ["one", "two"]
-    assert found[1][0] == f"{path}:2"
 
 
 def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,10 +74,10 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pyte
     for name in ("a", "b"):
         Path("data", name).mkdir(parents=True)
         write(Path("data", name, "train"), [2000])
-    found: dict[str, Any] = {}
-    exec(example, found)
-    assert found["prepared"].report["documents"]["dropped"] == {"duplicate": 1}
-    assert found["dataset"][0]["input_ids"].shape == next(iter(found["batches"]))["input_ids"].shape == (1024,)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["prepared"].report["documents"]["dropped"] == {"duplicate": 1}
+    assert names["dataset"][0]["input_ids"].shape == next(iter(names["batches"]))["input_ids"].shape == (1024,)
 
 
 @THOROUGH

@@ -1,24 +1,23 @@
-"""Documents kept apart: what each row of a batch holds, against documents cut up one by one."""
+"""Rows of separate documents, against documents cut up one by one."""
 
 from __future__ import annotations
 
-import struct
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from zero_tp.constants import IGNORE_INDEX
-from zero_tp.data.batch import Batch, positions_of
-from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
+from zero_tp.data.batch import Batch
+from zero_tp.data.indexed import IndexedWriter
 from zero_tp.data.samples import PackedSamples, ValidationSamples
-from zero_tp.errors import UserError
 
 Piece = list[int]
+
+
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(lambda lengths: max(lengths) > 1)
 
 
@@ -35,13 +34,13 @@ def write(prefix: Path, lengths: list[int], first: int = 0) -> list[list[int]]:
 def pieces(documents: list[list[int]], start: int, stop: int) -> list[tuple[Piece, bool]]:
     """What the tokens start … stop - 1 of the stream hold of each document, and whether its next token follows at
     `stop`, to be a target only."""
-    found, at = [], 0
+    parts, at = [], 0
     for document in documents:
         low, high = max(start - at, 0), min(stop - at, len(document))
         if low < high:
-            found.append((document[low:high], high < len(document)))
+            parts.append((document[low:high], high < len(document)))
         at += len(document)
-    return found
+    return parts
 
 
 def check_row(batch: Batch, row: int, expected: list[tuple[Piece, bool]]) -> int:
@@ -50,15 +49,15 @@ def check_row(batch: Batch, row: int, expected: list[tuple[Piece, bool]]) -> int
     inputs, labels, positions = (part[row].tolist() for part in batch[:3] if part is not None)
     at = count = 0
     numbers = []
-    for piece, goes_on in expected:
+    for piece, has_target in expected:
         here = slice(at, at + len(piece))
         assert inputs[here] == piece
         # Tokens count upwards inside a document, so that each is followed by itself plus one.
-        assert labels[here] == [token + 1 for token in piece[:-1]] + [piece[-1] + 1 if goes_on else IGNORE_INDEX]
+        assert labels[here] == [token + 1 for token in piece[:-1]] + [piece[-1] + 1 if has_target else IGNORE_INDEX]
         assert positions[here] == list(range(len(piece)))
         (number,) = set(batch.document_ids[row, here].tolist())
         numbers.append(number)
-        at, count = here.stop, count + len(piece) - 1 + goes_on
+        at, count = here.stop, count + len(piece) - 1 + has_target
     assert len(set(numbers)) == len(numbers)
     assert set(labels[at:]) <= {IGNORE_INDEX} and not set(batch.document_ids[row, at:].tolist()) & set(numbers)
     return count
@@ -102,51 +101,18 @@ def test_validation_scores_every_token_but_the_first_of_each_document(
     for batches in zip(*(samples.batches(None, micro, rank, 2) for rank in range(2)), strict=True):
         for batch in batches:
             for row in range(micro):
-                found = batch.labels[row][batch.labels[row] != IGNORE_INDEX].tolist()
-                assert len(found) == check_row(batch, row, windows.pop(0) if windows else [])
-                scored += found
+                labels = batch.labels[row][batch.labels[row] != IGNORE_INDEX].tolist()
+                assert len(labels) == check_row(batch, row, windows.pop(0) if windows else [])
+                scored += labels
     assert not windows
+    plain = ValidationSamples([folder / "a", folder / "b"], s)
+    rows = [
+        row
+        for rank in range(2)
+        for batch in plain.batches(None, micro, rank, 2)
+        for row in zip(*batch[:2], strict=True)
+    ]
+    targets = [(int(i), int(t)) for ids, labels in rows for i, t in zip(ids, labels, strict=True) if t != IGNORE_INDEX]
+    streams = [[token for document in documents for token in document] for documents in corpora]
+    assert sorted(targets) == [pair for stream in streams for pair in itertools.pairwise(stream)], "each token once"
     assert sorted(scored) == [token for documents in corpora for document in documents for token in document[1:]]
-
-
-@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=4), st.integers(0, 5))
-def test_positions(rows: list[list[int]], seed: int) -> None:
-    length = min(map(len, rows))
-    documents = torch.tensor([row[:length] for row in rows])
-    expected = []
-    for row in documents.tolist():
-        place: list[int] = []
-        for column, number in enumerate(row):
-            place.append(place[-1] + 1 if column and row[column - 1] == number else 0)
-        expected.append(place)
-    found: Tensor = positions_of(documents)
-    assert found.tolist() == expected and found.dtype == torch.int64
-
-
-def test_documents_of_several_sequences(tmp_path: Path) -> None:
-    """As Megatron writes with sentence splitting: 4 sequences in 3 documents, the second of which is empty."""
-    (tmp_path / "c.bin").write_bytes(struct.pack("<6i", 0, 1, 2, 3, 4, 5))
-    (tmp_path / "c.idx").write_bytes(
-        b"MMIDIDX\x00\x00"
-        + struct.pack("<QBQQ", 1, 4, 4, 4)
-        + struct.pack("<4i", 2, 1, 0, 3)
-        + struct.pack("<4q", 0, 8, 12, 12)
-        + struct.pack("<4q", 0, 2, 3, 4)
-    )
-    corpus = IndexedCorpus(tmp_path / "c")
-    assert corpus.documents(0, 6).tolist() == [0, 0, 0, 2, 2, 2]
-    assert corpus.documents(2, 2).tolist() == [0, 2]
-    assert corpus.first_tokens(0, 4).tolist() == [0, 3, 3, 6]
-
-
-def test_a_corpus_without_anything_to_predict(tmp_path: Path) -> None:
-    write(tmp_path / "c", [1] * 9)
-    assert len(PackedSamples({str(tmp_path / "c"): 1.0}, 4, 0)[0]) == 5
-    for make in (
-        lambda: PackedSamples({str(tmp_path / "c"): 1.0}, 4, 0, separate=True),
-        lambda: ValidationSamples(tmp_path / "c", 4, separate=True),
-    ):
-        with pytest.raises(
-            UserError, match=r'no document has 2 tokens.*zero_tp\.data\.document_attention to "continue"'
-        ):
-            make()

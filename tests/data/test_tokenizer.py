@@ -1,0 +1,163 @@
+"""Loading tokenizers: the end of documents, and the marks of words."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tests.support.corpora import run
+from tests.support.tiny_models import speeches
+from tests.tiers import in_tiers
+from zero_tp.data.indexed import IndexedCorpus
+from zero_tp.data.tokenizer import MaskingVocabulary, open_tokenizer
+from zero_tp.data.tokenizer_training import train_bpe, train_wordpiece
+from zero_tp.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+SPEECHES = speeches(12, 20_000)
+
+
+BARE = [" ".join(re.sub(r"[^A-Za-z]", " ", text).split()) for text in SPEECHES]
+"""Words and single spaces alone: there all marks and transformers' collator mean the same by a word."""
+
+
+SPECIAL = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+
+
+def wordpiece() -> PreTrainedTokenizerFast:
+    return train_wordpiece(lambda: iter(SPEECHES), 1500, cased=False)
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    tokenizer = train_bpe(iter(BARE), 600)
+    tokenizer.add_special_tokens({name: token for name, token in SPECIAL.items() if name != "unk_token"})
+    return tokenizer
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """A tokenizer as SentencePiece makes them: ALBERT's and T5's kind."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=600, special_tokens=list(SPECIAL.values()), unk_token="[UNK]", show_progress=False
+    )
+    tokenizer.train_from_iterator(BARE, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
+
+
+def suffixed() -> PreTrainedTokenizerFast:
+    """A tokenizer that marks where words end, as the first GPT's and CLIP's."""
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer, tokenizer.normalizer = pre_tokenizers.Whitespace(), normalizers.Lowercase()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=list(SPECIAL.values()), end_of_word_suffix="</w>", show_progress=False
+    )
+    tokenizer.train_from_iterator(BARE, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> MaskingVocabulary:
+    return MaskingVocabulary.of(tokenizer, Path("tokenizer"), len(tokenizer))
+
+
+MADE: list[tuple[Callable[[], PreTrainedTokenizerFast], list[str]]] = [
+    (wordpiece, SPEECHES), (byte_level, BARE), (metaspace, BARE), (suffixed, BARE),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "texts"), in_tiers(MADE, MADE[:2]))
+def test_words_are_those_of_the_tokenizer(make: Callable[[], PreTrainedTokenizerFast], texts: list[str]) -> None:
+    """The outside reference is the number of its word that tokenizers gives with each token."""
+    tokenizer = make()
+    vocabulary = vocabulary_of(tokenizer)
+    for text in texts:
+        encoding = tokenizer(text, add_special_tokens=False)
+        ids, words = np.array(encoding.input_ids), np.array(encoding.word_ids())
+        known = ids != tokenizer.unk_token_id
+        begins = np.flatnonzero(np.diff(words, prepend=-1) & known)
+        assert np.array_equal(np.flatnonzero(vocabulary.word_begins(ids)), begins)
+        assert 1.1 * len(begins) < len(ids), "words of several tokens"
+
+
+def test_a_first_token_and_one_after_a_special_one_begin_a_word() -> None:
+    tokenizer = wordpiece()
+    vocabulary = vocabulary_of(tokenizer)
+    middle = tokenizer.convert_tokens_to_ids("##s")
+    the, sep = tokenizer.convert_tokens_to_ids("the"), tokenizer.sep_token_id
+    row = np.array([middle, middle, sep, middle, the, middle, tokenizer.unk_token_id, the])
+    assert vocabulary.word_begins(row).tolist() == [True, False, False, True, True, False, False, True]
+
+
+def test_a_tokenizer_that_cannot_mask_is_refused() -> None:
+    with pytest.raises(UserError, match=r"tokenizer has it: it has no mask_token and no sep_token and no cls_token, "):
+        MaskingVocabulary.of(train_bpe(iter(BARE), 300), Path("has it"), 300)
+    words = {token: i for i, token in enumerate([*SPECIAL.values(), "a", "b"])}
+    plain = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    with pytest.raises(UserError, match="does not mark where words begin"):
+        vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=plain, **SPECIAL))
+
+
+def rename_token(tokenizer: Path, old: str, new: str) -> None:
+    """Rename a token that no setting names."""
+    config, model = tokenizer / "tokenizer_config.json", tokenizer / "tokenizer.json"
+    config.write_text(json.dumps({"tokenizer_class": json.loads(config.read_text())["tokenizer_class"]}))
+    model.write_text(model.read_text().replace(json.dumps(old), json.dumps(new)))
+
+
+def test_the_end_of_a_document_is_found_or_named(tmp_path: Path) -> None:
+    given = run(tmp_path, "first").output / "tokenizer"
+    rename_token(given, "<|endoftext|>", "</s>")
+    found = run(tmp_path, "found", tokenizer=str(given))
+    assert found.report["end_of_document"] == "</s>"
+    assert AutoTokenizer.from_pretrained(str(found.output / "tokenizer")).eos_token == "</s>"
+    corpus = IndexedCorpus(found.output / "train")
+    assert all(corpus.document(i)[-1] == 0 for i in range(len(corpus)))
+    rename_token(given, "</s>", "<stop>")
+    with pytest.raises(UserError, match=r"no eos token, .* with --eos \(candidates: none with a well-known name\)"):
+        run(tmp_path, "third", tokenizer=str(given))
+    named = run(tmp_path, "named", tokenizer=str(given), eos="<stop>")
+    assert named.report["end_of_document"] == "<stop>"
+    model = json.loads((given / "tokenizer.json").read_text())
+    model["model"]["vocab"] |= {"<eos>": 300, "<|end_of_text|>": 301}
+    (given / "tokenizer.json").write_text(json.dumps(model))
+    with pytest.raises(UserError, match=r"--eos \(candidates: <eos>, <\|end_of_text\|>\)"):
+        run(tmp_path, "fourth", tokenizer=str(given))
+    with pytest.raises(UserError, match="it has no token '</s>'"):
+        run(tmp_path, "fifth", tokenizer=str(given), eos="</s>")
+    with pytest.raises(UserError, match="bpe:300 has its own"):
+        run(tmp_path, "sixth", eos="<eos>")
+
+
+def test_what_opens_a_tokenizer_without_torch_is_what_transformers_would_choose(tmp_path: Path) -> None:
+    directory = run(tmp_path).output / "tokenizer"
+    ours, theirs = open_tokenizer(directory), AutoTokenizer.from_pretrained(str(directory))
+    assert type(ours) is type(theirs)
+    for name, tokenizer in (("ours", ours), ("theirs", theirs)):
+        tokenizer.save_pretrained(str(tmp_path / name))
+    saved = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("ours", "theirs")]
+    assert saved[0] == saved[1] and len(saved[0]) >= 2
+    done = subprocess.run(
+        [sys.executable, "-c", OPENED, str(directory)], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+    )
+    assert done.stdout == b"False\n"
+
+
+OPENED = """
+import sys
+from pathlib import Path
+from zero_tp.data.tokenizer import open_tokenizer
+open_tokenizer(Path(sys.argv[1]))
+print("torch" in sys.modules)
+"""

@@ -1,0 +1,221 @@
+"""The documents of an output, selected from all processed blocks, and the files that hold them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from zero_tp.data.content import REPORT
+from zero_tp.data.encoder import DocumentEncoder
+from zero_tp.data.indexed import IndexedWriter, token_dtype
+from zero_tp.data.records import RecordCounts, location
+from zero_tp.data.settings import describe_files, library_versions
+from zero_tp.data.show import SPLITS
+from zero_tp.data.similarity import exact_duplicates, near_duplicates
+from zero_tp.data.spool import DOCUMENT, Mask, StoredBlock, split_bytes
+from zero_tp.errors import UserError
+
+
+class DocumentTable:
+    """The facts of all stored documents, in the order of the inputs.
+
+    Memory: 53 bytes a document. The search for near duplicates needs another 0.7 to 1.4 KB for each kept document
+    (measured with 40,000).
+
+    Attributes:
+        facts: what is stored of each document (`DOCUMENT`).
+        in_output, in_validation: which documents are in the output, and in its validation set, bool [documents].
+        names: of the sources.
+        counts: of the records of all sources.
+    """
+
+    def __init__(self, blocks: Sequence[StoredBlock], names: Sequence[str], counts: RecordCounts) -> None:
+        self.blocks, self.names, self.counts = blocks, names, copy.deepcopy(counts)
+        parts = [np.frombuffer(block.read("documents"), DOCUMENT) for block in blocks]
+        self.facts = np.concatenate([np.zeros(0, DOCUMENT), *parts])
+        self.block_starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
+        self.in_output = np.ones(len(self.facts), np.bool_)
+        self.in_validation = np.zeros(len(self.facts), np.bool_)
+
+    def slice_of(self, block: int) -> slice:
+        """Return the numbers of a block's documents."""
+        return slice(int(self.block_starts[block]), int(self.block_starts[block + 1]))
+
+    def block_to_encode(self, block: int) -> tuple[StoredBlock, npt.NDArray[np.int64], Mask]:
+        """Return a block, the lengths of its texts in bytes, and which of its documents are in the output."""
+        numbers = self.slice_of(block)
+        return self.blocks[block], self.facts["bytes"][numbers], self.in_output[numbers]
+
+    def texts(self, selected: Mask) -> Iterator[str]:
+        """Yield the texts of the selected documents, bool [documents]."""
+        for number, block in enumerate(self.blocks):
+            numbers = self.slice_of(number)
+            yield from block.texts(self.facts["bytes"][numbers], selected[numbers])
+
+    def remove_duplicates(self, kind: str | None) -> list[dict[str, Any]]:
+        """Drop exact copies, and near ones if `kind` is "near"; return each with the document that it copies."""
+        removed = list[dict[str, Any]]()
+        if kind is None:
+            return removed
+        originals = exact_duplicates(self.facts["content"].copy())
+        for number in np.flatnonzero(originals != np.arange(len(originals))).tolist():
+            removed.append(self._remove(number, "duplicate", copy_of=self._location(int(originals[number]))))
+        if kind == "near":
+            sketches = enumerate(chain.from_iterable(map(self._sketches, range(len(self.blocks)))))
+            numbered = ((number, sketch) for number, sketch in sketches if self.in_output[number])
+            for near in near_duplicates(numbered, self._sketch):
+                similar = {"similarity": near.similarity} if near.similarity else {}
+                copied = self._location(near.earlier)
+                removed.append(self._remove(near.document, "near-duplicate", copy_of=copied, **similar))
+        return removed
+
+    def remove_contaminated(self) -> list[dict[str, Any]]:
+        """Drop documents that overlap with an evaluation set, and return them."""
+        numbers = np.flatnonzero(self.in_output & self.facts["contaminated"]).tolist()
+        return [self._remove(number, "contaminated") for number in numbers]
+
+    def _remove(self, document: int, reason: str, **details: Any) -> dict[str, Any]:
+        self.in_output[document] = False
+        self.counts.dropped[reason] += 1
+        return {"removed": self._location(document), "reason": reason, **details}
+
+    def _block_of(self, document: int) -> int:
+        return int(np.searchsorted(self.block_starts, document, side="right")) - 1
+
+    def _location(self, document: int) -> str:
+        """Return a document's file and line or row."""
+        return location(self.names[self.blocks[self._block_of(document)].source], int(self.facts["place"][document]))
+
+    def _sketches(self, block: int) -> list[bytes]:
+        return split_bytes(self.blocks[block].read("sketches"), self.facts["sketch"][self.slice_of(block)])
+
+    def _sketch(self, document: int) -> bytes:
+        block = self._block_of(document)
+        return self._sketches(block)[document - int(self.block_starts[block])]
+
+    def select_validation(self, validation: float) -> None:
+        """Select the validation set: the documents of the output with the smallest hashes.
+
+        Equal documents have equal hashes, so they are in the same split. Adding a document to the inputs moves at most
+        a few others to the other split.
+
+        Args:
+            validation: see `PrepareSettings`.
+        """
+        total, hashes, dropped = int(self.in_output.sum()), self.facts["split"], ""
+        count = int(validation) if validation >= 1 else max(1, round(validation * total))
+        if self.counts.problems:
+            problem = self.counts.problems[0]
+            dropped = f" ({self.counts.dropped.total():,} dropped, the first: {problem.where}: {problem.detail})"
+        if not total:
+            raise UserError(f"no text in {', '.join(self.names)}{dropped}")
+        if total < 2:
+            raise UserError(
+                "the inputs hold 1 document: the split is by document, so give at least 2 (a .txt file is one, unless "
+                f"--documents says otherwise){dropped}"
+            )
+        if count >= total:
+            raise UserError(f"validation {validation:g} of {total:,} documents leaves none to train on")
+        largest = np.partition(hashes[self.in_output], count - 1)[count - 1]
+        self.in_validation = self.in_output & (hashes <= largest)
+        if self.in_validation.sum() == total:
+            raise UserError(f"all {total:,} documents outside the validation set are copies of documents in it")
+
+    def tokenizer_sample(self, most: int | None) -> Mask:
+        """Select at most `most` training documents, bool [documents]; None: all.
+
+        They are those with the largest hashes, so the documents' order does not matter.
+        """
+        training = self.in_output & ~self.in_validation
+        if most is None or most >= training.sum():
+            return training
+        numbers = np.flatnonzero(training)
+        order = np.argsort(self.facts["split"][numbers], kind="stable")
+        sample = np.zeros(len(training), np.bool_)
+        sample[numbers[order[-most:]]] = True
+        return sample
+
+
+def write_output(
+    directory: Path,
+    documents: DocumentTable,
+    tokens: Sequence[StoredBlock],
+    encoder: DocumentEncoder,
+    identity: dict[str, Any],
+    seconds: dict[str, float],
+) -> dict[str, Any]:
+    """Write both corpora, the texts of the validation documents and the report beside `tokenizer/`; return the report.
+
+    Args:
+        tokens: the blocks that hold the documents' tokens.
+        identity: what decides the output.
+        seconds: of the stages before. Tokens/s are over "encoding", and "reading" if that encoded, too.
+    """
+    started = time.perf_counter()
+    splits = {split: dict.fromkeys(("documents", "tokens", "characters", "bytes"), 0) for split in SPLITS}
+    size, dtype = encoder.vocabulary_size, token_dtype(encoder.vocabulary_size)
+    frequencies = {split: np.zeros(size, np.int64) for split in SPLITS}
+    with contextlib.ExitStack() as stack:
+        writers = {split: stack.enter_context(IndexedWriter(directory / split, size)) for split in SPLITS}
+        texts_file = stack.enter_context(open(directory / "validation.jsonl", "w", encoding="utf-8"))
+        for number, block in enumerate(tokens):
+            numbers, sizes = documents.slice_of(number), np.frombuffer(block.read("sizes"), np.int64)
+            ids = np.frombuffer(block.read("tokens"), dtype)
+            starts = np.frombuffer(block.read("sentences"), np.bool_) if encoder.language is not None else None
+            facts, in_validation = documents.facts[numbers], documents.in_validation[numbers]
+            in_training = documents.in_output[numbers] & ~in_validation
+            for split, selected in zip(SPLITS, (in_training, in_validation), strict=True):
+                is_selected = np.repeat(selected, sizes)
+                split_ids = ids[is_selected]
+                writers[split].add_documents(
+                    split_ids, sizes[selected], None if starts is None else starts[is_selected]
+                )
+                frequencies[split] += np.bincount(split_ids, minlength=size)
+                splits[split]["documents"] += int(selected.sum())
+                splits[split]["tokens"] += len(split_ids)
+                for name in ("characters", "bytes"):
+                    splits[split][name] += int(facts[name][selected].sum())
+            for text in documents.blocks[number].texts(facts["bytes"], in_validation):
+                texts_file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    seconds["encoding"] = seconds.get("encoding", 0.0) + time.perf_counter() - started
+    encoding = seconds["encoding"] + (seconds["reading"] if tokens is documents.blocks else 0.0)
+    report = {
+        "identity": identity,
+        "inputs": list(documents.names),
+        "documents": documents.counts.as_dict(),
+        "splits": splits,
+        "vocabulary_size": encoder.vocabulary_size,
+        "end_of_document": encoder.end_of_document,
+        "unigram": unigram(frequencies["train"], frequencies["validation"]),
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        "tokens_per_second": round(sum(figures["tokens"] for figures in splits.values()) / encoding),
+        "versions": library_versions(),
+        "files": describe_files(directory),
+    }
+    (directory / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def unigram(train: npt.NDArray[np.int64], validation: npt.NDArray[np.int64]) -> dict[str, float]:
+    """Return the loss of a model that knows only token frequencies, nats a token.
+
+    `train_entropy`: the entropy of the training tokens' frequencies. `validation_cross_entropy`: the validation tokens
+    under those frequencies, one added to each count so that an unseen token has a probability.
+    """
+    seen = train[train > 0] / train.sum()
+    smoothed = (train + 1) / (train.sum() + len(train))
+    return {
+        "train_entropy": float(-(seen * np.log(seen)).sum()),
+        "validation_cross_entropy": float(-(validation * np.log(smoothed)).sum() / validation.sum()),
+        "uniform": math.log(len(train)),
+    }
