@@ -10,7 +10,18 @@ from unittest.mock import patch
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from tests.support.keys import CELLS, ELSEWHERE, OPTIMIZED, ZERO, all_keys, cell, other_values, set_at, timing, trained
+from tests.support.keys import (
+    CELLS,
+    OPTIMIZED,
+    SET_BY_OTHER_KEYS,
+    ZERO,
+    all_keys,
+    cell,
+    other_values,
+    set_at,
+    timing,
+    trained,
+)
 from tests.support.launched import ROOT
 from tests.support.matrix import config_of, once_for_equals
 from tests.support.mistakes import written
@@ -95,7 +106,7 @@ def test_cells_that_are_trained_are_accepted_and_have_an_effect(tmp_path: Path) 
 
 
 def test_what_other_tests_train_is_named_there() -> None:
-    for key, test in ELSEWHERE.items():
+    for key, test in SET_BY_OTHER_KEYS.items():
         name = key.rpartition(".")[2]
         assert name in (ROOT / test).read_text(), (key, test)
 

@@ -109,7 +109,7 @@ CELLS: dict[str, tuple[tuple[str, ...], Changes]] = {
 }
 """Cells of the parity matrix with more keys: (settings, changes)."""
 
-ELSEWHERE: dict[str, str] = {
+SET_BY_OTHER_KEYS: dict[str, str] = {
     **{
         f"fp16.{key}": "tests/zero/test_fp16.py"
         for key in ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
@@ -212,7 +212,7 @@ def trained() -> set[str]:
     settings += [changes for _, changes in CELLS.values()] + [config_of(PLAIN)]
     keys = {key for changes in settings for path in paths(changes) if timing(key := ".".join(path)) is None}
     optimizers = {f"optimizer.params.{key}" for _, _, params in OPTIMIZED.values() for key in params}
-    return keys | {*ELSEWHERE} | optimizers | {"optimizer.type"}
+    return keys | {*SET_BY_OTHER_KEYS} | optimizers | {"optimizer.type"}
 
 
 def paths(changes: Changes) -> Iterator[tuple[str, ...]]:
