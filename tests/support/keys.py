@@ -125,7 +125,7 @@ SET_BY_OTHER_KEYS: dict[str, str] = {
     "zero_tp.data.document_attention": "tests/training/test_documents_run.py",
     "zero_tp.parallel.fused_products": "tests/parallel/test_fused_products.py",
     "zero_tp.recompute": "tests/activations/test_recompute.py",
-    "zero_tp.training.tokens": "tests/config/test_config.py",
+    "zero_tp.training.tokens": "tests/config/test_resolve.py",
     "zero_tp.recompute.layers": "tests/activations/test_recompute.py",
     **{f"zero_tp.objective.{key}": "tests/training/test_masked_run.py" for key in ("mask_probability", "max_ngram")},
     "zero_tp.objective.sentence_order": "tests/training/test_masked_run.py",
