@@ -257,8 +257,6 @@ def test_wrong_world_sizes(world: int, problem: str, tmp_path: Path) -> None:
         ({"zero_tp.evaluation": {"task_limit": 5}}, "zero_tp.evaluation.task_limit"),
         ({"zero_tp.evaluation": {"task_include_path": "x"}}, "zero_tp.evaluation.task_include_path"),
         ({"zero_tp.evaluation": {"task_data": {"lambada": "x"}}}, "zero_tp.evaluation.task_data.lambada"),
-        ({f"{ACTIVATIONS}.number_checkpoints": 4}, f"{ACTIVATIONS}.number_checkpoints"),
-        ({"aio": {"block_size": 1024}}, "aio.block_size"),
         ({"zero_tp.evaluation": {"interval": 5, "tasks": ["a"], "task_data": {"a": "x"}, "task_limit": 3}}, None),
         ({"zero_tp.evaluation": {"interval": 5, "batches": 2}, "zero_tp.data.validation": "v"}, None),
         ({}, None),

@@ -20,7 +20,7 @@ from zero_tp.config.config_file import ConfigFile
 from zero_tp.config.deepspeed import OFF_BLOCKS, RENAMED
 from zero_tp.config.optimizer import OPTIMIZERS, optimizer_params
 from zero_tp.config.schedule import SCHEDULES
-from zero_tp.validation import fields_by_name, model_in
+from zero_tp.validation import fields_by_name, nested_model
 
 Changes = dict[str, Any]
 ZERO, ACTIVATIONS = "zero_optimization", "activation_checkpointing"
@@ -190,7 +190,7 @@ TIMING: dict[str, str] = {
 def names(model: type[BaseModel], path: str) -> Iterator[tuple[str, Any]]:
     """(dotted key, its type) of the values of a model and of the models in it; of a key with two names the alias."""
     for name, field in fields_by_name(model).items():
-        inner = model_in(field.annotation)
+        inner = nested_model(field.annotation)
         if f"{path}{name}" not in RENAMED:
             yield from [(f"{path}{name}", field.annotation)] if inner is None else names(inner, f"{path}{name}.")
 
