@@ -207,7 +207,7 @@ def test_a_dtype_that_this_machine_does_not_compute_in_is_refused(
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
-    monkeypatch.setattr(command, "_import_config_classes", lambda: None)  # other tests want them
+    monkeypatch.setattr(command, "_leave_out_activations", lambda: None)  # other tests want them
     parser = cli.Parser("check")
     command.add_arguments(parser)
     options = parser.parse_args([str(written(tmp_path, changed(bf16__enabled=False, fp16__enabled=True)))])

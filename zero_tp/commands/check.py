@@ -7,6 +7,7 @@ if FILE is wrong: one line for each key, and once the keys are right one for eac
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -72,7 +73,12 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Return 0, 1 if only data are missing, or 2 after a line for each error."""
-    _import_config_classes()
+    _leave_out_activations()
+    with _without_index_of_models():
+        return _check(options)
+
+
+def _check(options: argparse.Namespace) -> int:
     from deepspeed.accelerator import get_accelerator
 
     from zero_tp.config import RunConfig, check_accelerator
@@ -103,24 +109,38 @@ def main(options: argparse.Namespace) -> int:
     return MISSING if any(str(path) not in config.on_hub for path in absent) else 0
 
 
-def _import_config_classes() -> None:
-    """Import transformers' config classes without two modules that double the time of it; others import them later.
+def _leave_out_activations() -> None:
+    """Import transformers' checks of a config's fields without its activations, which import torch's compiler.
 
-    `transformers.activations` imports torch's compiler. Without it any name of an activation passes the classes' own
-    checks; the architectures' tables refuse it. `transformers.models` reads each of its 1,700 files, which
-    `transformers` itself has just done.
+    That halves a check's time. Without them any name of an activation passes here; the architectures' tables refuse it.
+    """
+    name = "transformers.activations"
+    if name not in sys.modules:
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name])["ACT2FN"] = {}
+        import_module("transformers.utils.type_validators")
+        del sys.modules[name]
+
+
+@contextlib.contextmanager
+def _without_index_of_models() -> Iterator[None]:
+    """Import models' modules from a plain package: `transformers.models` reads its 1,700 files, as `transformers` does.
+
+    Inside the block, `transformers.models` has no attributes but the modules that were imported.
     """
     import transformers
 
-    stand_ins = [name for name in ("transformers.activations", "transformers.models") if name not in sys.modules]
-    for name in stand_ins:
-        sys.modules[name] = ModuleType(name)
-        vars(sys.modules[name]).update(ACT2FN={}, __path__=[str(Path(transformers.__path__[0]) / "models")])
-    import_module("transformers.utils.type_validators")
-    import_module("zero_tp.architectures.configs")
-    for name in stand_ins:
+    name = "transformers.models"
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = ModuleType(name)
+    vars(sys.modules[name])["__path__"] = [str(Path(transformers.__path__[0]) / "models")]
+    try:
+        yield
+    finally:
         del sys.modules[name]
-        vars(transformers).pop(name.rpartition(".")[2], None)
+        vars(transformers).pop("models", None)
 
 
 Lines = Iterator[tuple[str, str]]
