@@ -1,6 +1,6 @@
 """Tensor and sequence parallel pretraining on DeepSpeed ZeRO, behind a Hugging Face compatible model.
 
-The names below are imported when they are first used: torch and transformers take seconds.
+The names below are imported on first use, because torch and transformers take seconds to import.
 """
 
 from importlib import import_module

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import zero_tp
 from zero_tp import cli
-from zero_tp.commands import COMMANDS, module, start
+from zero_tp.commands import COMMANDS, command_module, start
 from zero_tp.errors import UserError, did_you_mean, shown
 
 DESCRIPTION = """\
@@ -25,7 +25,7 @@ def parser(prog: str) -> cli.Parser:
     whole.add_argument("--version", action="version", version=f"zero-tp {zero_tp.__version__}")
     commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        chosen = module(name)
+        chosen = command_module(name)
         chosen.add_arguments(commands.add_parser(name, help=command.summary, description=chosen.__doc__))
     return whole
 

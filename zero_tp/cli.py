@@ -1,4 +1,4 @@
-"""Parse arguments and end a command with its exit status; ranks end through `process.lifecycle` instead."""
+"""Parse arguments, run a command and exit with its status. Ranks end through `process.lifecycle` instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, error_line, escape_unencodable_output, of_a_file
+from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, as_user_error, error_line, escape_unencodable_output
 
 BROKEN_PIPE, TERMINATED = 141, 143  # 128 + SIGPIPE, 128 + SIGTERM
 
@@ -33,11 +33,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_writable(directory: Path) -> None:
-    """Make a directory, and check that it takes files, before the long work whose results go there.
-
-    Raises:
-        UserError: it can't be made, or written.
-    """
+    """Make a directory and check that it is writable, before long work whose results go there."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
@@ -48,9 +44,9 @@ def check_writable(directory: Path) -> None:
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Run a command and end the process with its exit status (None: 0).
 
-    A `UserError`, a full disk or a system's error that names a file gives one line `error: …` on stderr and status 2.
-    The status is 130 after Ctrl-C, 143 after SIGTERM, and 141 if the reader of standard output has gone (`… | head`).
-    Every other exception is a fault of ours and keeps its traceback.
+    A `UserError`, a full disk or an OSError that names a file prints one line `error: …` on stderr; the status is 2.
+    The status is 130 after Ctrl-C, 143 after SIGTERM, and 141 if the reader of standard output has closed (`… | head`).
+    Every other exception is a bug and keeps its traceback.
     """
     signal.signal(signal.SIGTERM, _terminate)
     escape_unencodable_output()
@@ -62,11 +58,11 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _stdout_reader_gone():
             status = BROKEN_PIPE
-        elif (user_error := of_a_file(error)) is not None:
+        elif (user_error := as_user_error(error)) is not None:
             status = _refuse(user_error)
         else:
-            raise  # another pipe or socket: a real fault
-        if error.filename is None:  # stdout is broken or full; the interpreter flushes it once more at exit
+            raise  # another pipe or socket: a bug
+        if error.filename is None:  # stdout is broken or full; the interpreter flushes it again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

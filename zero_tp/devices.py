@@ -1,9 +1,9 @@
-"""The devices that runs compute on and are planned for: matrix rates, memory and links in one table.
+"""A table of devices: matrix rates, memory and links.
 
 Rates are the vendors' for dense matrices (where a datasheet prints them with 2:4 sparsity, half of that) with fp32
 accumulation. Memory is torch's `total_memory`, which is less than the name says. Links are per device and direction;
 links between nodes depend on the cluster, the table assumes one network port a device. A device without memory and
-links in the table has an MFU, but can't be planned for by name.
+links in the table has an MFU, but no plan.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Device(ConfigModel):
-    """One device to plan for. A person's own JSON file has these keys."""
+    """A device to plan for; also the keys of a user's JSON file."""
 
     name: str = Field(min_length=1, description="What the plan calls it.")
     memory_gib: Rate = Field(description="Memory that a process sees [GiB].")
@@ -161,9 +161,6 @@ def named_device(name: str, ranks: int = 1) -> Device:
     Args:
         name: one that ends with .json is a file that describes a device.
         ranks: of the run; CPU ranks share one machine's memory and cores.
-
-    Raises:
-        ConfigError: an unknown name, or a file that does not describe a device.
     """
     if name.endswith(".json"):
         return validate(Device, read_json(Path(name)), name)

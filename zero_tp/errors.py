@@ -1,4 +1,4 @@
-"""Errors that a person can cause, each in one clear line, and the exit statuses of commands and ranks."""
+"""Errors that a user can cause, each one line, and the exit statuses of commands and ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
 
 
 class UserError(ValueError):
-    """Bad input, in one line: what is wrong, where (key, file, value), and the remedy.
+    """Bad input: one line with the problem, its place (key, file, value) and the remedy.
 
     Commands print it without a traceback and exit with status 2.
     """
@@ -58,9 +58,9 @@ class ConfigError(UserError):
 
 
 def visible(text: str) -> str:
-    """Return `text` with the characters that a terminal would act on escaped (`\\x1b`).
+    """Return `text` with control characters of terminals escaped (`\\x1b`).
 
-    Line breaks, tabs, blanks and the two joiners that some scripts need stay.
+    Line breaks, tabs, blanks and the two zero-width joiners stay.
     """
     if text.isprintable():
         return text
@@ -72,7 +72,7 @@ def _is_visible(letter: str) -> bool:
 
 
 def escape_unencodable_output() -> None:
-    """Let standard output escape what its encoding lacks, such as bytes of file names that are not UTF-8."""
+    """Let standard output escape characters that its encoding lacks, such as non-UTF-8 bytes of file names."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -84,12 +84,12 @@ def one_line(text: str, limit: int | None = None) -> str:
 
 
 def error_line(error: object, limit: int = _LONGEST) -> str:
-    """Return the line that a person reads, cut after `limit` characters."""
+    """Return the error's line as it is printed, cut after `limit` characters."""
     return f"error: {one_line(str(error), limit)}"
 
 
 def write_stderr(text: str) -> None:
-    """Write lines to stderr as one piece, over a progress bar's line if one is drawn there."""
+    """Write lines to stderr at once, over a progress bar if there is one."""
     if not text:
         return
     try:
@@ -97,12 +97,12 @@ def write_stderr(text: str) -> None:
         sys.stderr.write(f"{clear}{text}\n")
         sys.stderr.flush()
     except (OSError, ValueError):
-        # The terminal or pipe is gone (or stderr closed): nobody is there to read it, and the run must still end.
+        # The terminal or pipe is closed, but the run must still end.
         return
 
 
-def of_a_file(error: OSError) -> UserError | None:
-    """Return a system's error as a `UserError` if it names a file or the disk is full; else None: a real fault."""
+def as_user_error(error: OSError) -> UserError | None:
+    """Return an OSError that names a file or means a full disk as a `UserError`; None for any other."""
     if error.filename is None and error.errno != errno.ENOSPC:
         return None
     user_error = UserError(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror))
@@ -111,7 +111,7 @@ def of_a_file(error: OSError) -> UserError | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error in plain words, for use inside another line.
+    """Return the first line of a library's error in JSON's words, for use inside another line.
 
     All lines are joined if the first one ends with a colon ("… because:"). An error without text gives the name of its
     class in words. The result is cut after `_LONGEST_CAUSE` characters.
@@ -153,8 +153,8 @@ def json_kind(name: str) -> str:
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     """Return `did you mean "NAME"?`, or the list of valid names when none is near.
 
-    A candidate may be a dotted path (`parallel.tensor`): its last part counts as a name too, so that a right name in
-    the wrong block leads to the right one.
+    A candidate may be a dotted path (`parallel.tensor`). Its last part is compared too, to find a key that is in the
+    wrong block.
     """
     names = list(dict.fromkeys(valid))
     by_spelling: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Read files of bounded size; write small ones and directories whole or not at all; wait for network file systems."""
+"""Read files of bounded size, write files and directories atomically, and wait for network file systems."""
 
 from __future__ import annotations
 
@@ -19,20 +19,16 @@ import psutil
 from zero_tp.errors import UserError
 
 MOST_BYTES = 2**28
-"""JSON files are at most as long as this, of which Python makes up to ten times as much."""
+"""The largest JSON file that is read [bytes]; Python needs up to ten times as much memory."""
 VIEW_SECONDS = 60.0
-"""How old a machine's view of a network file system may be: NFS's default acregmax and acdirmax."""
-# File systems that one machine mounts alone.
+"""How long a machine may cache a network file system: NFS's default acregmax and acdirmax [seconds]."""
+# File systems that only one machine mounts.
 _LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "vfat", "xfs", "zfs"})
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace `path` by a file that holds `content`. A reader finds the old file or the new one, also after a crash.
-
-    Raises:
-        OSError: the disk is full, the directory is missing or cannot be written, or `path` is a device or the like.
-    """
+    """Replace `path` by a file that holds `content`. A reader finds the old file or the new one, also after a crash."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     temporary = path.with_name(path.name + ".new")
@@ -47,11 +43,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def write_named(path: Path, content: str | bytes) -> None:
-    """Write a file that a person has named, whole or not at all, and make its directory.
-
-    Raises:
-        UserError: it can't be written.
-    """
+    """Write a file that the user has named atomically, and make its directory."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
@@ -63,15 +55,11 @@ def write_named(path: Path, content: str | bytes) -> None:
 def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]:
     """Make an empty hidden directory beside `output`, locked by this process and gone at the end of the block.
 
-    What a killed process left is cleared first; an output that it was about to replace is put back.
+    Files of a killed process are removed first, and an output that it was replacing is put back.
 
     Args:
-        own: names of directories that are written here. When `put_in_place` replaces an output, every other directory
-            in the old one is a person's and is moved to the new one.
-
-    Raises:
-        UserError: another process is writing there.
-        OSError: it cannot be made.
+        own: names of directories that are written here. Every other directory in an old output is the user's;
+            `put_in_place` moves it to the new output.
     """
     partial = hidden_sibling(output, "partial")
     try:
@@ -84,8 +72,8 @@ def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]
                 yield partial
             finally:
                 _finish_replacing(output, own)
-                shutil.rmtree(partial, ignore_errors=True)  # it is gone if it has become the output
-    except (KeyboardInterrupt, SystemExit):  # also of a signal that came between making and locking it
+                shutil.rmtree(partial, ignore_errors=True)  # does not exist if it was renamed to the output
+    except (KeyboardInterrupt, SystemExit):  # also from a signal between creation and lock
         clear_partial(output, own)
         raise
 
@@ -101,17 +89,17 @@ def _locked(partial: Path, output: Path) -> Iterator[None]:
                 f"{output}: another process writes it now: wait for it, or choose another --output"
             ) from None
         if not locked and any(partial.iterdir()):
-            raise UserError(f"{partial} is left of another process: remove it unless that still runs")
+            raise UserError(f"{partial} was left by another process: remove it unless that process still runs")
         yield
     finally:
         os.close(descriptor)
 
 
 def lock(file: IO[Any] | int, kind: int) -> bool:
-    """Take a lock of an open file, which the kernel frees if its holder dies; return whether its file system has locks.
+    """Lock an open file until it is closed; return False if its file system has no locks.
 
     Raises:
-        BlockingIOError: another process holds it.
+        BlockingIOError: another process has the lock.
     """
     try:
         fcntl.flock(file, kind)
@@ -123,11 +111,7 @@ def lock(file: IO[Any] | int, kind: int) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link (not its target) or a directory with all below it, if there is one of this name.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove a file, a link (not its target) or a directory with all below it, if there is one of this name."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -135,7 +119,7 @@ def remove(path: Path) -> None:
 
 
 def clear_partial(output: Path, own: Collection[str] = ()) -> None:
-    """Clear the parts of `output` that a killed process left; one that runs keeps them. See `partial_directory`."""
+    """Remove the parts of `output` that a killed process left. See `partial_directory`."""
     with contextlib.suppress(UserError, OSError):
         if hidden_sibling(output, "partial").is_dir() or hidden_sibling(output, "replaced").is_dir():
             with partial_directory(output, own):
@@ -143,13 +127,10 @@ def clear_partial(output: Path, own: Collection[str] = ()) -> None:
 
 
 def put_in_place(written: Path, output: Path, stale: Callable[[str], bool] = lambda name: False) -> None:
-    """Give a `partial_directory` the name of its output. Other files that a person keeps in the output stay there.
+    """Rename a `partial_directory` to its output. The user's own files in an old output stay.
 
     Args:
-        stale: tells from a file's name whether it belongs to the old output; files that are written again do.
-
-    Raises:
-        OSError: the disk is full, or the directory cannot be written.
+        stale: whether a file of this name belongs to the old output. Files that are replaced do.
     """
     for file in output.iterdir() if output.exists() else ():
         is_replaced = stale(file.name) or (written / file.name).exists()
@@ -164,14 +145,14 @@ def put_in_place(written: Path, output: Path, stale: Callable[[str], bool] = lam
 
 
 def replace_directory(written: Path, output: Path) -> None:
-    """Replace a directory by two renames; between them the old one has the hidden name `.NAME.replaced`."""
+    """Replace a directory by two renames. In between, the old one is `.NAME.replaced`."""
     if output.exists():
         os.replace(output, hidden_sibling(output, "replaced"))
     os.replace(written, output)
 
 
 def _finish_replacing(output: Path, own: Collection[str]) -> None:
-    """Put a replaced directory back if nothing has taken its place; else keep only a person's directories of it."""
+    """Put a replaced directory back if there is no new one; else move the user's own directories to the new one."""
     replaced = hidden_sibling(output, "replaced")
     if replaced.is_dir() and not output.exists():
         os.replace(replaced, output)
@@ -192,13 +173,9 @@ def hidden_sibling(output: Path, ending: str) -> Path:
 
 
 def sync(directory: Path, *, below: bool = True) -> None:
-    """Wait until the disk has a directory, and by default all files and directories that are below it.
-
-    Raises:
-        OSError: the disk is full or gone.
-    """
+    """Flush a directory and, by default, everything below it to disk."""
     for path in (directory.resolve(), *(directory.rglob("*") if below else ())):
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):  # a name in its directory, and nothing more
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):  # only a name in its directory
             continue
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -208,9 +185,9 @@ def sync(directory: Path, *, below: bool = True) -> None:
 
 
 def wait_until_visible(is_visible: Callable[[], bool], directory: Path) -> bool:
-    """Wait until this machine sees what another one has written in a directory; return False if it does not.
+    """Wait until this machine sees a change by another machine in a directory; return False if it does not.
 
-    A local file system shows it at once or never. On any other one the wait ends after `VIEW_SECONDS` + 5.
+    A local file system needs no wait. On a network file system it ends after `VIEW_SECONDS` + 5.
     """
     deadline = time.monotonic() + (0 if is_local(directory) else VIEW_SECONDS + 5)
     while not (visible := is_visible()) and time.monotonic() < deadline:
@@ -219,21 +196,17 @@ def wait_until_visible(is_visible: Callable[[], bool], directory: Path) -> bool:
 
 
 def is_local(path: Path) -> bool:
-    """Return whether a path is on a file system that no other machine writes to."""
+    """Return whether only this machine writes to the file system of a path."""
     resolved = path.resolve()
     mounts = [mount for mount in psutil.disk_partitions(all=True) if resolved.is_relative_to(mount.mountpoint)]
-    # The longest mount point is the innermost; of two with the same, the last covers the first.
+    # The longest mount point is the innermost; a later mount at the same point hides an earlier one.
     innermost = max(reversed(mounts), key=lambda mount: len(mount.mountpoint), default=None)
     return innermost is not None and innermost.fstype in _LOCAL
 
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading. A pipe or a device, which may never end, is refused and never waited on.
-
-    Raises:
-        OSError: it is missing, cannot be read, or is no regular file.
-    """
+    """Open a regular file for reading. Pipes and devices are refused without waiting."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -243,11 +216,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file of at most `MOST_BYTES`.
-
-    Raises:
-        OSError: as of `open_regular`, or it is longer.
-    """
+    """Return the content of a regular file of at most `MOST_BYTES`."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MOST_BYTES:

@@ -18,7 +18,7 @@ from zero_tp.files import write_named
 PALETTE = {"blue": "#4477AA", "cyan": "#66CCEE", "green": "#228833", "yellow": "#CCBB44"}
 PALETTE |= {"red": "#EE6677", "purple": "#AA3377", "grey": "#BBBBBB"}
 SHOWN_VALUES = 60
-"""Of one curve."""
+"""Points of one curve that show their value on hovering."""
 STYLE = """
 :root { color-scheme: light dark; --text: #222; --page: #fff; --shade: #f5f5f5; --good: #176117; --bad: #a11; }
 @media (prefers-color-scheme: dark) {
@@ -43,13 +43,10 @@ def write(path: Path, title: str, parts: Iterable[str], figures: Mapping[str, An
 
     Args:
         parts: of the page's body, in HTML.
-        figures: by the ends of their names; that of "" is OUT.png.
+        figures: by the suffix of their file names; "" is OUT.png.
 
     Returns:
         The files written, the page first.
-
-    Raises:
-        UserError: a file can't be written.
     """
     name, body = html.escape(title), "\n".join(parts)
     head = f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
@@ -64,7 +61,7 @@ def write(path: Path, title: str, parts: Iterable[str], figures: Mapping[str, An
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
-    """Return a table as an element of a page; its cells are text.
+    """Return an HTML table of text cells.
 
     Args:
         kind: "keys" for columns of words.
@@ -106,11 +103,7 @@ def svg(figure: Any) -> str:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure of these inches.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """Return an empty figure of these inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -121,7 +114,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def show_values(axes: Any, values: Sequence[tuple[float, float, str]]) -> None:
-    """Have a page show texts where a pointer hovers over (x, y) of the axes; of many at most `SHOWN_VALUES`."""
+    """Show texts when the pointer hovers over (x, y) of the axes, for at most `SHOWN_VALUES` points."""
     step = -(-len(values) // SHOWN_VALUES)
     axes.figure.values += [(axes, *value) for value in values[:: -max(1, step)]]
 

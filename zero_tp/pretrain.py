@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def main(callbacks: Sequence[Callback] = ()) -> NoReturn:
-    """Train as the command line of this process says, with callbacks of your own, and exit with the run's status.
+    """Train by this process's command line, with your own callbacks, and exit with the run's status.
 
     Call it in the main thread of a script that a launcher starts on every rank.
     """

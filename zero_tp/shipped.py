@@ -1,4 +1,4 @@
-"""Find the shipped files that are not code: configs, the corpus, and the scripts that launchers start."""
+"""Find shipped files: configs, the corpus, and scripts for launchers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 CONFIGS = "ds_configs"
 PACKED = "_shipped"
-"""The directory of the package in which a wheel has them (setup.py); a checkout has them beside the package."""
+"""Their directory in a wheel (setup.py). In a checkout they are in the repository's root."""
 
 
 def shipped(name: str) -> Path:
-    """Return where a file or directory of the repository is, in a wheel or in a checkout. It need not exist."""
+    """Return the path of a file of the repository, in a wheel or a checkout. It need not exist."""
     package = Path(__file__).resolve().parent
     packed = package / PACKED
     return (packed if packed.is_dir() else package.parent) / name

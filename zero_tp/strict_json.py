@@ -1,4 +1,4 @@
-"""Read JSON strictly: every key and number has one meaning, and an error names its place."""
+"""Read JSON strictly: no duplicate keys, NaN or Infinity; errors have a line and column."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from zero_tp.errors import ConfigError, shown
 from zero_tp.files import read_regular
 
-_MOST_DIGITS, _MOST_LEVELS = 100, 100
+_MAX_DIGITS, _MAX_LEVELS = 100, 100
 
 
 class InvalidJson(ValueError):
-    """What is wrong with a text that should be JSON, and where."""
+    """A text is not strict JSON; the message has the place."""
 
 
 def parse_json(text: bytes | str) -> Any:
@@ -28,7 +28,11 @@ def parse_json(text: bytes | str) -> Any:
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
         value = json.loads(
-            decoded, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite, parse_int=_bounded
+            decoded,
+            object_pairs_hook=_unique_keys,
+            parse_float=_finite_float,
+            parse_constant=_finite_float,
+            parse_int=_bounded_int,
         )
     except json.JSONDecodeError as error:
         raise InvalidJson(f"not valid JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
@@ -36,11 +40,11 @@ def parse_json(text: bytes | str) -> Any:
         raise InvalidJson(f"not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise InvalidJson("not valid JSON: nested too deeply") from None
-    _check(value, _MOST_LEVELS)
+    _check(value, _MAX_LEVELS)
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -48,20 +52,20 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
-def _finite(number: str) -> float:
+def _finite_float(number: str) -> float:
     if not math.isfinite(float(number)):
         raise InvalidJson(f"{number[:60]} is not a finite number")
     return float(number)
 
 
-def _bounded(number: str) -> int:
-    if len(number) > _MOST_DIGITS:
+def _bounded_int(number: str) -> int:
+    if len(number) > _MAX_DIGITS:
         raise InvalidJson(f"an integer of {len(number.lstrip('-')):,} digits")
     return int(number)
 
 
 def _check(value: Any, levels: int) -> None:
-    """Refuse deep nesting, which later code could not walk, and strings that can't be written as UTF-8."""
+    """Refuse deep nesting, which recursion could not walk, and strings that UTF-8 cannot encode."""
     if not levels:
         raise InvalidJson("not valid JSON: nested too deeply")
     if isinstance(value, str) and not value.isascii():
@@ -88,13 +92,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, remedy: str = "give the path of a JSON config, or a name of ds_configs") -> dict[str, Any]:
-    """Return the object in a JSON file that a person has named.
+    """Return the object in a JSON file that the user has named.
 
     Args:
-        remedy: what to do where there is no such file.
-
-    Raises:
-        ConfigError: it cannot be read, or is not an object in strict JSON (see `parse_json`).
+        remedy: for a missing file.
     """
     try:
         return read_object(path)
@@ -103,4 +104,4 @@ def read_json(path: Path, remedy: str = "give the path of a JSON config, or a na
     except OSError as error:
         raise ConfigError(str(path), f"can't be read ({error.strerror or error})", remedy) from None
     except InvalidJson as error:
-        raise ConfigError(str(path), str(error), "mend the file") from None
+        raise ConfigError(str(path), str(error), "correct the file") from None

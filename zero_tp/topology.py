@@ -17,8 +17,8 @@ from zero_tp.errors import ConfigError, UserError, shown
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-MOST_RANKS = 2**20
-MOST_NAMED = 4
+MAX_RANKS = 2**20
+MAX_NAMED = 4
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -26,21 +26,17 @@ def name_ranks(ranks: Iterable[int]) -> str:
     words = [str(rank) for rank in ranks]
     if len(words) == 1:
         return f"rank {words[0]}"
-    if len(words) > MOST_NAMED:
-        words = [*words[: MOST_NAMED - 1], f"{len(words) - MOST_NAMED + 1} more"]
+    if len(words) > MAX_NAMED:
+        words = [*words[: MAX_NAMED - 1], f"{len(words) - MAX_NAMED + 1} more"]
     return f"ranks {', '.join(words[:-1])} and {words[-1]}"
 
 
 def data_parallel_size(world: int, tensor: int) -> int:
-    """Return world / tensor.
-
-    Raises:
-        ConfigError: the world size is not positive, or not a multiple of `tensor`.
-    """
+    """Return world / tensor."""
     if world < 1:
         raise ConfigError("world size", f"{world} is not positive", "start at least one rank")
-    if world > MOST_RANKS:
-        raise ConfigError("world size", f"{shown(world)} is more ranks than any job has", f"use at most {MOST_RANKS}")
+    if world > MAX_RANKS:
+        raise ConfigError("world size", f"{shown(world)} is too many ranks", f"use at most {MAX_RANKS}")
     if world % tensor:
         remedy = f"start a multiple of {tensor} ranks, or use a tensor degree that divides {world}"
         sums = f"tensor {tensor} × data {world / tensor:.4g} ≠ world {world}"
@@ -49,11 +45,11 @@ def data_parallel_size(world: int, tensor: int) -> int:
 
 
 class Topology:
-    """The place of one rank in the TP × DP grid.
+    """One rank's coordinates and process groups in the TP × DP grid.
 
-    It is the `mpu` that `deepspeed.initialize` asks for: the `get_*` methods below are exactly those DeepSpeed needs.
-    There must be none named `get_sequence_*` nor `initialize_sequence_parallel`: DeepSpeed takes these for Ulysses and
-    changes ZeRO's groups.
+    It is the `mpu` of `deepspeed.initialize`; the `get_*` methods are exactly those that DeepSpeed needs. It must not
+    have `get_sequence_*` or `initialize_sequence_parallel`, by which DeepSpeed enables Ulysses and changes ZeRO's
+    groups.
 
     Attributes:
         tensor, data: TP degree t and DP degree.
@@ -77,13 +73,10 @@ class Topology:
 
         Args:
             tensor: TP degree t; world must be a multiple of it.
-            sequence: SP on; without TP there is nothing to split and it stays off.
+            sequence: enable SP; has no effect without TP.
             world, rank: for a description of the grid without process groups (planning, tests); by default those of
                 `torch.distributed`, or one process.
             timeout: limit of one collective in the new groups.
-
-        Raises:
-            UserError: the sizes do not fit (`tensor 4 × data 1.5 ≠ world 6`).
         """
         import torch.distributed as dist  # here, so that a config is read without loading torch
 
@@ -148,7 +141,7 @@ class Topology:
         """Return the grid in words: `TP 2 × DP 2, SP`."""
         return f"TP {self.tensor} × DP {self.data}" + (", SP" if self.sequence else "")
 
-    # What DeepSpeed calls on its mpu. A missing one makes it fall back to world size 1 without an error.
+    # Methods that DeepSpeed calls. Without one of them it falls back to world size 1 silently.
     def get_model_parallel_group(self) -> ProcessGroup | None:
         return self.tensor_group
 

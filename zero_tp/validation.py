@@ -1,4 +1,4 @@
-"""Validate one JSON block by one pydantic model, our own, DeepSpeed's or another's, each error as one line."""
+"""Validate a JSON block by a pydantic model, ours or DeepSpeed's, with one line for each error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXPECTED = {
 
 
 class ConfigModel(BaseModel):
-    """A block is a JSON object that refuses unknown keys and can't be changed after it was read."""
+    """A JSON object that refuses unknown keys and is frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -51,8 +51,8 @@ class ConfigErrors(ConfigError):
         self.errors = list({error.key: error for error in reversed(errors)}.values())[::-1]
 
 
-class Problems:
-    """Collect the errors of checks that don't need each other: `with problems:` around each, then `raise_all`."""
+class ErrorCollector:
+    """Collect the errors of independent checks: `with problems:` around each, then `raise_all`."""
 
     def __init__(self) -> None:
         self.errors: list[ConfigError] = []
@@ -80,29 +80,29 @@ def validate(model: type[Model], raw: Any, path: str, known: Iterable[ConfigErro
     true is not 1.
 
     Args:
-        known: errors of keys, which come before what is fields here.
+        known: errors that come first; their keys are not validated again.
 
     Raises:
         ConfigErrors: not an object, or each unknown key (with the nearest valid one), missing key, wrong type or value.
     """
     if not isinstance(raw, dict):
         raise ConfigErrors([_not_an_object(raw, path)])
-    errors = [*known, *_wrong_names(model, raw, path)]
-    right = _without({error.key for error in errors}, raw, path)
+    errors = [*known, *_unknown_keys(model, raw, path)]
+    right = _drop_keys({error.key for error in errors}, raw, path)
     try:
         parsed = model(**right)
     except ValidationError as error:
-        errors += (_in_one_line(detail, raw, path) for detail in error.errors(include_url=False))
+        errors += (_from_pydantic(detail, raw, path) for detail in error.errors(include_url=False))
     else:
-        errors += _coerced(right, parsed.model_dump(by_alias=True), path)
+        errors += _coercion_errors(right, parsed.model_dump(by_alias=True), path)
         if not errors:
             return parsed
-    # Of a union's members, the one that went furthest is the one meant.
+    # For a union, report the member whose errors are deepest.
     within = [error for error in errors if not any(other.key.startswith(f"{error.key}.") for other in errors)]
     raise ConfigErrors(within) from None
 
 
-def _wrong_names(model: type[BaseModel], raw: dict[str, Any], path: str) -> Iterator[ConfigError]:
+def _unknown_keys(model: type[BaseModel], raw: dict[str, Any], path: str) -> Iterator[ConfigError]:
     """Yield an error for each key of `raw` that names no field of `model` or of the models within."""
     fields = fields_by_name(model)
     for key, value in raw.items():
@@ -110,8 +110,8 @@ def _wrong_names(model: type[BaseModel], raw: dict[str, Any], path: str) -> Iter
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1, cutoff=0.8)  # before a name in another block
             yield ConfigError(where, "unknown key", did_you_mean(key, near or nested_names(model)))
-        elif (inner := model_in(fields[key].annotation)) is not None and isinstance(value, dict):
-            yield from _wrong_names(inner, value, where)
+        elif (inner := nested_model(fields[key].annotation)) is not None and isinstance(value, dict):
+            yield from _unknown_keys(inner, value, where)
         elif inner is not None and inner is fields[key].annotation:
             yield _not_an_object(value, where)
 
@@ -120,17 +120,17 @@ def _not_an_object(value: Any, path: str) -> ConfigError:
     return ConfigError(path, f"expected an object, got {shown(value)}", 'write {"key": value, ...}')
 
 
-def _without(keys: set[str], raw: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return `raw`, the value at `path`, without these dotted keys: a validator of DeepSpeed's may fail at one."""
+def _drop_keys(keys: set[str], raw: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return `raw`, the value at `path`, without these dotted keys, on which DeepSpeed's validators may fail."""
     return {
-        key: _without(keys, value, where) if isinstance(value, dict) else value
+        key: _drop_keys(keys, value, where) if isinstance(value, dict) else value
         for key, value in raw.items()
         if (where := f"{path}.{key}" if path else key) not in keys
     }
 
 
 def fields_by_name(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the fields by every name that JSON may use: the alias, and the field's own where the model allows it."""
+    """Return the fields by every name that JSON may use: the alias, and the field's own if the model allows it."""
     fields: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         if field.alias:
@@ -143,31 +143,31 @@ def fields_by_name(model: type[BaseModel]) -> dict[str, FieldInfo]:
 def nested_names(
     model: type[BaseModel], prefix: str = "", within: frozenset[type[BaseModel]] = frozenset()
 ) -> Iterator[str]:
-    """Yield the model's key names, then the dotted names of the models within; of one within itself no more than once.
+    """Yield the model's key names, then the dotted names of nested models, of a recursive one once.
 
     Args:
-        within: the models that this one is part of.
+        within: the models that contain this one.
     """
     fields = fields_by_name(model)
     yield from (prefix + name for name in fields)
     for name, field in fields.items():
-        inner = model_in(field.annotation)
+        inner = nested_model(field.annotation)
         if inner is not None and inner not in within | {model}:
             yield from nested_names(inner, f"{prefix}{name}.", within | {model})
 
 
-def model_in(annotation: Any) -> type[BaseModel] | None:
+def nested_model(annotation: Any) -> type[BaseModel] | None:
     """Return the pydantic model in an annotation (`M`, `M | None`, `str | M`), or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
-        return next(filter(None, map(model_in, typing.get_args(annotation))), None)
+        return next(filter(None, map(nested_model, typing.get_args(annotation))), None)
     return None
 
 
-def _in_one_line(detail: Any, raw: Any, path: str) -> ConfigError:
-    """Return one of pydantic's errors in our words."""
-    parts, value = _resolve(detail["loc"], detail["type"], raw, path)
+def _from_pydantic(detail: Any, raw: Any, path: str) -> ConfigError:
+    """Translate an error of pydantic."""
+    parts, value = _locate(detail["loc"], detail["type"], raw, path)
     key, kind, context = ".".join(parts), detail["type"], detail.get("ctx", {})
     if kind == "missing":
         return ConfigError(key, "required, but not given", "add it (docs/config.md describes it)")
@@ -186,8 +186,8 @@ def _in_one_line(detail: Any, raw: Any, path: str) -> ConfigError:
     return ConfigError(key, f"{shown(value)}: {message}", "docs/config.md lists what is accepted")
 
 
-def _resolve(location: tuple[Any, ...], kind: str, raw: Any, path: str) -> tuple[list[str], Any]:
-    """Return a key's parts and the JSON value there, from pydantic's location, which may also name a union's member."""
+def _locate(location: tuple[Any, ...], kind: str, raw: Any, path: str) -> tuple[list[str], Any]:
+    """Return a key's parts and its JSON value. pydantic's location may also name a union's member."""
     parts, value = [path] if path else [], raw
     for part in location:
         is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
@@ -199,14 +199,14 @@ def _resolve(location: tuple[Any, ...], kind: str, raw: Any, path: str) -> tuple
     return parts, value
 
 
-def _coerced(written: Any, value: Any, where: str) -> Iterator[ConfigError]:
-    """Yield an error for what pydantic takes although the field does not ask for it: "8" for 8, and true for 1."""
+def _coercion_errors(written: Any, value: Any, where: str) -> Iterator[ConfigError]:
+    """Yield an error for each value that pydantic has converted: "8" to 8, and true to 1."""
     if isinstance(written, dict) and isinstance(value, dict):
         for key in written.keys() & value.keys():
-            yield from _coerced(written[key], value[key], f"{where}.{key}" if where else key)
+            yield from _coercion_errors(written[key], value[key], f"{where}.{key}" if where else key)
     elif isinstance(written, list) and isinstance(value, (list, tuple)):
         for index, pair in enumerate(zip(written, value, strict=True)):
-            yield from _coerced(*pair, f"{where}.{index}")
+            yield from _coercion_errors(*pair, f"{where}.{index}")
     elif isinstance(value, (bool, int, float)) and (
         isinstance(written, str) or isinstance(value, bool) != isinstance(written, bool)
     ):

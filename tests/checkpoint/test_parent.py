@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 
 from tests.checkpoint.test_checkpoint import build, steps_of
 from tests.checkpoint.test_reshape import DP2, SPLIT, WHOLE, Place, contents, first_part
-from tests.config.test_config import written
 from tests.support.checkpoints import rewritten, write_checkpoint
+from tests.support.mistakes import written
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.checkpoint.directory import read_manifest, step_directory

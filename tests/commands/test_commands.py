@@ -15,7 +15,7 @@ import pytest
 import zero_tp
 from tests.support.launched import ROOT
 from zero_tp import shipped
-from zero_tp.commands import COMMANDS, module
+from zero_tp.commands import COMMANDS, command_module
 from zero_tp.commands.path import PATHS
 from zero_tp.config import RunConfig
 from zero_tp.errors import ConfigError
@@ -41,8 +41,8 @@ def test_the_table_the_modules_and_the_scripts_are_the_same_commands() -> None:
     files = {path.stem for path in (ROOT / "zero_tp" / "commands").glob("*.py")} - {"__init__"}
     assert files == COMMANDS.keys()
     for name, command in COMMANDS.items():
-        assert callable(module(name).add_arguments)
-        assert callable(module(name).start if command.ranks else module(name).main)
+        assert callable(command_module(name).add_arguments)
+        assert callable(command_module(name).start if command.ranks else command_module(name).main)
     for name, script in SCRIPTS.items():
         assert f'start("{name}")' in (ROOT / script).read_text()
     started = re.compile(r"from zero_tp\.commands import start")

@@ -21,12 +21,10 @@ from zero_tp.config.schedule import SCHEDULES
 
 SUMS_AND_COMBINATIONS = {
     "scheduler.params.total_num_steps",
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "fp16.enabled"),
-    *("activation_checkpointing.partition_activations", "activation_checkpointing.number_checkpoints"),
-    *("zero_optimization.zero_quantized_weights", "zero_optimization.offload_param", "sequence_parallel_size"),
+    *("train_batch_size", "train_micro_batch_size_per_gpu"),
+    *("zero_optimization.offload_param", "sequence_parallel_size"),
     "zero_tp.training.steps",
     *("zero_tp.parallel.tensor", "zero_tp.data.sequence_length", "zero_tp.objective"),
-    *(f"zero_tp.recompute.{key}" for key in ("layers", "every", "keep_micro_batches")),
 }
 
 

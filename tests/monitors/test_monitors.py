@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.config.test_config import written
+from tests.support.mistakes import written
 from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 from zero_tp.config.schema import BLOCK_OF, TRACKERS

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.config.test_config import written
 from tests.monitors.test_monitors import LINES, config_of
 from tests.support.launched import ROOT, environment
+from tests.support.mistakes import written
 from zero_tp.monitors import trackers as callback
 
 pytestmark = pytest.mark.heavy

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launched import ROOT
+from tests.tools import config_page
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 RESULTS = sorted((ROOT / "benchmarks").rglob("*.md"))
@@ -42,3 +43,8 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         if section and target.suffix == ".md":
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
             assert section in map(anchor, headings), link
+
+
+def test_the_page_on_the_config_is_current() -> None:
+    page = (ROOT / "docs" / GENERATED).read_text(encoding="utf-8")
+    assert page == config_page.page(), "run python -m tests.tools.config_page --write docs/config.md"

@@ -20,7 +20,7 @@ from zero_tp.config.config_file import ConfigFile
 from zero_tp.config.deepspeed import OFF_BLOCKS, RENAMED
 from zero_tp.config.optimizer import OPTIMIZERS, optimizer_params
 from zero_tp.config.schedule import SCHEDULES
-from zero_tp.validation import fields_by_name, model_in
+from zero_tp.validation import fields_by_name, nested_model
 
 Changes = dict[str, Any]
 ZERO, ACTIVATIONS = "zero_optimization", "activation_checkpointing"
@@ -109,7 +109,7 @@ CELLS: dict[str, tuple[tuple[str, ...], Changes]] = {
 }
 """Cells of the parity matrix with more keys: (settings, changes)."""
 
-ELSEWHERE: dict[str, str] = {
+SET_BY_OTHER_KEYS: dict[str, str] = {
     **{
         f"fp16.{key}": "tests/zero/test_fp16.py"
         for key in ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
@@ -125,7 +125,7 @@ ELSEWHERE: dict[str, str] = {
     "zero_tp.data.document_attention": "tests/training/test_documents_run.py",
     "zero_tp.parallel.fused_products": "tests/parallel/test_fused_products.py",
     "zero_tp.recompute": "tests/activations/test_recompute.py",
-    "zero_tp.training.tokens": "tests/config/test_config.py",
+    "zero_tp.training.tokens": "tests/config/test_resolve.py",
     "zero_tp.recompute.layers": "tests/activations/test_recompute.py",
     **{f"zero_tp.objective.{key}": "tests/training/test_masked_run.py" for key in ("mask_probability", "max_ngram")},
     "zero_tp.objective.sentence_order": "tests/training/test_masked_run.py",
@@ -190,7 +190,7 @@ TIMING: dict[str, str] = {
 def names(model: type[BaseModel], path: str) -> Iterator[tuple[str, Any]]:
     """(dotted key, its type) of the values of a model and of the models in it; of a key with two names the alias."""
     for name, field in fields_by_name(model).items():
-        inner = model_in(field.annotation)
+        inner = nested_model(field.annotation)
         if f"{path}{name}" not in RENAMED:
             yield from [(f"{path}{name}", field.annotation)] if inner is None else names(inner, f"{path}{name}.")
 
@@ -212,7 +212,7 @@ def trained() -> set[str]:
     settings += [changes for _, changes in CELLS.values()] + [config_of(PLAIN)]
     keys = {key for changes in settings for path in paths(changes) if timing(key := ".".join(path)) is None}
     optimizers = {f"optimizer.params.{key}" for _, _, params in OPTIMIZED.values() for key in params}
-    return keys | {*ELSEWHERE} | optimizers | {"optimizer.type"}
+    return keys | {*SET_BY_OTHER_KEYS} | optimizers | {"optimizer.type"}
 
 
 def paths(changes: Changes) -> Iterator[tuple[str, ...]]:

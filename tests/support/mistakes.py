@@ -165,42 +165,11 @@ MISTAKES: tuple[Mistake, ...] = (
     mistake("zero_optimization.mics_shard_size", "removed from DeepSpeed", value=8),
     mistake("bfloat16", "use bf16", value={"enabled": True}),
     mistake("zero_optimization.cpu_offload", "offload_optimizer", value=True),
-    mistake("fp16.enabled", ("refused with bf16.enabled", "enable one of them"), value=True),
     mistake("tensor_parallel.autotp_size", "use zero_tp.parallel.tensor", value=2),
-    mistake("zero_optimization.zero_quantized_weights", "ZeRO++", value=True),
     mistake("optimizer.type", "removed the 1-bit optimizers", value="OneBitAdam"),
-    mistake("activation_checkpointing.partition_activations", "only full recomputation", value=True),
     mistake("sequence_parallel_size", "use zero_tp.parallel.sequence", value=2),
     mistake("zero_optimization.offload_param", "use stage 3", value={"device": "cpu"}),
     mistake("data_efficiency.enabled", "zero_tp.data decides", value=True),
-    Mistake(
-        {"zero_tp.recompute": {"mode": "full", "layers": 3}},
-        "zero_tp.recompute.layers",
-        ("refused above the model's layers", "use a smaller one"),
-    ),
-    Mistake(
-        {"zero_tp.recompute": {"mode": "full", "every": 3}},
-        "zero_tp.recompute.every",
-        ("refused above the model's layers", "use a smaller one"),
-    ),
-    Mistake(
-        {"zero_tp.recompute": {"mode": "full", "keep_micro_batches": 2}},
-        "zero_tp.recompute.keep_micro_batches",
-        ("refused from a step's micro-batches on", "use fewer"),
-    ),
-    Mistake(
-        {
-            "zero_tp.recompute": "full",
-            "zero_tp.parallel.sequence": False,
-            "activation_checkpointing": {
-                "partition_activations": True,
-                "contiguous_memory_optimization": True,
-                "number_checkpoints": 1,
-            },
-        },
-        "activation_checkpointing.number_checkpoints",
-        ("refused below the recomputed layers", "or leave it out"),
-    ),
     mistake("zero_tp.model.model_type", ("no table here", "gpt2"), value="roberta"),
     Mistake(
         {"zero_tp.model": {"model_type": "bert"}},

@@ -30,7 +30,7 @@ from zero_tp.config.schedule import DEEPSPEED_SCHEDULES, REFUSED_SCHEDULES, SCHE
 from zero_tp.config.schema import MaskedObjective, RecomputePolicy, Spike, Timeouts, ZeroTP
 from zero_tp.config.typed import TypedConfig
 from zero_tp.errors import shown
-from zero_tp.validation import fields_by_name, model_in
+from zero_tp.validation import fields_by_name, nested_model
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEED_DOCS = "https://www.deepspeed.ai/docs/config-json/"
@@ -268,7 +268,7 @@ def _models() -> Iterator[str]:
 
 def _is_block(name: str, field: FieldInfo) -> bool:
     """Whether a key holds a block of DeepSpeed's that has no line of its own."""
-    return model_in(field.annotation) is not None and name not in ("optimizer", "scheduler", "zero_tp", *OFF_BLOCKS)
+    return nested_model(field.annotation) is not None and name not in ("optimizer", "scheduler", "zero_tp", *OFF_BLOCKS)
 
 
 def _block(name: str) -> str:

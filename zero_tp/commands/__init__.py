@@ -18,11 +18,11 @@ from zero_tp.process.quiet import quiet_libraries
 
 @dataclass(frozen=True)
 class Command:
-    """A command's line in `zero-tp --help`, and how it is started.
+    """A command's line in `zero-tp --help` and how it starts.
 
     Attributes:
-        ranks: its process may be one rank of several.
-        quiet: drop what its libraries print.
+        ranks: its process may be one of several ranks.
+        quiet: suppress the output of libraries.
     """
 
     summary: str
@@ -32,20 +32,20 @@ class Command:
 
 COMMANDS = {
     "prepare": Command("turn texts into a corpus with its tokenizer", quiet=False),
-    "check": Command("check a config without ranks, and say what it would run"),
+    "check": Command("check a config without ranks, and describe its run"),
     "pretrain": Command("train from one JSON file, as one rank or under a launcher", ranks=True),
-    "plan": Command("say what memory and time a run will take, and find better settings"),
+    "plan": Command("estimate memory and time of a run, and find better settings"),
     "convert": Command("write a run's checkpoint as a Hugging Face model"),
-    "inspect": Command("say what is in a checkpoint"),
+    "inspect": Command("describe a checkpoint"),
     "evaluate": Command("evaluate a model on zero-shot tasks, as one rank or under a launcher", ranks=True),
     "sample": Command("continue a prompt with an exported model"),
-    "report": Command("draw what runs have logged, as a page and a picture"),
+    "report": Command("plot the metrics of runs, as a page and a picture"),
     "schema": Command("print the JSON schema of the config file, for editors"),
     "path": Command("print where the scripts for launchers, the configs and the corpus are"),
 }
 
 
-def module(name: str) -> Any:
+def command_module(name: str) -> Any:
     """Return the module of a command."""
     return importlib.import_module(f"{__name__}.{name}")
 
@@ -62,7 +62,7 @@ def start(name: str, words: Sequence[str] | None = None, prog: str | None = None
     verbose = "--verbose" in words
     if command.quiet:
         quiet_libraries(verbose)
-    chosen = module(name)
+    chosen = command_module(name)
 
     def parse() -> Any:
         parser = cli.Parser(prog, description=chosen.__doc__)

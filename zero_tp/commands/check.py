@@ -1,4 +1,4 @@
-"""Check a run's JSON file without ranks: every key, every combination and every sum, and what data is here.
+"""Check a run's JSON file without ranks: keys, combinations, sums, and whether its data exist.
 
 The exit status is 0 if a run can start, 1 if FILE is right but a file or directory that a run reads is missing, and 2
 if FILE is wrong: one line for each key, and once the keys are right one for each combination.
@@ -7,6 +7,7 @@ if FILE is wrong: one line for each key, and once the keys are right one for eac
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from zero_tp.training.run_inputs import RunInputs
 
 MISSING = 1
-"""The exit status if the config is right, but a file or directory that a run reads is missing."""
-Parser = argparse._ActionsContainer
+"""The exit status if the config is right but a file or directory that the run reads is missing."""
+ArgumentContainer = argparse._ActionsContainer
 """A parser, or a group of one."""
 
 FILE = "the run's JSON file, or the name of one that is shipped, such as quickstart"
@@ -37,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_parent(parser)
 
 
-def add_config(parser: Parser, name: str, help_: str, **options: Any) -> None:
+def add_config(parser: ArgumentContainer, name: str, help_: str, **options: Any) -> None:
     """Add an argument that is a config."""
     parser.add_argument(name, type=config_file, metavar="FILE", help=help_, **options)
 
 
-def add_parent(parser: Parser) -> None:
-    """Add what a new run may start from."""
+def add_parent(parser: ArgumentContainer) -> None:
+    """Add `--from`, the run that a new run starts from."""
     parser.add_argument(
         "--from",
         dest="parent",
@@ -54,7 +55,7 @@ def add_parent(parser: Parser) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add what a check and a run take alike."""
+    """Add the options that `check` and `pretrain` share."""
     parser.add_argument("--output-dir", type=Path, metavar="RUN", help="run directory (default: runs/<name of FILE>)")
     parser.add_argument(
         "--set",
@@ -71,8 +72,13 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Return 0, 1 if the config is right but what a run reads is missing, or 2 after a line for each error."""
+    """Return 0, 1 if only data are missing, or 2 after a line for each error."""
     _leave_out_activations()
+    with _without_index_of_models():
+        return _check(options)
+
+
+def _check(options: argparse.Namespace) -> int:
     from deepspeed.accelerator import get_accelerator
 
     from zero_tp.config import RunConfig, check_accelerator
@@ -116,26 +122,47 @@ def _leave_out_activations() -> None:
         del sys.modules[name]
 
 
+@contextlib.contextmanager
+def _without_index_of_models() -> Iterator[None]:
+    """Import models' modules from a plain package: `transformers.models` reads its 1,700 files, as `transformers` does.
+
+    Inside the block, `transformers.models` has no attributes but the modules that were imported.
+    """
+    import transformers
+
+    name = "transformers.models"
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = ModuleType(name)
+    vars(sys.modules[name])["__path__"] = [str(Path(transformers.__path__[0]) / "models")]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        vars(transformers).pop("models", None)
+
+
 Lines = Iterator[tuple[str, str]]
-"""What is described, and its description."""
+"""(label, text) of each line."""
 
 
 def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None, parent: Path | None = None) -> str:
-    """Return what is printed about a config that is right.
+    """Return the description of a valid config.
 
     Args:
         directory: of the run.
-        inputs: None if something that a run reads is missing.
-        parent: what the run starts from.
+        inputs: None if something that the run reads is missing.
+        parent: the run or checkpoint that the run starts from.
     """
     from zero_tp.planning.memory import model_in
 
     absent = config.absent()
     missing = ", ".join(str(path) for path in absent if str(path) not in config.on_hub)
-    but = f", but these are missing: {missing}" if missing else ""
+    missing = f", but these are missing: {missing}" if missing else ""
     parameters = model_in(config).whole
     lines = [
-        ("config", f"{config.path} is right{but}"),
+        ("config", f"{config.path} is right{missing}"),
         *_settings(config, parameters),
         *_model_states(config, parameters),
         ("weights", _initial_weights(config, directory, parent)),
@@ -150,7 +177,7 @@ def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None
 
 
 def _settings(config: RunConfig, parameters: int) -> Lines:
-    """Describe the model and the sums of a config."""
+    """Describe the model, the batch and the schedule."""
     block, batch, values = config.zero_tp, config.batch, config.typed
     tensor, length, steps = block.parallel.tensor, block.data.sequence_length, block.training.steps
     model = config.hf_config()
@@ -176,7 +203,7 @@ def _schedule(config: RunConfig) -> str:
     """Return the schedule's type, and its rates at a few steps."""
     block, steps = config.typed.values.get("scheduler"), config.zero_tp.training.steps
     if block is None:
-        return "none: the rate stays"
+        return "none: constant rate"
     from zero_tp.config.schedule import WARMUPS
     from zero_tp.zero.lr_schedules import rates
 
@@ -197,7 +224,7 @@ def _initial_weights(config: RunConfig, directory: Path, parent: Path | None) ->
 
 
 def _model_states(config: RunConfig, parameters: int) -> Lines:
-    """Describe what weights, gradients and optimizer take of a rank's memory, by ZeRO's formula."""
+    """Describe a rank's memory for weights, gradients and optimizer, by ZeRO's formula."""
     from zero_tp.planning.formulas import model_states
 
     data, values = config.batch.data_parallel, config.typed
@@ -213,7 +240,7 @@ def _model_states(config: RunConfig, parameters: int) -> Lines:
 
 
 def _corpora(config: RunConfig, inputs: RunInputs | None) -> Lines:
-    """Describe each corpus, and how often the run reads it."""
+    """Describe each corpus and its number of epochs."""
     if inputs is None:
         return
     samples, weights, batch = inputs.samples, config.zero_tp.data.train, config.batch
@@ -226,7 +253,7 @@ def _corpora(config: RunConfig, inputs: RunInputs | None) -> Lines:
 
 
 def _missing(path: Path, config: RunConfig) -> str:
-    """Describe a file that is not here, and the corpora that are in a directory of its name."""
-    asked = " and asks the Hugging Face hub for" if str(path) in config.on_hub else ""
-    there = sorted(str(index.with_suffix("")) for index in path.with_suffix("").glob("*.idx"))
-    return f"{path}, which a run needs{asked}" + (f"; did you mean {' or '.join(there)}?" if there else "")
+    """Describe a missing file and the corpora in a directory of its name."""
+    on_hub = " and asks the Hugging Face hub for" if str(path) in config.on_hub else ""
+    corpora = sorted(str(index.with_suffix("")) for index in path.with_suffix("").glob("*.idx"))
+    return f"{path}, which a run needs{on_hub}" + (f"; did you mean {' or '.join(corpora)}?" if corpora else "")

@@ -1,4 +1,4 @@
-"""Convert a run's checkpoint to a Hugging Face model directory, or say what is in it. Needs no ranks, no accelerator.
+"""Convert a run's checkpoint to a Hugging Face model directory, or describe it. Needs no ranks and no accelerator.
 
     %(prog)s to-hf runs/quickstart --output exports/quickstart
     %(prog)s inspect runs/quickstart --verify
@@ -31,14 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     inspect.add_source(to_hf)
     inspect.add_arguments(
-        actions.add_parser("inspect", help="say what is in a checkpoint: step, topology, model, bytes, files")
+        actions.add_parser("inspect", help="describe a checkpoint: step, topology, model, bytes, files")
     )
 
 
 def to_hf(options: argparse.Namespace) -> None:
     from zero_tp.checkpoint.directory import find_checkpoint, read_manifest
 
-    read_manifest(find_checkpoint(options.source))  # a wrong path is told before torch is imported
+    read_manifest(find_checkpoint(options.source))  # report a wrong path before torch is imported
     import torch
 
     from zero_tp.checkpoint.convert import to_huggingface
@@ -64,7 +64,7 @@ def to_hf(options: argparse.Namespace) -> None:
 
 
 def push(directory: Path, name: str) -> str:
-    """Upload an exported model to the Hugging Face hub, by the token that `hf auth login` keeps; return its address.
+    """Upload an exported model to the Hugging Face hub, with the token of `hf auth login`; return its address.
 
     Raises:
         UserError: the name is invalid, the hub cannot be reached, or it refuses the model.

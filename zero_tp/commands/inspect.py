@@ -1,4 +1,4 @@
-"""Say what is in a run's newest checkpoint, or in one checkpoint: step, topology, model, bytes, files."""
+"""Describe a run's newest checkpoint, or one checkpoint: step, topology, model, bytes, files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that is a run or a checkpoint."""
+    """Add the argument that names a run or a checkpoint."""
     parser.add_argument(
         "source", type=Path, metavar="RUN|CHECKPOINT", help="a run (its newest checkpoint) or RUN/checkpoints/step_N"
     )

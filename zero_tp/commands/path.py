@@ -1,4 +1,4 @@
-"""Print where something that is shipped is: a script for launchers, the corpus, or a config by its name."""
+"""Print the path of a shipped file: a script for launchers, the corpus, or a config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory and time a run will take, before it takes them. Needs no device and no data.
+"""Estimate memory and time of a run. Needs no device and no data.
 
     %(prog)s gpt2_8.3b --world-size 64 --device h100-80gb
     %(prog)s gpt2_8.3b --world-size 64 --device a100-40gb --search --write planned.json
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.commands.check import FILE, add_config
-from zero_tp.config.resolve import LARGEST
+from zero_tp.config.resolve import MAX_NUMBER
 from zero_tp.devices import NAMES, named_device
 from zero_tp.errors import UserError
 from zero_tp.files import write_named
@@ -48,7 +48,7 @@ def check(options: argparse.Namespace) -> None:
     for name in ("world_size", "top"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name.replace('_', '-')}: {getattr(options, name)} is not positive; give 1 or more")
-    if options.tokens is not None and not 1 <= options.tokens <= LARGEST:
+    if options.tokens is not None and not 1 <= options.tokens <= MAX_NUMBER:
         raise UserError(f"--tokens: {options.tokens:g} is no number of tokens; give one from 1 to 2^53")
     if options.write and not options.search:
         raise UserError("--write: writes what --search finds; give --search too")
@@ -69,7 +69,7 @@ def main(options: argparse.Namespace) -> None:
     lines = [report.describe(run_plan)]
     if options.dry_run:
         whole, seconds = run_plan.dry_run_all_layers()
-        # "true_view_bytes" is the plan's peak; the key keeps its old name for those who read it.
+        # "true_view_bytes" is the plan's peak, under the key's old name.
         peaks = {"dry_run_bytes": whole.as_json(), "true_view_bytes": run_plan.peak.as_json()}
         result["dry_run"] = {"seconds": seconds, **peaks}
         lines += report.dry_run(run_plan.peak, whole, seconds)

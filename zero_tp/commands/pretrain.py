@@ -3,8 +3,8 @@
     deepspeed --num_accelerators 4 $(zero-tp path pretrain) --deepspeed_config quickstart
     deepspeed --num_accelerators 4 --module zero_tp.pretrain --deepspeed_config quickstart
 
-Starting the same command again on a run directory resumes it. torchrun starts it too, and alone it is one rank.
-SIGTERM to a rank saves and ends the run at the next step, SIGUSR1 saves and goes on: kill -USR1 $(cat RUN/rank0.pid).
+The same command resumes the run. It also runs under torchrun, or alone as one rank.
+SIGTERM to a rank saves and ends the run at the next step, SIGUSR1 saves and continues: kill -USR1 $(cat RUN/rank0.pid).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def pretrain(
     from zero_tp.monitors.trackers import check_installed
 
     output = options.output_dir or Path("runs") / options.deepspeed_config.stem
-    # Before anything heavy is imported: a mistake in the file is told within a second or two.
+    # Report a mistake in the file before heavy imports.
     saved = saved_start(output, options.resume_from)
     config = RunConfig.load(options.deepspeed_config, options.set, environment.world, saved).pinned()
     check_installed(config)
@@ -98,7 +98,7 @@ def pretrain(
 
 
 def _chosen_callbacks(options: argparse.Namespace, config: RunConfig, environment: RankEnvironment) -> list[Callback]:
-    """Return the trackers and what the options ask for. Most ranks start without some of these imports."""
+    """Return the trackers and the callbacks of the options, importing only what this rank needs."""
     from zero_tp.monitors.trackers import Trackers
 
     chosen: list[Callback] = [Trackers()]
@@ -114,7 +114,7 @@ def _chosen_callbacks(options: argparse.Namespace, config: RunConfig, environmen
 
 
 def start(parse: Callable[[], argparse.Namespace], verbose: bool, callbacks: Sequence[Callback] = ()) -> NoReturn:
-    """Be one rank of a run to the end of this process.
+    """Run one rank and exit the process.
 
     Args:
         callbacks: called by the training loop, besides those of the config.

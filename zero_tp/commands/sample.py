@@ -1,4 +1,4 @@
-"""Print how a Hugging Face model, or that of a run, continues a prompt."""
+"""Continue a prompt with a Hugging Face model or a run's model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, required=True, metavar="RUN|DIR", help="a run, a Hugging Face directory or its hub name"
     )
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the beginning of the text")
     parser.add_argument(
-        "--tokens", type=int, metavar="N", help=f"new tokens at most (default: {TOKENS}, or the room the model has)"
+        "--tokens", type=int, metavar="N", help=f"most new tokens (default: {TOKENS}, or as many as fit the model)"
     )
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     parser.add_argument("--top-k", type=int, default=50, metavar="K", help="choose among the K likeliest (default: 50)")
@@ -32,7 +32,7 @@ def check(options: argparse.Namespace) -> None:
     if not 0 <= options.temperature < math.inf:
         raise UserError(f"--temperature {options.temperature}: 0, or a positive number such as 0.8")
     if not options.prompt or options.prompt != options.prompt.encode(errors="ignore").decode():
-        raise UserError("--prompt: give the text some words to begin with, in UTF-8")
+        raise UserError("--prompt: give some words in UTF-8")
 
 
 def continue_prompt(options: argparse.Namespace) -> str:
@@ -67,7 +67,7 @@ def continue_prompt(options: argparse.Namespace) -> str:
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             **sampling,
         )
-    except Exception as error:  # what its config and its settings of generation make of transformers' code
+    except Exception as error:  # transformers fails on some configs and generation settings
         raise UserError(f"{options.model}: transformers can't continue the prompt: {first_line(error)}") from error
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
 

@@ -1,7 +1,6 @@
-"""DeepSpeed's own keys: those that it reads without a type, and the names that zero_tp refuses.
+"""Types of the keys that DeepSpeed reads with `dict.get`, and tables of the keys that zero_tp refuses.
 
-DeepSpeed reads these keys with `dict.get`, so that a mistyped one does nothing. Here they have types, and a test
-compares them with the keys that DeepSpeed reads. `config_file.py` adds the blocks that DeepSpeed types itself.
+A test compares the types with the keys that DeepSpeed reads. `config_file.py` adds the blocks that DeepSpeed types.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Dtype = Literal["fp32", "fp16", "bf16"]
 
 
 class Scalars(ConfigModel):
-    """The keys at the top level whose values are not objects."""
+    """Top-level keys whose values are not objects."""
 
     train_batch_size: Positive | None = None
     train_micro_batch_size_per_gpu: Positive | None = None
@@ -83,11 +82,11 @@ class FlopsProfiler(ConfigModel):
 
 
 MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
-"""Blocks that zero_tp obeys itself, with DeepSpeed's keys: its engine would write the learning rate beside us."""
+"""Blocks that zero_tp handles itself; DeepSpeed's engine would log the learning rate a second time."""
 
 
 class OffBlock(ConfigModel):
-    """The switches of a block that has to stay off, in the positions that they may have."""
+    """Switches of a block that has to stay off, with the values that they may have."""
 
     enabled: Literal[False] = False
     autotp_size: Literal[0, 1] = 0
@@ -96,7 +95,7 @@ class OffBlock(ConfigModel):
 
 OFF_BLOCKS = {
     "tensor_parallel": "DeepSpeed's AutoTP replaces zero_tp's TP groups by its own; use zero_tp.parallel.tensor",
-    "autotuning": "it starts the script many times over with configs of its own; tune by --set",
+    "autotuning": "it starts the script many times with its own configs; tune by --set",
     "pipeline": "zero_tp has no pipeline parallelism",
     "hybrid_engine": "it swaps the layers for inference kernels; zero_tp's layers are trained",
     "expert_parallel": "experts are split over TP ranks, not spread over replicas",
@@ -107,9 +106,9 @@ OFF_BLOCKS = {
     "checkpoint": "checkpoints are written and verified by zero_tp; use zero_tp.checkpoint",
     "datastates_ckpt": "checkpoints are written and verified by zero_tp; use zero_tp.checkpoint",
 }
-"""Blocks that zero_tp has to keep switched off, and why; after a ";" the remedy."""
+"""Blocks that have to stay off: the reason; the remedy."""
 
-NOT_BUILT = (False, "it is not built yet")
+NOT_IMPLEMENTED = (False, "it is not built yet")
 ZERO_PLUS_PLUS = (False, "ZeRO++ rounds what ranks exchange, so the model trains differently")
 
 FIXED: dict[str, tuple[Any, str]] = {
@@ -121,9 +120,9 @@ FIXED: dict[str, tuple[Any, str]] = {
     "optimizer.legacy_fusion": (False, "DeepSpeed's older step of fp16 was never compared with the plain one"),
     "optimizer.params.bias_correction": (True, "an Adam without it was never compared with a plain one"),
     "optimizer.params.fp32_optimizer_states": (True, "the optimizer's states would be rounded to 16 bit"),
-    "optimizer.params.maximize": (False, "it would train towards the greatest loss"),
-    "scheduler.params.decay_mom_rate": (0, "DeepSpeed raises the momentum by it after the cycle, to 1 and beyond"),
-    # Who holds what
+    "optimizer.params.maximize": (False, "it would maximise the loss"),
+    "scheduler.params.decay_mom_rate": (0, "DeepSpeed raises the momentum by it after the cycle, beyond 1"),
+    # Groups and partitions
     "sequence_parallel_size": (1, "it is Ulysses, which changes ZeRO's groups; use zero_tp.parallel.sequence"),
     "seq_parallel_communication_data_type": (None, "it belongs to Ulysses and would do nothing"),
     "use_data_before_expert_parallelism": (False, "there is no expert parallelism"),
@@ -136,21 +135,21 @@ FIXED: dict[str, tuple[Any, str]] = {
     f"{ZERO}.leaf_module": (None, "no run that gathers modules as one was compared with the plain model"),
     f"{ZERO}.offload_optimizer.ratio": (1, "an update that is half on the host was never compared with the plain one"),
     f"{ZERO}.elastic_checkpoint": (False, "it changes the layout of checkpoints that zero_tp reads"),
-    f"{ZERO}.legacy_stage1": (False, "the old implementation is not what the parity proofs run"),
+    f"{ZERO}.legacy_stage1": (False, "the old implementation was never compared with the plain model"),
     f"{ZERO}.pipeline_loading_checkpoint": (False, "zero_tp has no pipeline parallelism"),
     f"{ZERO}.zenflow": (None, "it steps on stale gradients, so the model trains differently"),
     # What zero_tp does itself
     "dataloader_drop_last": (False, "zero_tp.data decides what a step reads, and DeepSpeed's loader is not used"),
-    # What can't be on yet
-    "activation_checkpointing.profile": NOT_BUILT,
-    "activation_checkpointing.synchronize_checkpoint_boundary": NOT_BUILT,
-    "aio.use_gds": NOT_BUILT,
-    f"{ZERO}.offload_optimizer.super_offload": NOT_BUILT,
-    "bf16.bf16_master_weights_and_grads": NOT_BUILT,
-    "bf16.bf16_optimizer_states": NOT_BUILT,
-    "fp16.fp16_master_weights_and_grads": NOT_BUILT,
+    # Not implemented
+    "activation_checkpointing.profile": NOT_IMPLEMENTED,
+    "activation_checkpointing.synchronize_checkpoint_boundary": NOT_IMPLEMENTED,
+    "aio.use_gds": NOT_IMPLEMENTED,
+    f"{ZERO}.offload_optimizer.super_offload": NOT_IMPLEMENTED,
+    "bf16.bf16_master_weights_and_grads": NOT_IMPLEMENTED,
+    "bf16.bf16_optimizer_states": NOT_IMPLEMENTED,
+    "fp16.fp16_master_weights_and_grads": NOT_IMPLEMENTED,
 }
-"""Keys that may have one value: which (None: the key may not be written), and why no other; after a ";" the remedy."""
+"""Keys that may have only one value (None: not at all): the value, and the reason; the remedy."""
 
 REMOVED: dict[str, str] = {
     "nebula": "checkpoints are zero_tp.checkpoint",
@@ -163,7 +162,7 @@ REMOVED: dict[str, str] = {
     **dict.fromkeys(("graph_harvesting", "curriculum_learning", "progressive_layer_drop"), "delete it"),
     f"{ZERO}.zeropp_loco_param": "delete it",
 }
-"""Keys that DeepSpeed has removed, with what to do instead."""
+"""Keys that DeepSpeed has removed, and the remedy."""
 
 RENAMED: dict[str, str] = {
     "bfloat16": "bf16",
@@ -180,11 +179,11 @@ RENAMED: dict[str, str] = {
         )
     },
 }
-"""Names that DeepSpeed still takes, or takes only when the new name is absent: its own fields' names among them."""
+"""Old names that DeepSpeed still accepts, and the new names."""
 
 
-def wrong_keys(values: dict[str, Any]) -> Iterator[ConfigError]:
-    """Yield an error for each key that is wrong whatever the others are: removed, renamed, switched on, or fixed."""
+def key_errors(values: dict[str, Any]) -> Iterator[ConfigError]:
+    """Yield an error for each key that is refused in every config: removed, renamed, switched on, or fixed."""
     zero = values.get(ZERO)
     for key in (*values, *(f"{ZERO}.{name}" for name in (zero if isinstance(zero, dict) else ()))):
         if key in REMOVED:
@@ -202,11 +201,11 @@ def wrong_keys(values: dict[str, Any]) -> Iterator[ConfigError]:
 
 
 def fixed_to(value: Any) -> str:
-    """Return in which cases a key that may only be `value` is refused."""
+    """Return the condition under which a key with one allowed value is refused."""
     return "at all" if value is None else f"unless it is {shown(value)}"
 
 
 def refusal(key: str, text: str) -> ConfigError:
-    """Return the error of a text "what is refused: why; the remedy", or without remedy for a key to leave out."""
+    """Return the error for a text "problem; remedy". Without a remedy, the key has to be left out."""
     problem, _, remedy = text.partition("; ")
     return ConfigError(key, problem, remedy or "leave it out")

@@ -1,4 +1,4 @@
-"""`json_schema` describes the config file to an editor: every key that is typed, DeepSpeed's part included."""
+"""The JSON schema of the config file, DeepSpeed's keys included, for editors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from zero_tp.config.schema import ZeroTP
 
 Json = dict[str, Any]
 ANY_ADAM = "[Aa][Dd][Aa][Mm][Ww]?"
-"""DeepSpeed takes both names in any case."""
+"""DeepSpeed accepts both names in any case."""
 
 
 class _WithoutExtras(GenerateJsonSchema):
-    """What a field's `json_schema_extra` holds is for docs/config.md, and in DeepSpeed's models for its own code."""
+    """Leave out `json_schema_extra`, which is for docs/config.md or for DeepSpeed's own code."""
 
     def generate_inner(self, schema: Any) -> Any:
         metadata = {key: value for key, value in schema.get("metadata", {}).items() if key != "pydantic_js_extra"}
@@ -32,8 +32,8 @@ class _WithoutExtras(GenerateJsonSchema):
 def json_schema() -> Json:
     """Return the JSON schema (draft 2020-12) of a run's file. This imports DeepSpeed: about two seconds.
 
-    It knows keys, types and ranges; `params` depend on `type`, and the names of a model's fields on `model_type`. What
-    RunConfig accepts is valid; combinations and sums it can't know.
+    It has keys, types and ranges; `params` depend on `type`, and a model's fields on `model_type`. Every config that
+    RunConfig accepts is valid. It does not check combinations and sums.
     """
     from zero_tp.architectures import ARCHITECTURES
     from zero_tp.config.config_file import ConfigFile
@@ -65,7 +65,7 @@ def json_schema() -> Json:
 
 
 def _add_cases(block: Json, key: str, cases: dict[str, Json]) -> None:
-    """Say what holds besides for each value, a pattern, of `key`. Unlike `oneOf`, an error has its own place."""
+    """Add the schema of each value (a pattern) of `key`. Unlike with `oneOf`, an error has its own path."""
     block["allOf"] = [
         {"if": {"properties": {key: {"pattern": f"^{value}$"}}, "required": [key]}, "then": then}
         for value, then in cases.items()
@@ -91,7 +91,7 @@ def _with_fields(model_type: str) -> Json:
 
 
 def _adapt(properties: Json, path: str = "") -> None:
-    """Allow "auto" where the run decides a value, and remove the keys that were renamed, of the block at `path`."""
+    """Allow "auto" where it can be resolved, and remove renamed keys, in the block at `path`."""
     for name in list(properties):
         if path + name in RENAMED:
             del properties[name]

@@ -1,6 +1,6 @@
-"""The model that a `zero_tp` block names is checked, and what of the block has to fit it.
+"""Check the model of a `zero_tp` block and the keys that depend on it.
 
-The architectures are imported inside functions: they load torch and transformers, which reading a file does not need.
+Architectures are imported inside functions, because they load torch and transformers.
 """
 
 from __future__ import annotations
@@ -19,25 +19,21 @@ if TYPE_CHECKING:
     from zero_tp.architectures.spec import TransformerSpec
 
 FROM = "from_pretrained"
-BALANCE = ("output_router_logits", "router_aux_loss_coef")
-"""Fields of the load-balancing loss, which published configs leave out."""
-ELSEWHERE = {
+BALANCING_LOSS_FIELDS = ("output_router_logits", "router_aux_loss_coef")
+"""Fields of the load-balancing loss, which published configs omit."""
+SET_BY_OTHER_KEYS = {
     "attn_implementation": "zero_tp.attention",
     "_attn_implementation": "zero_tp.attention",
     **dict.fromkeys(("dtype", "torch_dtype"), "bf16.enabled or fp16.enabled"),
 }
-"""Arguments of transformers' `from_pretrained` that other keys of the file stand for."""
+"""Arguments of transformers' `from_pretrained` that other keys of the file replace."""
 
 
 def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrainedConfig:
     """Return the Hugging Face config of `zero_tp.model`.
 
     Args:
-        saved: the config to take where the directory of `from_pretrained` is gone.
-
-    Raises:
-        ConfigError: an unknown or unsupported model_type or field, a wrong type or value, sizes that don't divide; no
-            such directory.
+        saved: the config to use if the directory of `from_pretrained` is gone.
     """
     from zero_tp.architectures import architecture_of
 
@@ -52,15 +48,15 @@ def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrai
 
 
 def model_config(model: dict[str, Any], saved: dict[str, Any] | None = None) -> PreTrainedConfig:
-    """Return the Hugging Face config of `zero_tp.model` by itself. The arguments and errors are `check_model`'s."""
+    """Return the Hugging Face config of `zero_tp.model`, without checks against other keys."""
     from zero_tp.architectures import ARCHITECTURES
     from zero_tp.architectures.configs import written_config
 
     if not {"model_type", FROM} & model.keys():
         remedy = f'supported: {", ".join(ARCHITECTURES)}; or give {{"{FROM}": DIR}}'
         raise ConfigError(f"{MODEL_KEY}.model_type", "required, but not given", remedy)
-    for name in model.keys() & ELSEWHERE.keys():
-        raise ConfigError(f"{MODEL_KEY}.{name}", "is no field of a model", f"use {ELSEWHERE[name]}")
+    for name in model.keys() & SET_BY_OTHER_KEYS.keys():
+        raise ConfigError(f"{MODEL_KEY}.{name}", "is not a field of a model", f"use {SET_BY_OTHER_KEYS[name]}")
     return written_config(model) if FROM not in model else _config_from(model, saved)
 
 
@@ -79,8 +75,10 @@ def _check_objective(zero_tp: ZeroTP, spec: TransformerSpec, config: PreTrainedC
 
 
 def _config_from(model: dict[str, Any], saved: dict[str, Any] | None) -> PreTrainedConfig:
-    """Return the config of `{"from_pretrained": DIR}`, or the saved one where DIR is gone, with other dropout
-    probabilities and another load-balancing loss where they are given beside it."""
+    """Return the config of `{"from_pretrained": DIR, …}`, or the saved one if DIR is gone.
+
+    Other fields in the block may change dropout probabilities and the load-balancing loss.
+    """
     from zero_tp.architectures import ARCHITECTURES
     from zero_tp.architectures.configs import config_from, pretrained_config
 
@@ -89,7 +87,7 @@ def _config_from(model: dict[str, Any], saved: dict[str, Any] | None) -> PreTrai
         raise ConfigError(key, f"expected a string, got {shown(directory)}", "give a Hugging Face model directory")
     changes = {name: value for name, value in model.items() if name != FROM}
     free = dict.fromkeys(name for table in ARCHITECTURES.values() for name in table.fields.dropouts)
-    free |= dict.fromkeys(BALANCE)
+    free |= dict.fromkeys(BALANCING_LOSS_FIELDS)
     for name in changes:
         if name not in free:
             problem = f"given beside {FROM}, but {directory} decides it"

@@ -1,7 +1,7 @@
-"""Type DeepSpeed's `optimizer` block, and choose the code that computes an Adam.
+"""Type DeepSpeed's `optimizer` block, and choose the implementation of Adam.
 
-DeepSpeed hands `params` to a constructor without reading it. A model here for each constructor names a mistyped key,
-which would else end as a TypeError on every rank. A test compares the models with the constructors' signatures.
+DeepSpeed passes `params` to a constructor unread. Each constructor has a model here, so that a mistyped key is reported
+by name. A test compares the models with the constructors' signatures.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class OptimizerBlock(ConfigModel):
 
 
 OPTIMIZERS = ("Adam", "AdamW", "SGD")
-"""Element-wise optimizers: on a shard of a tensor, or of ZeRO's flat buffer, they do what they do on the whole."""
+"""Element-wise optimizers: on a shard they compute what they compute on the whole tensor."""
 
 REFUSED_OPTIMIZERS = {
     "Lamb": "its trust ratio needs the norm of a whole tensor, and a rank holds a shard",
     "Muon": "it orthogonalises a whole matrix, and a TP rank holds a shard of it",
-    "Lion": "DeepSpeed's moves weights whose gradient is zero, as those of a token that no batch has",
-    "Adagrad": "torch's makes its states for the model's own tensors, which DeepSpeed replaces",
+    "Lion": "DeepSpeed's moves weights whose gradient is zero, such as rows of unused tokens",
+    "Adagrad": "torch's creates its states for the model's own tensors, which DeepSpeed replaces",
     "Adafactor": "it factors the moments of a whole matrix, and a rank holds a shard",
     **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "muP needs base shapes, which the model does not set"),
     **dict.fromkeys(("OneBitAdam", "ZeroOneAdam", "OneBitLamb"), "DeepSpeed removed the 1-bit optimizers"),
@@ -36,7 +36,7 @@ REFUSED_OPTIMIZERS = {
 
 
 class Adam(ConfigModel):
-    """What every class of Adam takes, and the two arguments by which DeepSpeed chooses the class.
+    """Arguments of every Adam class, and the two arguments by which DeepSpeed chooses the class.
 
     The engine passes each constructor a `weight_decay`, 0 if the file has none, whatever its own default is.
     """
@@ -82,7 +82,7 @@ class SGD(ConfigModel):
 
 
 IMPLEMENTATION = ("torch_adam", "fused", "foreach")
-"""Arguments that say by which code an Adam is computed, and not what."""
+"""Arguments that choose an implementation of Adam and do not change its result."""
 
 FUSED_ADAM = "FusedAdamBuilder"
 
@@ -92,7 +92,7 @@ def optimizer_params(name: str, torch_adam: bool, offload: bool) -> type[ConfigM
 
     Args:
         name: in lower case, one of OPTIMIZERS.
-        offload: the optimizer's states live on the CPU.
+        offload: the optimizer's states are on the CPU.
     """
     if name == "sgd":
         return SGD
@@ -100,11 +100,7 @@ def optimizer_params(name: str, torch_adam: bool, offload: bool) -> type[ConfigM
 
 
 def check_optimizer(values: dict[str, Any]) -> ConfigModel:
-    """Return the `params` of the `optimizer` block of DeepSpeed's config, typed.
-
-    Raises:
-        ConfigError: see `validate`; a type that is unknown, removed, or not element-wise.
-    """
+    """Return the `params` of the `optimizer` block of DeepSpeed's config, typed."""
     block = validate(OptimizerBlock, values["optimizer"], "optimizer")
     name, lower = block.type, block.type.lower()
     for other, reason in REFUSED_OPTIMIZERS.items():
@@ -122,10 +118,10 @@ def check_optimizer(values: dict[str, Any]) -> ConfigModel:
 
 
 def choose_implementation(values: dict[str, Any]) -> None:
-    """Write torch's fused kernel into the `optimizer` block of an Adam, if the block leaves the implementation open.
+    """Set torch's fused Adam in the `optimizer` block, unless the block chooses an implementation.
 
-    It needs no compiler and takes one pass over memory. DeepSpeed's own default is built by a compiler at the first
-    start; it stays if the block has an argument of that class alone. DeepSpeed's CPUAdam updates offloaded states.
+    It needs no compiler, unlike DeepSpeed's default, which stays if the block has an argument of only that class.
+    DeepSpeed's CPUAdam updates offloaded states.
 
     Args:
         values: DeepSpeed's config, whatever its types.
@@ -140,12 +136,12 @@ def choose_implementation(values: dict[str, Any]) -> None:
 
 
 def builder_name(values: dict[str, Any]) -> str | None:
-    """Return the builder of the op that the optimizer of DeepSpeed's config needs; None where torch has it."""
+    """Return DeepSpeed's op builder of the optimizer; None for torch's own."""
     if values["optimizer"]["type"].lower() not in ("adam", "adamw") or look_up(values, "optimizer.params.torch_adam"):
         return None
     return "CPUAdamBuilder" if offloads_optimizer(values) else FUSED_ADAM
 
 
 def offloads_optimizer(values: dict[str, Any]) -> bool:
-    """Tell whether DeepSpeed's config, whatever its types, keeps the optimizer's states in host memory or on NVMe."""
+    """Return whether an unchecked DeepSpeed config offloads the optimizer's states to host memory or NVMe."""
     return look_up(values, "zero_optimization.offload_optimizer.device") not in (None, "none")

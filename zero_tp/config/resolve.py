@@ -1,6 +1,6 @@
-"""This module fills in what a run's file leaves open: "auto", the batch sizes, and what DeepSpeed takes to be there.
+"""Fill in "auto", the batch sizes and keys that DeepSpeed requires.
 
-"auto" is Hugging Face's word for a value that the run decides; DeepSpeed itself doesn't know it. The sums of a run:
+"auto" is Hugging Face's word for a value that the run decides; DeepSpeed itself doesn't know it.
 world = tensor × data, global batch = micro × accumulation × data.
 """
 
@@ -15,21 +15,17 @@ from zero_tp.config.schedule import LENGTHS, WARMUPS, check_scheduler
 from zero_tp.errors import ConfigError, shown
 from zero_tp.strict_json import InvalidJson, parse_json
 
-LARGEST = 2**53
+MAX_NUMBER = 2**53
 BATCH_FIELDS = {
     "train_batch_size": "total",
     "train_micro_batch_size_per_gpu": "micro",
     "gradient_accumulation_steps": "accumulation",
 }
-"""DeepSpeed's keys, and what they are called here."""
+"""DeepSpeed's keys and the fields of `BatchSizes`."""
 
 
 def apply_overrides(config: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Write each `KEY=VALUE` into `config`, later ones last. VALUE is JSON, or else a string.
-
-    Raises:
-        ConfigError: no `=`, an empty part in KEY, or KEY passes through something that is not an object.
-    """
+    """Write each `KEY=VALUE` into `config`, later ones last. VALUE is JSON, or else a string."""
     for override in overrides:
         key, equals, text = override.partition("=")
         parts = key.strip().split(".")
@@ -48,9 +44,11 @@ def apply_overrides(config: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def check_leaves(value: Any, path: str = "") -> None:
-    """Refuse numbers beyond 2^53, to which JSON's are exact in every program, and NUL, which no file's name has."""
-    if isinstance(value, (int, float)) and not -LARGEST <= value <= LARGEST:
-        raise ConfigError(path, f"{shown(value)} is beyond 2^53 (9.0e15), as no number of a run is", "write it smaller")
+    """Refuse numbers beyond 2^53, which not every JSON program reads exactly, and NUL characters."""
+    if isinstance(value, (int, float)) and not -MAX_NUMBER <= value <= MAX_NUMBER:
+        raise ConfigError(
+            path, f"{shown(value)} is beyond 2^53 (9.0e15), the largest number of a run", "write it smaller"
+        )
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(path, f"{shown(value)} has a NUL character", "write it without")
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -78,23 +76,23 @@ def leaves(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def dtype_name(config: dict[str, Any]) -> str:
-    """Return "fp32", "bf16" or "fp16", as DeepSpeed's blocks say."""
+    """Return "fp32", "bf16" or "fp16", by DeepSpeed's blocks."""
     return next((name for name in ("bf16", "fp16") if look_up(config, f"{name}.enabled") is True), "fp32")
 
 
 def copies_gradients(config: dict[str, Any]) -> bool:
-    """Tell whether DeepSpeed's config asks for copies of gradients: contiguous, or added up in another dtype."""
+    """Return whether DeepSpeed copies gradients: contiguous, or accumulated in another dtype."""
     contiguous = look_up(config, "zero_optimization.contiguous_gradients") is True
     return contiguous or look_up(config, "data_types.grad_accum_dtype") not in (None, dtype_name(config))
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedStart:
-    """What a later start takes from its checkpoint.
+    """The state that a resumed run continues from.
 
     Attributes:
         config: `RunConfig.resolved()` of the earlier start.
-        model: the model's config, for when the directory of `from_pretrained` is gone, which only a first start needs.
+        model: the model's config, used if the directory of `from_pretrained` is gone.
         updates: steps that have updated the weights.
     """
 
@@ -120,25 +118,25 @@ AUTO: dict[str, str] = {
     "zero_optimization.stage3_prefetch_bucket_size": "0.9 × hidden²",
     "zero_optimization.stage3_param_persistence_threshold": "10 × hidden",
 }
-"""Keys that may be "auto" beside the three batch sizes, in the order of filling: a value in JSON, or what it means."""
+"""Keys other than batch sizes that may be "auto", in the order of filling, with their JSON value or its description."""
 
 DECIDED_LATER = ("data_types.keep_in_fp32_modules", "zero_tp.compile")
-"""Keys whose "auto" stays: DeepSpeed decides it, or the run's device."""
+"""Keys whose "auto" DeepSpeed or the run's device resolves."""
 
 
-def take_auto(values: dict[str, Any]) -> list[str]:
-    """Take each "auto" that a run decides out of `values`, and return its key."""
+def pop_autos(values: dict[str, Any]) -> list[str]:
+    """Remove each "auto" that can be resolved from `values` and return their keys."""
     keys = []
     for path in (*BATCH_FIELDS, *AUTO):
-        block, name = _block_of(values, path)
+        block, name = _parent_block(values, path)
         if isinstance(block, dict) and block.get(name) == "auto":
             del block[name]
             keys.append(path)
     return keys
 
 
-def wrong_autos(value: Any, path: str = "") -> Iterator[ConfigError]:
-    """Yield an error for each "auto" in `value` that nothing resolves."""
+def unresolvable_autos(value: Any, path: str = "") -> Iterator[ConfigError]:
+    """Yield an error for each "auto" that cannot be resolved."""
     for key, leaf in leaves(value, path):
         if leaf == "auto" and key not in DECIDED_LATER:
             yield ConfigError(key, '"auto" is not known for this key', "write the value")
@@ -152,18 +150,18 @@ def fill(
     hidden_size: int,
     saved: SavedStart | None = None,
 ) -> list[str]:
-    """Complete DeepSpeed's part of a config in place, and return lines for the log.
+    """Fill in DeepSpeed's part of a config in place; return lines for the log.
 
     Args:
         values: DeepSpeed's part, types checked, without the keys that are "auto".
         auto_keys: those keys, in the order of `AUTO`.
         steps: `zero_tp.training.steps`.
         hidden_size: of the model.
-        saved: what a later start goes on from.
+        saved: the state that a resumed run continues from.
     """
     lines = []
     for path in (key for key in auto_keys if key in AUTO):
-        block, name = _block_of(values, path)
+        block, name = _parent_block(values, path)
         block[name] = _auto_value(path, values, steps, hidden_size)
         earlier = None if saved is None else look_up(saved.config, path)
         if saved is None or earlier in (None, block[name]):
@@ -171,11 +169,11 @@ def fill(
         if name in WARMUPS:
             block[name] = earlier
         elif name in LENGTHS:
-            block[name], line = _length_of_schedule(path, block[name], earlier, saved)
+            block[name], line = _schedule_length(path, block[name], earlier, saved)
             lines.append(line)
     values.setdefault("gradient_clipping", 1.0)
     if "scheduler" in values:
-        values["scheduler"].setdefault("params", {})  # DeepSpeed takes them to be there
+        values["scheduler"].setdefault("params", {})  # DeepSpeed requires it
     sizes = {key: getattr(batch, field) for key, field in BATCH_FIELDS.items()}
     values.update({key: size for key, size in sizes.items() if size is not None})
     return lines
@@ -199,30 +197,30 @@ def _auto_value(path: str, values: dict[str, Any], steps: int, hidden_size: int)
     return computed[path] if path in computed else parse_json(AUTO[path])
 
 
-def _length_of_schedule(path: str, length: int, earlier: int, saved: SavedStart) -> tuple[int, str]:
-    """Return the length of an "auto" schedule at a later start, and the line that says it.
+def _schedule_length(path: str, length: int, earlier: int, saved: SavedStart) -> tuple[int, str]:
+    """Return the length of an "auto" schedule of a resumed run and a line for the log.
 
-    It follows `training.steps` until the rate begins to fall: a new length would then move the rate.
+    It follows `training.steps` until the rate begins to fall; after that, a new length would change the rate.
     """
     schedule = check_scheduler(saved.config).model_dump()
     start = next(schedule[name] for name in WARMUPS if name in schedule)
     if "num_decay_steps" in schedule:
         start = schedule["num_training_steps"] - schedule["num_decay_steps"]
     if saved.updates <= start:
-        return length, f"{path}: {length}, which follows zero_tp.training.steps ({earlier} at the start before)"
+        return length, f"{path}: {length}, which follows zero_tp.training.steps ({earlier} before)"
     remedy = f"--set {path}={length} follows it, and moves the rate at once"
     return earlier, f"{path}: stays {earlier}, because the rate has been falling since step {start}; {remedy}"
 
 
-def _block_of(values: dict[str, Any], path: str) -> tuple[Any, str]:
-    """Return the object that a dotted path ends in, and the path's last part."""
+def _parent_block(values: dict[str, Any], path: str) -> tuple[Any, str]:
+    """Return the object that contains the key of a dotted path, and the key."""
     block, _, name = path.rpartition(".")
     return (look_up(values, block) if block else values), name
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSizes:
-    """Batch sizes count the samples of one optimizer step. What depends on a world size that isn't known is None."""
+    """Samples per optimizer step; None if the size depends on an unknown world size."""
 
     data_parallel: int | None
     micro: int | None
@@ -231,14 +229,11 @@ class BatchSizes:
 
 
 def resolve_batch(config: dict[str, Any], data: int | None) -> BatchSizes:
-    """Return the three batch sizes from those that the file gives; an accumulation that nothing determines is 1.
+    """Compute the missing batch sizes; accumulation is 1 if nothing determines it.
 
     Args:
         config: the file's object, types checked.
         data: number of data-parallel replicas, or None when it isn't known.
-
-    Raises:
-        ConfigError: neither a global nor a micro batch is given, or no whole numbers satisfy the sum.
     """
     total, micro, accumulation = (None if (size := config.get(key)) is None else int(size) for key in BATCH_FIELDS)
     if total is None and micro is None:

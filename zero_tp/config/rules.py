@@ -1,7 +1,4 @@
-"""The rules on combinations of keys, for every door: what is refused, has no effect, or deserves a note.
-
-docs/config.md lists them.
-"""
+"""Rules about combinations of keys that are refused, have no effect or deserve a note; docs/config.md lists them."""
 
 from __future__ import annotations
 
@@ -16,22 +13,22 @@ from zero_tp.config.deepspeed import ZERO, refusal
 from zero_tp.config.resolve import leaves
 from zero_tp.config.schedule import LENGTHS, WARMUPS
 from zero_tp.config.schema import Parallel, ZeroTP
-from zero_tp.config.typed import Door, TypedConfig, check_types
+from zero_tp.config.typed import EntryPoint, TypedConfig, check_types
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError
 from zero_tp.topology import Topology
 from zero_tp.validation import ConfigErrors
 
 ACTIVATIONS, OPTIMIZER, SCHEDULER = "activation_checkpointing", "optimizer.params", "scheduler.params"
-MOST_SAMPLES = 2**31 - 1
-"""Samples of a step, and tokens of a forward: kernels count in 32 bits."""
-SWITCHED = ("bf16", "fp16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet")
-"""Blocks whose other keys mean nothing while `enabled` is false."""
+MAX_SAMPLES = 2**31 - 1
+"""Most samples of a step and tokens of a forward, because kernels count in 32 bits."""
+SWITCHED_BLOCKS = ("bf16", "fp16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet")
+"""Blocks whose other keys have no effect while `enabled` is false."""
 NVME = {
     "offload_optimizer": ("nvme_path", "buffer_count", "pipeline_*", "fast_init"),
     "offload_param": ("nvme_path", "buffer_*", "max_in_cpu"),
 }
-"""Keys of the offload blocks that DeepSpeed reads for NVMe."""
+"""Keys of the offload blocks that DeepSpeed reads only for NVMe."""
 NEVER_READ = {
     f"disable_allgather {ZERO}.allgather_*": "DeepSpeed 0.19.8 on torch 2.13 does not read it",
     "comet.samples_log_interval": "zero_tp.logging.interval says which steps are logged",
@@ -41,19 +38,19 @@ NEVER_READ = {
     f"{ZERO}.offload_optimizer.cpuadam_cores_perc": "SuperOffload reads it, which is not built",
     f"{ZERO}.save_muon_momentum_buffer_in_memory": "Muon is refused",
 }
-"""Keys that nothing reads in any config, and why."""
+"""Keys that are never read, and why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a person should know of keys that are written.
+    """A rule about keys that are set.
 
     Attributes:
-        kind: what follows: the config is refused, the keys change nothing, or they do something unusual.
-        keys: dotted keys, or patterns of them (`fnmatch`), separated by blanks; a refusal has one key.
-        applies: whether it is true of the config.
-        reason: why the keys have no effect, or what they do. Of a refusal: "in which case: why; the remedy", the last
-            one left out where the key should be.
+        kind: the config is refused, the keys have no effect, or they do something unusual.
+        keys: dotted keys or patterns of them (`fnmatch`), separated by blanks; a refusal has one key.
+        applies: whether the config matches the rule.
+        reason: why the keys have no effect, or what they do. Of a refusal: "in which case: why; the remedy"; without
+            a remedy, the key has to be left out.
     """
 
     kind: Literal["refused", "no effect", "note"]
@@ -70,12 +67,12 @@ refused, unread, note = partial(Rule, "refused"), partial(Rule, "no effect"), pa
 
 
 def rules(config: TypedConfig) -> list[Rule]:
-    """Return every rule, whether it is true of this config or not."""
+    """Return every rule, including those that do not apply to this config."""
     return [
         *_gradient_rules(config),
         *_optimizer_rules(config),
         *_rate_rules(config),
-        *(_run_rules(config) if config.door is Door.RUN else ()),
+        *(_run_rules(config) if config.entry_point is EntryPoint.RUN else ()),
         *_activation_rules(config),
         *_offload_rules(config),
         *_zero_rules(config),
@@ -84,7 +81,7 @@ def rules(config: TypedConfig) -> list[Rule]:
 
 
 def _gradient_rules(config: TypedConfig) -> Iterator[Rule]:
-    """Yield what would round gradients, or reduce them in a way that DeepSpeed does not support."""
+    """Yield rules about dtypes and the reduction of gradients."""
     dtype, added_up = config.dtype, config["data_types.grad_accum_dtype"]
     yield refused(
         "fp16.enabled",
@@ -127,7 +124,7 @@ def _gradient_rules(config: TypedConfig) -> Iterator[Rule]:
 
 
 def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
-    """Yield what torch and DeepSpeed refuse of an optimizer and its schedule, or leave unread."""
+    """Yield rules about arguments of the optimizer and the schedule."""
     is_sgd, kind, rate = config["optimizer.type"] == "SGD", config["scheduler.type"], config[f"{OPTIMIZER}.lr"]
     momentum, dampening = config.number(f"{OPTIMIZER}.momentum"), config.number(f"{OPTIMIZER}.dampening")
     cycles, peak = config[f"{SCHEDULER}.cycle_momentum"], config[f"{SCHEDULER}.warmup_max_lr"]
@@ -149,7 +146,7 @@ def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
     yield unread(f"{OPTIMIZER}.dampening", not momentum, f"{OPTIMIZER}.momentum is 0")
     yield unread("zero_allow_untested_optimizer", config.stage == 0 or not is_sgd, "only SGD under ZeRO is one")
     in_script = "it is about an optimizer that a script makes itself"
-    yield unread("zero_force_ds_cpu_optimizer", config.door is not Door.TRAINER, in_script)
+    yield unread("zero_force_ds_cpu_optimizer", config.entry_point is not EntryPoint.TRAINER, in_script)
     yield unread(f"{SCHEDULER}.cycle_*mom*", is_sgd, "the optimizer has no betas")
     yield unread(f"{SCHEDULER}.cycle_m??_mom", cycles is False, f"{SCHEDULER}.cycle_momentum is false")
     yield unread(
@@ -168,7 +165,7 @@ def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
 
 
 def _rate_rules(config: TypedConfig) -> Iterator[Rule]:
-    """Yield rates, phases and decay that no one can mean. A Trainer's config may have no rate."""
+    """Yield rules about learning rates, phases and weight decay. A Trainer's config may have no rate."""
     kind, rate, peak = config["scheduler.type"], config[f"{OPTIMIZER}.lr"], config[f"{SCHEDULER}.warmup_max_lr"]
     phases = sum(config.number(f"{SCHEDULER}.{name}") for name in (*WARMUPS, "num_decay_steps"))
     for name in LENGTHS:
@@ -200,18 +197,18 @@ def _rate_rules(config: TypedConfig) -> Iterator[Rule]:
 
 
 def _run_rules(config: TypedConfig) -> Iterator[Rule]:
-    """Yield what a run's file alone can say: of its `zero_tp` block, its model, its length and its batch."""
+    """Yield rules about the `zero_tp` block, which only a run's file has."""
     zero_tp = config.zero_tp
     evaluation, steps, sizes = zero_tp.evaluation, zero_tp.training.steps, zero_tp.model.values()
     micro, no_data = config.number("train_micro_batch_size_per_gpu"), not zero_tp.data.validation
     yield refused(
         "train_micro_batch_size_per_gpu",
-        micro * zero_tp.data.sequence_length > MOST_SAMPLES,
+        micro * zero_tp.data.sequence_length > MAX_SAMPLES,
         "with 2^31 tokens or more in one forward: kernels count in 32 bits; use fewer, and accumulate",
     )
     yield refused(
         "train_batch_size",
-        config.number("train_batch_size") > MOST_SAMPLES,
+        config.number("train_batch_size") > MAX_SAMPLES,
         "from 2^31 samples on: they are counted in 32 bits; use fewer",
     )
     yield refused(
@@ -248,10 +245,13 @@ def _run_rules(config: TypedConfig) -> Iterator[Rule]:
 
 
 def _activation_rules(config: TypedConfig) -> Iterator[Rule]:
-    """Yield what recomputation and sequence parallelism cannot do."""
+    """Yield rules about recomputation and sequence parallelism."""
     policy, parallel, layers = config.zero_tp.recompute_policy, config.zero_tp.parallel, config.layers
     slots, accumulation = config[f"{ACTIVATIONS}.number_checkpoints"], config["gradient_accumulation_steps"]
-    has_slots, in_trainer = config[f"{ACTIVATIONS}.contiguous_memory_optimization"], config.door is Door.TRAINER
+    has_slots, in_trainer = (
+        config[f"{ACTIVATIONS}.contiguous_memory_optimization"],
+        config.entry_point is EntryPoint.TRAINER,
+    )
     yield refused(
         "zero_tp.parallel.fused_products",
         parallel.fused_products and not parallel.sequence,
@@ -289,7 +289,7 @@ def _activation_rules(config: TypedConfig) -> Iterator[Rule]:
 
 
 def _offload_rules(config: TypedConfig) -> Iterator[Rule]:
-    """Yield what offloading cannot do, and what it leaves unread."""
+    """Yield rules about offloading."""
     for block, stage, reason in (
         ("offload_param", 3, "parameters are whole on every rank there"),
         ("offload_optimizer", 1, "the optimizer's states are not partitioned there"),
@@ -307,7 +307,7 @@ def _offload_rules(config: TypedConfig) -> Iterator[Rule]:
     )
     yield refused(
         f"{ZERO}.offload_optimizer.device",
-        config.door is Door.TRAINER and on_nvme,
+        config.entry_point is EntryPoint.TRAINER and on_nvme,
         'as "nvme" in ZeroTPTrainer: its checkpoints could not hold the optimizer\'s states; use "cpu"',
     )
     for block, keys in NVME.items():
@@ -326,7 +326,7 @@ def _offload_rules(config: TypedConfig) -> Iterator[Rule]:
 
 
 def _zero_rules(config: TypedConfig) -> Iterator[Rule]:
-    """Yield what ZeRO's stages leave unread."""
+    """Yield rules about the stages of ZeRO."""
     in_fp32 = config.dtype == "bf16" and config["data_types.grad_accum_dtype"] == "fp32"
     # DeepSpeed takes its BF16_Optimizer (`DeepSpeedEngine._do_optimizer_sanity_check`).
     uses_bf16_optimizer = config.stage == 1 and in_fp32 and not config.offloads("offload_optimizer")
@@ -352,10 +352,10 @@ def _zero_rules(config: TypedConfig) -> Iterator[Rule]:
 
 
 def _engine_rules(config: TypedConfig) -> Iterator[Rule]:
-    """Yield what DeepSpeed's engine leaves unread, and what its logs don't count."""
+    """Yield rules about other keys of DeepSpeed's engine and its logs."""
     for keys, reason in NEVER_READ.items():
         yield unread(keys, True, reason)
-    for block in SWITCHED:
+    for block in SWITCHED_BLOCKS:
         keys = f"{block}.[!e]* {block}.e[!n]*"
         yield unread(keys, not config[f"{block}.enabled"], f"{block}.enabled is not true")
     untimed = not config["timers.throughput.enabled"]
@@ -374,12 +374,12 @@ def _engine_rules(config: TypedConfig) -> Iterator[Rule]:
 
 
 def _zero_keys(*names: str) -> str:
-    """Return the dotted keys of names in ZeRO's block; one argument may hold several, separated by blanks."""
+    """Return dotted keys of ZeRO's block, separated by blanks as the names are."""
     return " ".join(f"{ZERO}.{name}" for name in " ".join(names).split())
 
 
 def notes(config: TypedConfig, *kinds: Literal["no effect", "note"]) -> list[str]:
-    """Return a line for each reason why keys that are written change nothing ("no effect"), or are unusual ("note")."""
+    """Return a line for each reason, with the keys that have no effect or are unusual ("note")."""
     settings = {**config.values, "zero_tp": config.zero_tp.model_dump(by_alias=True, exclude_unset=True)}
     lines: dict[str, list[str]] = {}
     for kind in kinds:
@@ -394,23 +394,19 @@ def notes(config: TypedConfig, *kinds: Literal["no effect", "note"]) -> list[str
 
 
 def refuse(config: TypedConfig) -> None:
-    """Raise a ConfigErrors with one error for each refusal that is true of a config."""
+    """Raise a ConfigErrors with each refusal that applies to the config."""
     errors = [rule.error for rule in rules(config) if rule.applies and rule.kind == "refused"]
     if errors:
         raise ConfigErrors(errors)
 
 
 def check_deepspeed(
-    values: dict[str, Any], topology: Topology, door: Door, recompute: RecomputePolicy | None = None
+    values: dict[str, Any], topology: Topology, entry_point: EntryPoint, recompute: RecomputePolicy | None = None
 ) -> TypedConfig:
-    """Return the typed form of a DeepSpeed config that has no `zero_tp` block, after every check.
-
-    Raises:
-        ConfigErrors: each key that has an unknown name or a wrong value, or else each combination that is refused.
-    """
+    """Return the typed form of a DeepSpeed config that has no `zero_tp` block, after every check."""
     parallel = Parallel(tensor=topology.tensor, sequence=topology.sequence)
     policy = recompute or RecomputePolicy(mode="none")
     zero_tp = ZeroTP.model_construct(parallel=parallel, recompute=policy)  # type: ignore[call-arg]
-    config = TypedConfig(values, check_types(values, door), zero_tp, door)
+    config = TypedConfig(values, check_types(values, entry_point), zero_tp, entry_point)
     refuse(config)
     return config

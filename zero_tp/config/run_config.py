@@ -1,4 +1,4 @@
-"""RunConfig is the typed, validated view of one JSON file."""
+"""The typed, validated view of one JSON file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from zero_tp.config.resolve import (
     check_leaves,
     fill,
     look_up,
+    pop_autos,
     resolve_batch,
-    take_auto,
-    wrong_autos,
+    unresolvable_autos,
 )
 from zero_tp.config.rules import notes, refuse
 from zero_tp.config.schema import ZeroTP
@@ -33,7 +33,7 @@ from zero_tp.errors import ConfigError, did_you_mean
 from zero_tp.shipped import config_names
 from zero_tp.strict_json import read_json
 from zero_tp.topology import data_parallel_size
-from zero_tp.validation import Problems, validate
+from zero_tp.validation import ErrorCollector, validate
 from zero_tp.weights.weight_files import is_cached, is_name, pin_to_first_start, pinned
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ SCHEMA, TOKENIZER_KEY = "$schema", "zero_tp.tokenizer"
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """A run's config is a DeepSpeed config and its `zero_tp` block, checked as a whole; `load` makes it.
+    """A DeepSpeed config with a `zero_tp` block, checked as a whole. Create it by `load`.
 
     Attributes:
         path: the JSON file.
         world_size: number of ranks, or None when the config was checked without one.
-        batch: the batch sizes; parts are None when they depend on a world size that isn't known.
-        typed: every value, as refusals and notes read it.
+        batch: the batch sizes; a size that depends on an unknown world size is None.
+        typed: every value with its type.
     """
 
     path: Path
@@ -74,13 +74,12 @@ class RunConfig:
         Args:
             path: the JSON file.
             overrides: `KEY=VALUE` with a dotted KEY and VALUE in JSON, or else a string.
-            world_size: number of ranks; None checks all that doesn't need it.
-            saved: what a later start goes on from.
+            world_size: number of ranks; without it, what depends on it is not checked.
+            saved: the state that a resumed run continues from.
 
         Raises:
             ConfigError: the file can't be read.
-            ConfigErrors: the run can't be started as it is written. First come all keys that are wrong by themselves;
-                if there is none, all combinations and sums.
+            ConfigErrors: all keys that are wrong by themselves or, if there are none, all wrong combinations and sums.
         """
         path = Path(path)
         near = "" if path.exists() else did_you_mean(str(path), config_names())
@@ -88,16 +87,16 @@ class RunConfig:
         values = read_json(path, remedy)
         apply_overrides(values, overrides)
         check_leaves(values)
-        if not isinstance(values.pop(SCHEMA, ""), str):  # it tells an editor where the schema is
+        if not isinstance(values.pop(SCHEMA, ""), str):  # for editors
             raise ConfigError(SCHEMA, "expected a string", "give the path of the schema, or leave it out")
-        auto_keys = take_auto(values)
+        auto_keys = pop_autos(values)
         choose_implementation(values)
 
-        # 1. Types: all that is wrong whatever the other blocks say. An "auto" has no value yet.
+        # 1. Types: errors of single keys. An "auto" has no value yet.
         block = values.pop("zero_tp", None)
         zero_tp, hf_config, batch = _check_keys(values, block, auto_keys, world_size, saved)
 
-        # 2. Fill: what the file leaves open, until every key has a value.
+        # 2. Fill in defaults, "auto" and batch sizes.
         values = {key: value for key, value in values.items() if key not in OFF_BLOCKS}
         zero_tp = _fill_steps(zero_tp, batch.total)
         lines = fill(values, auto_keys, batch, zero_tp.training.steps, hf_config.hidden_size, saved)
@@ -108,11 +107,7 @@ class RunConfig:
         return cls(path, world_size, batch, typed, hf_config, lines)
 
     def pinned(self) -> RunConfig:
-        """Return the config with the commit of its tokenizer, where that is a name on the hub, which is asked for it.
-
-        Raises:
-            ConfigError: there is no such directory, and the hub does not give it.
-        """
+        """Return the config with the commit of its tokenizer. The hub is asked if the tokenizer is a name there."""
         if self.zero_tp.tokenizer is None:
             return self
         zero_tp = self.zero_tp.model_copy(update={"tokenizer": pinned(self.zero_tp.tokenizer, TOKENIZER_KEY)})
@@ -130,22 +125,22 @@ class RunConfig:
     @property
     def data_parallel(self) -> int:
         """Return the number of replicas: world size / tensor. Needs a world size."""
-        return _known(self.batch.data_parallel)
+        return _required(self.batch.data_parallel)
 
     @property
     def micro_batch(self) -> int:
         """Return the samples of one forward on one replica. Needs a world size."""
-        return _known(self.batch.micro)
+        return _required(self.batch.micro)
 
     @property
     def accumulation(self) -> int:
         """Return the forwards of one optimizer step on one replica. Needs a world size."""
-        return _known(self.batch.accumulation)
+        return _required(self.batch.accumulation)
 
     @property
     def global_batch(self) -> int:
         """Return the samples of one optimizer step. Needs a world size."""
-        return _known(self.batch.total)
+        return _required(self.batch.total)
 
     @property
     def zero_stage(self) -> int:
@@ -158,8 +153,7 @@ class RunConfig:
         return {name: self.typed[f"zero_optimization.{name}.nvme_path"] for name in offloaded}
 
     def absent(self) -> list[Path]:
-        """Return the files and directories that a run of this config reads and that are not on this machine, nor in its
-        cache of the hub."""
+        """Return the files and directories that the run reads but that are missing here and in the hub's cache."""
         data, evaluation = self.zero_tp.data, self.zero_tp.evaluation
         corpora = [*data.train, *(data.validation or {})]
         named = [Path(f"{prefix}.{ending}") for prefix in corpora for ending in ("bin", "idx")]
@@ -170,7 +164,7 @@ class RunConfig:
 
     @property
     def on_hub(self) -> dict[str, bool]:
-        """Return the names on the hub that a run takes something of, and whether its weights."""
+        """Return the hub names that a run reads, and whether it reads their weights."""
         names = {self.zero_tp.tokenizer: False, self.zero_tp.model.get(FROM): True}
         return {name: weights for name, weights in names.items() if name is not None and is_name(name)}
 
@@ -180,13 +174,12 @@ class RunConfig:
         return self.typed.dtype
 
     def deepspeed_config(self) -> dict[str, Any]:
-        """Return a new dict for `deepspeed.initialize`: no `zero_tp`, "auto" or monitors, all batch sizes. Needs a
-        world size."""
-        _known(self.world_size)
+        """Return a new dict for `deepspeed.initialize`, without `zero_tp`, "auto" and monitors. Needs a world size."""
+        _required(self.world_size)
         return copy.deepcopy({key: value for key, value in self.typed.values.items() if key not in MONITORS})
 
     def resolved(self) -> dict[str, Any]:
-        """Return the whole config with every default of `zero_tp` and every "auto" filled in; it loads again."""
+        """Return the whole config with every default of `zero_tp` and every "auto" filled in, as a loadable dict."""
         return {**copy.deepcopy(self.typed.values), "zero_tp": self.zero_tp.model_dump(mode="json", by_alias=True)}
 
     @property
@@ -200,18 +193,19 @@ class RunConfig:
         return notes(self.typed, "no effect")
 
     def cautions(self) -> list[str]:
-        """Return a line for each setting that does less than it says, or is unusual."""
+        """Return a line for each unusual setting."""
         return [*self._schedule_lines, *notes(self.typed, "note")]
 
     @property
     def pretrained(self) -> Path | None:
-        """Return the Hugging Face directory that the weights start from, or its name on the hub with the commit; None
-        when they are drawn from the seed."""
+        """Return the initial weights' Hugging Face directory, or hub name with commit; None for random weights."""
         return Path(self.zero_tp.model[FROM]) if FROM in self.zero_tp.model else None
 
     def hf_config(self) -> PreTrainedConfig:
-        """Return a new Hugging Face config object of `zero_tp.model`, with `zero_tp.attention` as its attention and, of
-        an encoder without a sentence head, the class that has none."""
+        """Return a new Hugging Face config of `zero_tp.model` with `zero_tp.attention`.
+
+        For an encoder without a sentence head, `architectures` names the class without one.
+        """
         config = copy.deepcopy(self._hf_config)
         config._attn_implementation = self.zero_tp.attention
         masked = self.zero_tp.masked
@@ -222,7 +216,7 @@ class RunConfig:
         return config
 
 
-def _known(size: int | None) -> int:
+def _required(size: int | None) -> int:
     assert size is not None, "RunConfig.load needs a world_size for this"
     return size
 
@@ -230,47 +224,40 @@ def _known(size: int | None) -> int:
 def _check_keys(
     values: dict[str, Any], block: Any, auto_keys: Sequence[str], world_size: int | None, saved: SavedStart | None
 ) -> tuple[ZeroTP, PreTrainedConfig, BatchSizes]:
-    """Return the `zero_tp` block and the model's config, both with the hub's commits, and the batch sizes.
+    """Check every key by itself; return the `zero_tp` block, the model's config and the batch sizes.
 
     Args:
         values: DeepSpeed's part.
         block: the `zero_tp` block.
-
-    Raises:
-        ConfigErrors: each key that is wrong whatever the other blocks say.
     """
-    problems, zero_tp, hf_config, batch, data = Problems(), None, None, None, None
-    with problems:
+    collector, zero_tp, hf_config, batch, data = ErrorCollector(), None, None, None, None
+    with collector:
         check_types(values, auto_keys=auto_keys)
-    with problems:
+    with collector:
         zero_tp = _check_block(block)
     if zero_tp is not None and world_size is not None:
-        with problems:
+        with collector:
             data = data_parallel_size(world_size, zero_tp.parallel.tensor)
-    if not any(error.key.partition(".")[0] in BATCH_FIELDS for error in problems.errors):
-        with problems:
+    if not any(error.key.partition(".")[0] in BATCH_FIELDS for error in collector.errors):
+        with collector:
             batch = resolve_batch(values, data)
     model = look_up(block, "model")
-    if not (problems.errors and isinstance(model, dict) and is_name(model.get(FROM, ""))):  # which would be fetched
-        with problems:
+    if not (collector.errors and isinstance(model, dict) and is_name(model.get(FROM, ""))):  # it would be downloaded
+        with collector:
             if zero_tp is not None:
                 zero_tp, hf_config = _fill_names(zero_tp, saved)
             elif isinstance(model, dict):
                 model_config(model)
-    problems.raise_all()
+    collector.raise_all()
     assert zero_tp is not None and hf_config is not None and batch is not None
     return zero_tp, hf_config, batch
 
 
 def _check_block(block: Any) -> ZeroTP:
-    """Return the `zero_tp` block of a file, typed.
-
-    Raises:
-        ConfigErrors: each key with an unknown name or a wrong value, "auto" among them.
-    """
+    """Return the `zero_tp` block of a file, typed."""
     if block is None:
         raise ConfigError("zero_tp", "required, but not given", "add the block that docs/config.md describes")
-    zero_tp = validate(ZeroTP, block, "zero_tp", wrong_autos(block, "zero_tp"))
+    zero_tp = validate(ZeroTP, block, "zero_tp", unresolvable_autos(block, "zero_tp"))
     steps, tokens = zero_tp.training.steps, zero_tp.training.tokens
     if (steps is None) == (tokens is None):
         problem = "required, but not given" if steps is None else "given beside zero_tp.training.tokens"
@@ -279,7 +266,7 @@ def _check_block(block: Any) -> ZeroTP:
 
 
 def _fill_names(zero_tp: ZeroTP, saved: SavedStart | None) -> tuple[ZeroTP, PreTrainedConfig]:
-    """Give names on the hub the commits of the run's first start, and return the block and the model's config."""
+    """Pin hub names to the commits of the run's first start; return the block and the model's config."""
     model, key = zero_tp.model, f"{MODEL_KEY}.{FROM}"
     earlier = None if saved is None else saved.config
     if FROM in model:
@@ -294,7 +281,7 @@ def _fill_names(zero_tp: ZeroTP, saved: SavedStart | None) -> tuple[ZeroTP, PreT
 
 
 def _fill_steps(zero_tp: ZeroTP, samples: int | None) -> ZeroTP:
-    """Replace a run's tokens by the steps, of `samples` samples each, that see them."""
+    """Replace `training.tokens` by the number of steps of `samples` samples that read them."""
     training = zero_tp.training
     if training.tokens is None:
         return zero_tp
@@ -306,11 +293,7 @@ def _fill_steps(zero_tp: ZeroTP, samples: int | None) -> ZeroTP:
 
 
 def check_accelerator(dtype: str, accelerator: Any) -> None:
-    """Check that this machine's accelerator, DeepSpeed's object, computes in a dtype: "fp32", "bf16" or "fp16".
-
-    Raises:
-        ConfigError: it doesn't.
-    """
+    """Check that this machine's accelerator, DeepSpeed's object, computes in a dtype: "fp32", "bf16" or "fp16"."""
     supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
     if dtype != "fp32" and not supported[dtype]():
         others = " or ".join(other for other in supported if other != dtype and supported[other]())

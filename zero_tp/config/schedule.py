@@ -1,7 +1,7 @@
-"""Type the `scheduler` block: DeepSpeed's five schedules, and those of transformers that need no metric.
+"""Type the `scheduler` block: DeepSpeed's five schedules and transformers' schedules that need no metric.
 
-A class here has the arguments of one schedule; a test compares them with the signatures. Step k of a run, from 1,
-trains at the schedule's value at k. `num_stable_steps` is left out, because the two other phases determine it.
+Each class has the arguments of one schedule; a test compares them with the signatures. Step k of a run, from 1,
+trains at the schedule's value at k. `num_stable_steps` is omitted, because the other two phases determine it.
 """
 
 from __future__ import annotations
@@ -132,17 +132,15 @@ TRANSFORMERS_SCHEDULES: dict[str, type[ConfigModel]] = {
 """By the names of transformers' `get_scheduler`."""
 SCHEDULES = {**DEEPSPEED_SCHEDULES, **TRANSFORMERS_SCHEDULES}
 
-REFUSED_SCHEDULES = dict.fromkeys(("reduce_lr_on_plateau", "greedy"), "it follows a metric, which no step of a run has")
+REFUSED_SCHEDULES = dict.fromkeys(
+    ("reduce_lr_on_plateau", "greedy"), "it follows a metric, but a run's steps have none"
+)
 LENGTHS, WARMUPS = ("total_num_steps", "num_training_steps"), ("warmup_num_steps", "num_warmup_steps")
-"""The arguments that say how long the run and its warm-up are, as DeepSpeed and transformers call them."""
+"""DeepSpeed's and transformers' names for the length of the run and of its warm-up."""
 
 
 def check_scheduler(values: dict[str, Any]) -> ConfigModel:
-    """Return the `params` of the `scheduler` block of DeepSpeed's config, typed.
-
-    Raises:
-        ConfigError: see `validate`; an unknown type.
-    """
+    """Return the `params` of the `scheduler` block of DeepSpeed's config, typed."""
     block = validate(SchedulerBlock, values["scheduler"], "scheduler")
     name = block.type
     if name in REFUSED_SCHEDULES:

@@ -1,4 +1,4 @@
-"""This module defines the `zero_tp` block: keys, types and defaults, of which `docs/config.md` is generated."""
+"""Define the keys, types and defaults of the `zero_tp` block. `docs/config.md` is generated from them."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Data(ConfigModel):
     sequence_length: Positive = Field(description="Tokens of one sample; at most the model's positions.")
     document_attention: Literal["continue", "reset"] = Field(
         "continue",
-        description="Whether attention and positions run on over the documents packed in one sample, or start anew "
-        "with each: [data.md](data.md#packed-documents).",
+        description="Whether attention and positions continue across the documents packed in one sample, or restart "
+        "with each document: [data.md](data.md#packed-documents).",
     )
 
 
@@ -72,7 +72,7 @@ class Spike(ConfigModel):
     )
     grad_norm: float | None = Field(None, gt=0, description="The same of the gradient norm.")
     window: Annotated[int, Field(ge=4, le=10_000)] = Field(
-        128, description="Steps that the bound looks back on; it judges once it has seen half of them."
+        128, description="Steps whose mean and deviation are used; active once half of them have run."
     )
 
     @model_validator(mode="after")
@@ -90,12 +90,12 @@ class Timeouts(ConfigModel):
     save: float = Field(30, gt=0, description="Minutes that a rank has to write its part of a checkpoint.")
     evaluation: float = Field(30, gt=0, description="The same of validation and tasks.")
     heartbeat: float | None = Field(
-        5, ge=0.5, description="Minutes that a rank, or the ranks' store, may be silent; null: for ever."
+        5, ge=0.5, description="Minutes that a rank or the ranks' store may be silent; null: no limit."
     )
 
     @property
     def longest(self) -> float:
-        """Return the limit of one collective, which no phase may outlast. [minutes]"""
+        """Return the limit of one collective, the longest of all phases [minutes]."""
         return max(self.start or 0, self.step, self.save, self.evaluation)
 
 
@@ -110,14 +110,12 @@ class Training(ConfigModel):
         None,  # type: ignore[assignment]
         description="Optimizer steps of the whole run; raise it to continue a finished one. Required without `tokens`.",
     )
-    tokens: Positive | None = Field(
-        None, description="Tokens of the whole run, instead of `steps`: as many steps as see them."
-    )
+    tokens: Positive | None = Field(None, description="Tokens of the whole run, instead of `steps`.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         1234, description="Seed of initialisation, dropout and sample order."
     )
     guard_interval: Positive = Field(
-        500, description="Steps between checks that what ranks hold alike is equal, over TP and over DP."
+        500, description="Steps between comparisons of replicated values, over TP and over DP."
     )
     guard_gradients: bool = Field(
         False, description="At those steps, run one micro-batch twice and compare every gradient bit for bit."
@@ -134,7 +132,7 @@ class Training(ConfigModel):
     )
     keep_freed_memory: bool = Field(
         True,
-        description="On CPUs, keep the memory that tensors free for the next ones: much faster, for some more memory.",
+        description="On CPUs, reuse freed memory for later tensors: much faster, but takes more memory.",
     )
 
     @property
@@ -147,10 +145,10 @@ class Training(ConfigModel):
 class Checkpoint(ConfigModel):
     interval: Positive | None = Field(None, description="Steps between checkpoints; one is always written at the end.")
     keep: Positive = Field(3, description="How many of the newest checkpoints stay.")
-    keep_every: Positive | None = Field(None, description="Checkpoints at multiples of N steps stay for ever.")
-    async_: bool = Field(False, alias="async", description="Write while training goes on.")
+    keep_every: Positive | None = Field(None, description="Checkpoints at multiples of N steps are never removed.")
+    async_: bool = Field(False, alias="async", description="Write while training continues.")
     on_corrupt: Literal["stop", "previous"] = Field(
-        "stop", description="A damaged newest checkpoint stops the start, or the one before is used."
+        "stop", description="If the newest checkpoint is damaged, stop, or use the previous one."
     )
 
 
@@ -168,7 +166,7 @@ class Evaluation(ConfigModel):
 
 
 TRACKERS = ("aim", "clearml", "dvclive", "mlflow", "swanlab", "trackio")
-"""accelerate's trackers, without those that have a block of DeepSpeed's."""
+"""accelerate's trackers, except those with a DeepSpeed block."""
 BLOCK_OF = {"comet_ml": "comet", "tensorboard": "tensorboard", "wandb": "wandb"}
 
 
@@ -182,7 +180,7 @@ def _are_trackers(value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
         if name in BLOCK_OF:
             raise ValueError(f'"{name}" has a block of its own: write "{BLOCK_OF[name]}": {{"enabled": true}}')
         if name not in TRACKERS:
-            raise ValueError(f"{shown(name)} is no tracker of accelerate's; {did_you_mean(name, TRACKERS)}")
+            raise ValueError(f"{shown(name)} is not a tracker of accelerate; {did_you_mean(name, TRACKERS)}")
     return value
 
 
@@ -197,13 +195,13 @@ class Logging(ConfigModel):
     )
     trackers: Trackers = Field(
         {},
-        description="accelerate's trackers that get what metrics.jsonl gets, as `[name, …]` or `{name: {argument: "
-        "value}}`: [training.md](training.md#logs-monitors-pictures).",
+        description="accelerate's trackers, which receive the values of metrics.jsonl, as `[name, …]` or "
+        "`{name: {argument: value}}`: [training.md](training.md#logs-monitors-pictures).",
     )
 
 
 class ZeroTP(ConfigModel):
-    """This is the block itself."""
+    """The `zero_tp` block."""
 
     model: dict[str, Any] = Field(
         description='The Hugging Face config\'s fields with `model_type`, or `{"from_pretrained": DIR}`.'
@@ -214,7 +212,7 @@ class ZeroTP(ConfigModel):
     parallel: Parallel = Parallel()
     recompute: RecomputeMode | RecomputePolicy = Field(
         "none",
-        description="What backward computes again: a mode, or an object that narrows it to modules or layers.",
+        description="What backward recomputes: a mode, or an object that selects modules or layers.",
     )
     objective: Literal["causal", "masked"] | MaskedObjective = Field("causal", description="What the model predicts.")
     data: Data
@@ -240,7 +238,7 @@ class ZeroTP(ConfigModel):
 
     @property
     def masked(self) -> MaskedObjective | None:
-        """Return `objective` in its long form where it is the masked one."""
+        """Return `objective` in its long form if it is masked, else None."""
         if isinstance(self.objective, MaskedObjective):
             return self.objective
         return MaskedObjective(type="masked") if self.objective == "masked" else None

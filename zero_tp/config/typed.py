@@ -1,4 +1,4 @@
-"""The types pass: `TypedConfig` has every key of DeepSpeed's part with its type and default."""
+"""Check types: `TypedConfig` has every key of DeepSpeed's part with its type and default."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
-from zero_tp.config.deepspeed import OFF_BLOCKS, ZERO, wrong_keys
+from zero_tp.config.deepspeed import OFF_BLOCKS, ZERO, key_errors
 from zero_tp.config.optimizer import check_optimizer
-from zero_tp.config.resolve import dtype_name, look_up, wrong_autos
+from zero_tp.config.resolve import dtype_name, look_up, unresolvable_autos
 from zero_tp.config.schedule import check_scheduler
 from zero_tp.config.schema import ZeroTP
 from zero_tp.errors import ConfigError
-from zero_tp.validation import Problems, validate
+from zero_tp.validation import ErrorCollector, validate
 
 
-class Door(enum.Enum):
-    """Where a config came in: a run's file, `TrainingEngine` in Python, or `ZeroTPTrainer`."""
+class EntryPoint(enum.Enum):
+    """The interface that a config was passed to: a run's file, `TrainingEngine` or `ZeroTPTrainer`."""
 
     RUN = "run"
     ENGINE = "engine"
@@ -26,31 +26,31 @@ class Door(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class TypedConfig:
-    """A config without "auto" whose names and types are right.
+    """A config with valid names and types and without "auto".
 
     Attributes:
         values: DeepSpeed's part as it is written.
         complete: the same, converted to the types, with the default of every key that is not written.
         zero_tp: the `zero_tp` block; of a config without one, its `parallel` and `recompute` alone.
-        door: where the config came in.
-        layers: of the model, where the config names one.
+        entry_point: the interface that the config was passed to.
+        layers: number of the model's layers, if the config has a model.
     """
 
     values: dict[str, Any]
     complete: dict[str, Any]
     zero_tp: ZeroTP
-    door: Door = Door.RUN
+    entry_point: EntryPoint = EntryPoint.RUN
     layers: int | None = None
 
     def __getitem__(self, key: str) -> Any:
         """Return the value at a dotted key of DeepSpeed's part, or its default.
 
-        None where the optimizer or scheduler has no such argument, or its block is absent.
+        None if the optimizer or scheduler has no such argument or its block is absent.
         """
         return look_up(self.complete, key)
 
     def number(self, key: str) -> float:
-        """Return the number at a dotted key, or its default; 0 where there is none."""
+        """Return the number at a dotted key, its default, or 0."""
         return self[key] or 0
 
     @property
@@ -63,37 +63,36 @@ class TypedConfig:
         return dtype_name(self.values)
 
     def offloads(self, block: str) -> bool:
-        """Tell whether `offload_optimizer` or `offload_param` moves anything."""
+        """Return whether `offload_optimizer` or `offload_param` is on."""
         return self[f"{ZERO}.{block}.device"] not in (None, "none")
 
     def on_nvme(self, block: str) -> bool:
         return bool(self[f"{ZERO}.{block}.device"] == "nvme")
 
 
-def check_types(values: dict[str, Any], door: Door = Door.RUN, auto_keys: Sequence[str] = ()) -> dict[str, Any]:
+def check_types(
+    values: dict[str, Any], entry_point: EntryPoint = EntryPoint.RUN, auto_keys: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return DeepSpeed's part converted to its types, with the default of every key that is not written.
 
     Args:
         auto_keys: keys without a value yet.
-
-    Raises:
-        ConfigErrors: each key that has an unknown name, a wrong value, or one that is refused whatever the others are.
     """
     from zero_tp.config.config_file import ConfigFile
 
-    problems, complete = Problems(), dict[str, Any]()
-    with problems:
+    collector, complete = ErrorCollector(), dict[str, Any]()
+    with collector:
         known = {key: value for key, value in values.items() if key not in OFF_BLOCKS}
-        complete = validate(ConfigFile, known, "", [*wrong_keys(values), *wrong_autos(values)]).model_dump(
+        complete = validate(ConfigFile, known, "", [*key_errors(values), *unresolvable_autos(values)]).model_dump(
             by_alias=True
         )
     for name, check in (("optimizer", check_optimizer), ("scheduler", check_scheduler)):
         if isinstance(values.get(name), dict):
-            with problems:
+            with collector:
                 complete.setdefault(name, {})["params"] = check(values).model_dump()
-    if "optimizer" not in values and door is not Door.TRAINER:
+    if "optimizer" not in values and entry_point is not EntryPoint.TRAINER:
         remedy = 'as in {"type": "AdamW", "params": {"lr": 3e-4}}'
-        problems.errors.append(ConfigError("optimizer", "required, but not given", remedy))
-    problems.errors = [error for error in problems.errors if error.key not in auto_keys]
-    problems.raise_all()
+        collector.errors.append(ConfigError("optimizer", "required, but not given", remedy))
+    collector.errors = [error for error in collector.errors if error.key not in auto_keys]
+    collector.raise_all()
     return complete

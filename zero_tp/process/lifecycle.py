@@ -31,9 +31,9 @@ from zero_tp.errors import (
     BAD_INPUT,
     INTERRUPTED,
     UserError,
+    as_user_error,
     error_line,
     escape_unencodable_output,
-    of_a_file,
     one_line,
     write_stderr,
 )
@@ -119,7 +119,7 @@ class _Rank:
         except UserError as error:
             return self._refuse(error)
         except OSError as error:
-            file_error = of_a_file(error)
+            file_error = as_user_error(error)
             return self._fail(error) if file_error is None else self._refuse(file_error)
         except BaseException as error:
             return self._fail(error)

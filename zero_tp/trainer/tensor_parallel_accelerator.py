@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_tp.config.optimizer import OPTIMIZERS
 from zero_tp.config.rules import check_deepspeed, notes
-from zero_tp.config.typed import Door
+from zero_tp.config.typed import EntryPoint
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import audit
 from zero_tp.topology import Topology
@@ -137,7 +137,7 @@ def finalized_config(plugin: Any, topology: Topology, clipping: float) -> dict[s
     settings["train_batch_size"] = micro * accumulation * topology.data
     if settings.get("steps_per_print") == float("inf"):  # accelerate's "never", which no JSON can say
         settings["steps_per_print"] = sys.maxsize
-    typed = check_deepspeed(settings, topology, Door.TRAINER)
+    typed = check_deepspeed(settings, topology, EntryPoint.TRAINER)
     for line in notes(typed, "no effect", "note") if topology.rank == 0 else ():
         warnings.warn(f"DeepSpeed's config: {line}", stacklevel=2)
     return settings

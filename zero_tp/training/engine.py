@@ -21,7 +21,7 @@ from zero_tp.architectures import architecture_of
 from zero_tp.config.resolve import dtype_name
 from zero_tp.config.rules import check_deepspeed
 from zero_tp.config.schema import Spike
-from zero_tp.config.typed import Door
+from zero_tp.config.typed import EntryPoint
 from zero_tp.constants import DTYPES, IGNORE_INDEX
 from zero_tp.data.batch import AnyBatch, as_batch
 from zero_tp.errors import UserError
@@ -85,7 +85,7 @@ class TrainingEngine:
     ):
         self.topology, self.device = topology, torch.device(device)
         without_shared_memory_collectives()  # a script that calls no `connect_deepspeed` would wait for a compiler
-        check_deepspeed(deepspeed_config, topology, Door.ENGINE, recompute)
+        check_deepspeed(deepspeed_config, topology, EntryPoint.ENGINE, recompute)
         self.zero = zero_engine(deepspeed_config, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
         # DeepSpeed sends all weights over DP from the first rank: zero.Init each as it is made, else `initialize`.
