@@ -128,15 +128,15 @@ def test_a_compilation_is_said_and_what_it_lacks_is_one_line(tmp_path: Path, mon
     accelerator = get_accelerator()
     offloaded = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": OFFLOAD}
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    line = ops.to_compile(offloaded, accelerator)
+    line = ops.compilation_note(offloaded, accelerator)
     assert line == "compiling DeepSpeed's cpu_adam for this machine, once, which takes minutes"
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with pytest.raises(UserError, match=r"needs DeepSpeed's cpu_adam, which .* no C\+\+ compiler \(/nowhere/c"):
-        ops.to_compile(offloaded, accelerator)
-    assert ops.to_compile({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, accelerator) is None
+        ops.compilation_note(offloaded, accelerator)
+    assert ops.compilation_note({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, accelerator) is None
     monkeypatch.delenv("CXX")
     (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
-    assert ops.to_compile(offloaded, accelerator) is None
+    assert ops.compilation_note(offloaded, accelerator) is None
 
 
 def test_a_script_that_connects_by_torch_has_the_device_index_too(monkeypatch: pytest.MonkeyPatch) -> None:

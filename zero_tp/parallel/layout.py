@@ -135,7 +135,7 @@ def set_layout(
 ) -> None:
     """Set the parameter's layout and the marks that DeepSpeed's gradient norm reads.
 
-    An unmarked shard would count on TP rank 0 only, and clipping would silently change.
+    The norm would count an unmarked shard on TP rank 0 only, and change clipping silently.
 
     Args:
         name: the name with which the parameter was initialised.

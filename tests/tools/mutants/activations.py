@@ -30,7 +30,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "checkpoints-partitioned-under-sp": Mutant(
         "P_a slices and gathers sequence shards as if every rank held the same checkpoint.",
-        "zero_tp/activations/activation_memory.py::ActivationMemory._chosen_store",
+        "zero_tp/activations/activation_memory.py::ActivationMemory._make_store",
         "topology.sequence or topology.tensor == 1",
         "topology.tensor == 1",
         (RECOMPUTE_SP,),
@@ -60,7 +60,7 @@ MUTANTS: dict[str, Mutant] = {
     "freed-during-the-copy-out": Mutant(
         "A checkpoint's memory on the device is used again before its copy to the host has run.",
         STORES + "Host._free_all_but_last",
-        "torch.get_device_module(device).current_stream(device).wait_event(self._leaving[0][1])",
+        "torch.get_device_module(device).current_stream(device).wait_event(self._copies_out[0][1])",
         "pass",
         (LATE,),
     ),

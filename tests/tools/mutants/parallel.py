@@ -89,7 +89,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "summed-gradients-not-waited-for": Mutant(
         "DeepSpeed reduces a gradient over DP while the sum over TP still runs.",
-        "zero_tp/parallel/gradients.py::_hooked",
+        "zero_tp/parallel/gradients.py::_register_sum",
         "total.start(gradient, async_op=False).wait()[0]",
         "total.start(gradient)._tensor[0]",
         ("tests/zero/test_asynchronous.py::test_an_asynchronous_device_gives_the_same_run[3]",),
@@ -98,13 +98,13 @@ MUTANTS: dict[str, Mutant] = {
     "foreign-tokens-look-up-row-zero": Mutant(
         "The embedding adds its first row for every token that another rank holds.",
         "zero_tp/parallel/embedding.py::VocabParallelEmbedding.forward",
-        "embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0)",
+        "embedded.masked_fill(remote.unsqueeze(-1), 0.0)",
         "embedded * 1.0",
         (LAYERS + "embedding_equals_torch[5-2-True]",),
     ),
     "hook-returns-the-part": Mutant(
         "The gradient hook fires and is counted, but returns the rank's own part.",
-        "zero_tp/parallel/gradients.py::_hooked",
+        "zero_tp/parallel/gradients.py::_register_sum",
         "total.start(gradient, async_op=False).wait()[0]",
         "(total.start(gradient).wait(), gradient)[1]",
         (GRADIENTS_SP,),
@@ -155,7 +155,7 @@ MUTANTS: dict[str, Mutant] = {
     "streams-left-rewound": Mutant(
         "Recomputation replays its masks and does not restore the streams: the next micro-batch draws the same masks.",
         RANDOM + "replaying",
-        "self._generators = now",
+        "self._generators = current",
         "pass",
         (REPLAY,),
     ),

@@ -37,13 +37,13 @@ MUTANTS: dict[str, Mutant] = {
     "scale-updated-in-mid-step": Mutant(
         "The loss scale grows before the gradients are divided by it, as in DeepSpeed 0.19.8.",
         "zero_tp/zero/loss_scale.py::LossScale.__init__",
-        "optimizer._update_scale = _later",
-        "optimizer._update_scale, self.update = self._scaler.update_scale, _later",
+        "optimizer._update_scale = _no_update",
+        "optimizer._update_scale, self.update = self._scaler.update_scale, _no_update",
         (FP16 + "[2-3-zero1]",),
     ),
     "a-vetoed-step-updates": Mutant(
         "A step beyond the bound is reported, and updates the weights all the same.",
-        "zero_tp/zero/zero_engine.py::ZeroEngine._refused",
+        "zero_tp/zero/zero_engine.py::ZeroEngine._is_vetoed",
         "self._veto(norm)",
         "self._veto(norm) is None",
         (SPIKE,),
