@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.parallel.test_random_streams import drawn
+from tests.parallel.test_random import drawn
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
 

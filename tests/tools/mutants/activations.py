@@ -7,7 +7,7 @@ from tests.tools.mutants.mutant import Mutant
 STORES = "zero_tp/activations/stores.py::"
 RECOMPUTE = "zero_tp/activations/recompute.py::"
 
-REPLAY = "tests/parallel/test_dropout_masks.py::test_recomputation_replays_the_masks[full-sdpa-True]"
+REPLAY = "tests/parallel/test_random.py::test_recomputation_replays_the_masks[full-sdpa-True]"
 RECOMPUTE_TP = "tests/activations/test_recompute.py::test_recomputing_changes_no_bit[2-False-1]"
 RECOMPUTE_SP = "tests/activations/test_recompute.py::test_recomputing_changes_no_bit[2-True-1]"
 EARLY = "tests/activations/test_stores.py::test_tensors_come_back[early]"

@@ -41,14 +41,14 @@ MUTANTS: dict[str, Mutant] = {
         TRANSFORMER + "Transformer.__init__",
         "PER_RANK if make.topology.sequence else SHARED",
         "PER_RANK",
-        (MASKS + "[False]",),
+        (MASKS + "[eager-2-False]",),
     ),
     "sequence-shards-drop-alike": Mutant(
         "Under SP every rank drops the same elements of its shard.",
         TRANSFORMER + "Transformer.__init__",
         "PER_RANK if make.topology.sequence else SHARED",
         "SHARED",
-        (MASKS + "[True]",),
+        (MASKS + "[eager-2-True]",),
     ),
     "qkv-cut-plainly": Mutant(
         "The fused QKV is one part: a rank's queries are keys to another, and TP changes the model.",
