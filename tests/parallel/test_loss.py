@@ -29,7 +29,7 @@ class Case(NamedTuple):
     """Hidden states [pieces · world, batch, h] against a weight [vocabulary, h].
 
     Attributes:
-        large: logits to ±1e4. index: the ignored label. upstream: the gradient of the loss.
+        large: logits to ±1e4. ignore_index: the ignored label. upstream: the gradient of the loss.
         chunk: elements of a block of logits, and of a chunk that a cache holds.
         frozen: what needs no gradient. strided: hidden states are laid out batch first.
     """
@@ -41,7 +41,7 @@ class Case(NamedTuple):
     vocabulary: int = 11
     ignored: str = "some"
     large: bool = False
-    index: int = -100
+    ignore_index: int = -100
     upstream: float = 2.0
     chunk: int = 30
     seed: int = 7
@@ -61,7 +61,7 @@ class Case(NamedTuple):
             weight[-1] = -41.0
             weight[self.vocabulary // 2] = weight[0]  # a tie, on two ranks
         labels = torch.randint(self.vocabulary, hidden.shape[:2])
-        labels[torch.rand(labels.shape) < IGNORED[self.ignored]] = self.index
+        labels[torch.rand(labels.shape) < IGNORED[self.ignored]] = self.ignore_index
         return hidden, weight, labels
 
 
@@ -81,7 +81,7 @@ def cross_entropy(case: Case) -> set[str]:
         topology.tensor_group,
         topology.tensor_rank,
         case.world,
-        case.index,
+        case.ignore_index,
         case.divisor,
     )
     hidden, weight, labels = case.tensors()
@@ -163,10 +163,13 @@ def cross_entropy(case: Case) -> set[str]:
         vocabulary=st.integers(1, 40),
         ignored=st.sampled_from(sorted(IGNORED)),
         large=st.booleans(),
-        index=st.sampled_from([-100, -1]),
+        ignore_index=st.sampled_from([-100, -1]),
         upstream=st.sampled_from([1.0, 65536.0, 0.125]),
         chunk=st.sampled_from([1, 30, 100, 2**23]),
         seed=st.integers(0, 2**20),
+        frozen=st.just(""),
+        strided=st.booleans(),
+        divisor=st.none(),
     )
 )
 @example(Case(4, True, 1, 1, 1, "none", True, -100, 1.0, 1, 0))  # three of four ranks hold padding only

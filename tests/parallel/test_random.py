@@ -251,11 +251,11 @@ def drawn_by(policy: str, tensor: int, sequence: bool, attention: str) -> list[l
     before = torch.get_rng_state()
     phases, losses = [], []
     with Masks() as masks:
-        for phase in (model, 0, model, model, 2, 1, model):
-            if phase is model:
+        for backward_of in (None, 0, None, None, 2, 1, None):
+            if backward_of is None:
                 losses.append(model(tokens, labels=tokens).loss)
             else:
-                losses[phase].backward()
+                losses[backward_of].backward()
             phases.append(masks.take())
     assert torch.equal(torch.get_rng_state(), before), "the default generator has moved"
     return phases

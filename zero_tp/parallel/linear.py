@@ -21,7 +21,8 @@ With `zero_tp.parallel.fused_products`, gathers and scatters are fused with thei
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ class _ColumnParallel(torch.autograd.Function):
             pairs = [(gradient, _used_rows(weight, used)) for gradient, weight, used in layers]
             start = start_reduce_scatter if ctx.sequence else start_all_reduce
             fused = ctx.sequence and len(pairs) == 1 and ctx.fused
-            whole_gradient = None if fused else _sum(gradient @ weight for gradient, weight in pairs)
+            whole_gradient = None if fused else reduce(Tensor.add_, (gradient @ weight for gradient, weight in pairs))
             if gathering is not None:
                 gathering.wait()  # before the next collective starts: one order on every rank
             if whole_gradient is None:
@@ -177,13 +178,6 @@ def _pad_rows(gradient: Tensor, rows: RowRange | None, total: int) -> Tensor:
     whole = gradient.new_zeros(total, *gradient.shape[1:])
     whole[rows[0] : rows[1]] = gradient
     return whole
-
-
-def _sum(terms: Iterable[Tensor]) -> Tensor:
-    total, *others = terms
-    for term in others:
-        total += term
-    return total
 
 
 class _RowParallel(torch.autograd.Function):
