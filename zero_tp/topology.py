@@ -57,7 +57,7 @@ class Topology:
         sequence: sequence parallelism (SP) in the model code, over the TP group.
         tensor_group, data_group: process groups, None when no process group exists (one process).
         group_names: of this rank's groups, in the order of their creation.
-        fused_products: linear layers fuse their products with their gathers and scatters; see `parallel.fused.fuse`.
+        fused_products: linear layers fuse their products with their gathers and scatters; see `parallel/fused.py`.
     """
 
     def __init__(

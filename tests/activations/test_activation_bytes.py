@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import GPT2Config
 
-from benchmarks.papers.kept import kept_by_backward, kept_by_layer
+from benchmarks.papers.kept import kept_by_layer
 from tests.support.compare import grid
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
@@ -94,6 +94,27 @@ def rows(layer: Layer, core: str) -> dict[str, tuple[dict[str, Any], dict[str, A
     return found
 
 
+def saved_by_autograd(function: Callable[[Tensor], Tensor], stream: Tensor, weights: set[int]) -> int:
+    """Bytes of the storages that autograd packs, without weights: another count, valid without recomputation."""
+    packed: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in weights:
+            packed[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        function(stream.requires_grad_())
+    return sum(tensor.untyped_storage().nbytes() for tensor in packed.values())
+
+
+def counted_by_autograd(model: ZeroTPForCausalLM, layer: Layer) -> int:
+    stream = torch.randn(int(layer.residual) // layer.b // layer.h, layer.b, layer.h, dtype=torch.bfloat16)
+    context = model.transformer.context(layer.s, stream, ForwardInputs(), sequence=layer.sequence)
+    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    return saved_by_autograd(partial(model.transformer.layers[0], context=context), stream, weights)
+
+
 def measure(shapes: list[Layer], tensor: int, sequence: bool) -> list[tuple[str, float, list[Allocation]]]:
     """On every rank: each row's name, the formula's bytes, and what is kept."""
     topology = grid(tensor, sequence) if tensor > 1 else Topology(world=1)
@@ -105,6 +126,8 @@ def measure(shapes: list[Layer], tensor: int, sequence: bool) -> list[tuple[str,
                 model = model_of(layer, core, topology)
                 ActivationMemory(model, RecomputePolicy(**policy), settings, torch.device("cpu"))
                 storages = kept_by_layer(model, 0, layer.s, layer.b)
+                if name == "none":
+                    assert counted_by_autograd(model, layer) == sum(storage.bytes for storage in storages)
                 found.append((f"{core}, {name}, {layer}", expected, storages))
     return found
 
@@ -119,50 +142,3 @@ def test_a_layer_keeps_what_the_formulas_say(ranks: Pools, seed: int, tensor: in
             bytes_kept = sum(storage.bytes for storage in storages)
             listing = "\n".join(map(str, storages))
             assert bytes_kept == pytest.approx(expected, rel=0.02), f"{name}: {bytes_kept / expected:.4f}\n{listing}"
-
-
-def saved_by_autograd(function: Callable[[Tensor], Tensor], stream: Tensor, weights: set[int]) -> int:
-    """Bytes of the storages that autograd packs, weights left out: another count, where no policy keeps anything."""
-    packed: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata not in weights:
-            packed[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        function(stream.requires_grad_())
-    return sum(tensor.untyped_storage().nbytes() for tensor in packed.values())
-
-
-def both_ways(layer: Layer) -> dict[str, tuple[int, int]]:
-    topology = grid(layer.t, layer.sequence) if layer.t > 1 else Topology(world=1)
-    found = {}
-    for core in CORES:
-        model = model_of(layer, core, topology)
-        stream = torch.randn(int(layer.residual) // layer.b // layer.h, layer.b, layer.h, dtype=torch.bfloat16)
-        context = model.transformer.context(layer.s, stream, ForwardInputs(), sequence=layer.sequence)
-        function = partial(model.transformer.layers[0], context=context)
-        weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-        counted = sum(storage.bytes for storage in kept_by_backward(function, stream))
-        found[core] = (counted, saved_by_autograd(function, stream, weights))
-    return found
-
-
-@THOROUGH
-@pytest.mark.parametrize(("tensor", "sequence"), GRIDS[:3])
-def test_storages_alive_are_those_that_autograd_packs(ranks: Pools, seed: int, tensor: int, sequence: bool) -> None:
-    layer = replace(drawn(seed)[0], t=tensor, sequence=sequence)
-    for found in ranks(tensor).run(both_ways, layer) if tensor > 1 else [both_ways(layer)]:
-        for core, (counted, packed) in found.items():
-            assert counted == packed, core
-
-
-def test_what_is_not_kept_is_not_counted() -> None:
-    def function(tensor: Tensor) -> Tensor:
-        return ((tensor + 1).exp() * 3).reshape(-1)  # exp keeps its output, the others nothing
-
-    kept_storages = kept_by_backward(function, torch.zeros(5, 7))
-    assert [(storage.bytes, storage.shape) for storage in kept_storages] == [(5 * 7 * 4, (5, 7))]
-    assert kept_by_backward(torch.sin, torch.zeros(3))[0].bytes == 12  # its input
-    assert kept_by_backward(torch.exp, torch.zeros(3))[0].bytes == 12  # its output

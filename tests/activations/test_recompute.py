@@ -23,6 +23,7 @@ P_A, CPU = {"partition_activations": True}, {"cpu_checkpointing": True}
 CONTIGUOUS = {"contiguous_memory_optimization": True}
 ALL_MODULES = ["attention_core", "mlp_activation", "norm"]
 POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "none": ({"mode": "none"}, {}),
     "attention_core": ({"mode": "selective"}, {}),
     "mlp_activation": ({"mode": "selective", "modules": ["mlp_activation"]}, {}),
     "norm": ({"mode": "selective", "modules": ["norm"]}, {}),
@@ -78,28 +79,31 @@ def batches(config: PretrainedConfig, topology: Topology, seed: int) -> list[Any
     return [MaskedBatch({name: part[number] for name, part in parts.items()}) for number in range(ACCUMULATION)]
 
 
-def run(
-    kind: str, seed: int, tensor: int, sequence: bool, stage: int, attention: str, dropout: float, names: list[str]
-) -> dict[str, Any]:
-    """On every rank: each policy's losses, norms and weights."""
-    from tests.support.native import native_tensors
+def engine_of(config: PretrainedConfig, topology: Topology, seed: int, name: str, stage: int) -> Any:
     from zero_tp.training.engine import TrainingEngine
 
-    config = model_of(kind, dropout)
-    config._attn_implementation = attention
+    policy, settings = POLICIES[name]
+    deepspeed_config = {
+        "train_micro_batch_size_per_gpu": BATCH // topology.data // ACCUMULATION,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "activation_checkpointing": settings,
+    }
+    return TrainingEngine(config, topology, deepspeed_config, seed=seed, recompute=RecomputePolicy(**policy))
+
+
+def run(kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> dict[str, Any]:
+    """On every rank: each policy's losses, norms, weights and notes."""
+    from tests.support.native import native_tensors
+
+    config = model_of(kind, dropout=0.2)
+    config._attn_implementation = ("sdpa", "eager")[seed % 2]
     topology = Topology(tensor, sequence)
     found = {}
-    for name in names:
-        policy, settings = ({"mode": "none"}, {}) if name == "none" else POLICIES[name]
-        deepspeed_config = {
-            "train_micro_batch_size_per_gpu": BATCH // topology.data // ACCUMULATION,
-            "gradient_accumulation_steps": ACCUMULATION,
-            "gradient_clipping": 0.5,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
-            "zero_optimization": {"stage": stage},
-            "activation_checkpointing": settings,
-        }
-        engine = TrainingEngine(config, topology, deepspeed_config, seed=seed, recompute=RecomputePolicy(**policy))
+    for name in POLICIES:
+        engine = engine_of(config, topology, seed, name, stage)
         losses, norms = [], []
         for step in range(STEPS):
             losses.append(engine.train_step(batches(config, topology, seed + step)))
@@ -109,29 +113,22 @@ def run(
     return found
 
 
-def counted_and_run(seed: int, tensor: int, sequence: bool) -> dict[str, tuple[float, float]]:
-    """On every rank: each policy's FLOPs of one step, as the library says, and as torch counts them on this rank."""
+def flops_of_a_step(seed: int, tensor: int, sequence: bool) -> dict[str, tuple[float, float]]:
+    """On every rank, each policy's FLOPs of one step: as the library says, and as torch counts them on this rank."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from zero_tp.models.flops import hardware_flops
-    from zero_tp.training.engine import TrainingEngine
 
-    sizes: dict[str, Any] = {"n_layer": 3, "n_embd": 24, "n_head": 4, "n_positions": SEQUENCE}
-    config = GPT2Config(**sizes, vocab_size=100, bos_token_id=0, eos_token_id=0)
+    config = model_of("gpt2", dropout=0.0)
+    config.vocab_size = 100  # the library counts no padding
     config._attn_implementation = "eager"  # torch counts no fused kernel of a CPU
     topology = Topology(tensor, sequence)
     found = {}
-    for name in ["none", *(name for name in POLICIES if not POLICIES[name][1])]:
-        policy = RecomputePolicy(**({"mode": "none"} if name == "none" else POLICIES[name][0]))
-        deepspeed_config = {
-            "train_micro_batch_size_per_gpu": BATCH // topology.data // ACCUMULATION,
-            "gradient_accumulation_steps": ACCUMULATION,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        }
-        engine = TrainingEngine(config, topology, deepspeed_config, seed=seed, recompute=policy)
-        windows = torch.randint(0, config.vocab_size, (BATCH // topology.data, SEQUENCE + 1))
+    for name in (name for name, (_, settings) in POLICIES.items() if not settings):
+        engine = engine_of(config, topology, seed, name, stage=0)
         with FlopCounterMode(display=False) as ran:
-            engine.train_step([(window[:, :-1], window[:, 1:]) for window in windows.chunk(ACCUMULATION)])
+            engine.train_step(batches(config, topology, seed))
+        policy = RecomputePolicy(**POLICIES[name][0])
         again = policy.recomputed_layers_and_cores(config.n_layer, ACCUMULATION)
         said = hardware_flops(engine.model.spec, BATCH, SEQUENCE, recomputed=again)
         found[name] = (said, float(ran.get_total_flops()))
@@ -141,7 +138,7 @@ def counted_and_run(seed: int, tensor: int, sequence: bool) -> dict[str, tuple[f
 @THOROUGH
 @pytest.mark.parametrize(("tensor", "sequence"), in_tiers([(1, False), (2, False), (2, True)], [(2, True)]))
 def test_hardware_flops_are_those_that_torch_counts(ranks: Pools, seed: int, tensor: int, sequence: bool) -> None:
-    every = ranks(2).run(counted_and_run, seed, tensor, sequence)
+    every = ranks(2).run(flops_of_a_step, seed, tensor, sequence)
     for name in every[0]:
         assert sum(ran[name][1] for ran in every) == every[0][name][0], name
 
@@ -170,13 +167,11 @@ def test_recomputing_an_encoder_changes_no_bit(ranks: Pools, seed: int, kind: st
 
 def compare(ranks: Pools, kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> None:
     """Of every policy, with dropout: the masks are drawn again as they were."""
-    attention = ("sdpa", "eager")[seed % 2]
-    for found in ranks(2).run(run, kind, seed, tensor, sequence, stage, attention, 0.2, ["none", *POLICIES]):
+    for found in ranks(2).run(run, kind, seed, tensor, sequence, stage):
         losses, norms, weights, _ = found["none"]
-        for name in POLICIES:
-            assert found[name][0] == losses, name
-            assert found[name][1] == norms, name
+        for name, (its_losses, its_norms, its_weights, notes) in found.items():
+            assert its_losses == losses and its_norms == norms, name
             for key, expected in weights.items():
-                assert torch.equal(found[name][2][key], expected), (name, key)
-            noted = "nothing to partition" in " ".join(found[name][3])
+                assert torch.equal(its_weights[key], expected), (name, key)
+            noted = "nothing to partition" in " ".join(notes)
             assert noted == ("partitioned" in name and (sequence or tensor == 1))

@@ -1,30 +1,37 @@
-"""Checkpoints that leave an accelerator come back in time, whatever its streams do first: no bit changes.
+"""Checkpoints are where the config says, and those that leave an accelerator come back in time: no bit changes.
 
-The accelerator is a simulated one with values (tests/support/streams.py). test_store_moments.py counts the bytes.
+The accelerator is a simulated one with values (tests/support/streams.py).
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig
+from torch import Tensor
 
 from tests.support.compare import check_close, grid
+from tests.support.computing_models import (
+    BATCH,
+    HIDDEN,
+    VOCABULARY,
+    config_of,
+    gradient_of,
+    model_there,
+    tensor_there,
+)
 from tests.support.pools import Pool
 from tests.support.streams import computing_accelerator
 from tests.tiers import THOROUGH
 from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.activations.stores import ContiguousBuffer, Host, InPlace, Partitioned, Store
+from zero_tp.activations.stores import LEAVING, ContiguousBuffer, Host, InPlace, Partitioned, Store
 from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.planning.dryrun import Unfilled
 
 WORLD = 2
-LAYERS, BATCH, LENGTH, VOCABULARY = 3, 2, 10, 50
+LAYERS, LENGTH = 3, 10
 P_A, HOST, BUFFER = "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"
 SCHEDULES = ["late", "early"]
 """When copies run where nothing orders them."""
@@ -33,24 +40,21 @@ SCHEDULES = ["late", "early"]
 # ---- a model -------------------------------------------------------------------------------------------------------
 
 
-def config_of(model_type: str) -> Any:
-    sizes: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": LAYERS}
-    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
-    sizes |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-    if model_type == "gpt2":
-        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    else:
-        sizes |= {"intermediate_size": 32, "num_key_value_heads": 2}
-    config = AutoConfig.for_model(model_type, **sizes)
-    config._attn_implementation = "eager"  # the simulated accelerator's fused kernel has no values
-    return config
+class Run(NamedTuple):
+    """A run of micro-batches.
+
+    Attributes:
+        values: the gradients by name, summed over the micro-batches, and under "losses" their losses.
+        moved: copies that have run after each forward and each backward.
+        alive: bytes on the device and on the host at the same moments.
+    """
+
+    values: dict[str, Tensor]
+    moved: list[int]
+    alive: list[tuple[int, int]]
 
 
-Found = dict[str, Tensor]
-"""By name: the gradients, summed over the micro-batches, and under "losses" their losses."""
-
-
-def plain(model: ZeroTPForCausalLM, tokens: Tensor) -> Found:
+def plain(model: ZeroTPForCausalLM, tokens: Tensor) -> dict[str, Tensor]:
     """What the model computes on the CPU, where nothing is simulated."""
     losses = []
     for one in tokens:
@@ -62,30 +66,23 @@ def plain(model: ZeroTPForCausalLM, tokens: Tensor) -> Found:
 
 def simulated(
     model: ZeroTPForCausalLM, tokens: Tensor, copies: str, settings: dict[str, Any], policy: dict[str, Any]
-) -> tuple[Found, list[int]]:
-    """What its copy on the accelerator computes; and how many copies have moved after each forward and backward."""
+) -> Run:
+    """What its copy on the accelerator computes."""
     with computing_accelerator(copies) as computing:
-        there = ZeroTPForCausalLM(model.config, model.topology, source=Unfilled(), device=computing.device).train()
-        for its, ours in zip(there.parameters(), model.parameters(), strict=True):
-            computing.write(its, ours)
+        there = model_there(model, computing)
         ActivationMemory(there, RecomputePolicy(**policy), settings, computing.device)
-        batches = torch.empty(tokens.shape, dtype=torch.long, device=computing.device)
-        computing.write(batches, tokens)
-        losses, moved = [], []
-        for one in batches:
+        losses, moved, alive = [], [], []
+        for one in tensor_there(tokens, computing):
             loss = there(one, shift_labels=one).loss
             moved.append(computing.moved)
+            alive.append(computing.alive())
             loss.backward()
             moved.append(computing.moved)
+            alive.append(computing.alive())
             losses.append(loss.detach())
         values = [computing.read(loss) for loss in losses]
         gradients = {name: computing.read(gradient_of(each)) for name, each in there.named_parameters()}
-    return {"losses": torch.stack(values), **gradients}, moved
-
-
-def gradient_of(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+    return Run({"losses": torch.stack(values), **gradients}, moved, alive)
 
 
 def compared(
@@ -98,25 +95,53 @@ def compared(
 ) -> None:
     """Each case's losses and gradients equal, bit for bit, those of a run that keeps everything where it is."""
     tokens = torch.randint(VOCABULARY, (micro_batches, BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
-    model = ZeroTPForCausalLM(config_of(model_type), grid(tensor, sequence), seed=1).train()
-    expected, moved = simulated(model, tokens, "late", {}, {"mode": "none"})
-    assert not any(moved)
-    check_close(expected, plain(model, tokens))  # the CPU adds in another order
+    config = config_of(model_type, LAYERS, LENGTH, kv_heads=2)
+    model = ZeroTPForCausalLM(config, grid(tensor, sequence), seed=1).train()
+    expected = simulated(model, tokens, "late", {}, {"mode": "none"})
+    in_place = simulated(model, tokens, "late", {}, policy)
+    check_close(expected.values, plain(model, tokens))  # the CPU adds in another order
+    assert not any(expected.moved) and not any(in_place.moved)
+    same_values(in_place, expected, "in place")
     leave = len(RecomputePolicy(**policy).recomputed_layers(LAYERS))
     for settings, copies in itertools.product(cases, SCHEDULES):
-        found, moved = simulated(model, tokens, copies, settings, policy)
-        for name, values in expected.items():
-            assert torch.equal(found[name], values), (settings, copies, name)
+        found = simulated(model, tokens, copies, settings, policy)
+        same_values(found, expected, (settings, copies))
         # Late: forward waits for all copies but two. Early: all have left when it ends.
         out = max(0, leave - 2) if copies == "late" else leave
         passes = [2 * leave * done + part for done in range(micro_batches) for part in (out, 2 * leave)]
-        assert moved == [one * (HOST in settings) for one in passes], (settings, copies)
+        assert found.moved == [one * (HOST in settings) for one in passes], (settings, copies)
+        both = zip(found.alive, in_place.alive, strict=True)
+        more = [(device - plain_device, host - plain_host) for (device, host), (plain_device, plain_host) in both]
+        assert more == expected_bytes(settings, leave, tensor, sequence) * micro_batches, (settings, copies)
+
+
+def same_values(found: Run, expected: Run, case: object) -> None:
+    for name, values in expected.values.items():
+        assert torch.equal(found.values[name], values), (case, name)
+
+
+def expected_bytes(settings: dict[str, Any], leave: int, tensor: int, sequence: bool) -> list[tuple[int, int]]:
+    """Bytes more than in place, on the device and on the host, after a forward and after its backward."""
+    numel = LENGTH * BATCH * HIDDEN // (tensor if sequence else 1)
+    piece = -(-numel // tensor) if P_A in settings and not sequence else numel
+    buffer = (settings.get("number_checkpoints") or leave) * piece if BUFFER in settings else 0
+    kept, whole = buffer or leave * piece, leave * numel
+    if HOST in settings:
+        return [(4 * (min(LEAVING, leave) * piece - whole), 4 * kept), (0, 4 * buffer)]
+    return [(4 * (kept - whole), 0), (4 * buffer, 0)]
 
 
 FULL = {"mode": "full"}
 ALL = {P_A: True, BUFFER: True, HOST: True}
-OTHERS: list[dict[str, Any]] = [{}, {HOST: True}, {P_A: True}, {P_A: True, HOST: True}, {P_A: True, BUFFER: True}]
-UNDER_SP: list[dict[str, Any]] = [{}, {HOST: True}, {BUFFER: True}, {BUFFER: True, HOST: True}, ALL]
+OTHERS: list[dict[str, Any]] = [
+    {HOST: True},
+    {P_A: True},
+    {BUFFER: True},
+    {P_A: True, HOST: True},
+    {P_A: True, BUFFER: True},
+    {HOST: True, BUFFER: True},
+]
+UNDER_SP: list[dict[str, Any]] = [{HOST: True}, {BUFFER: True}, {BUFFER: True, HOST: True}, ALL]
 
 
 @pytest.mark.parametrize(
@@ -138,11 +163,13 @@ def test_two_ranks_compute_the_same(
     ("policy", "slots"),
     [
         pytest.param(FULL, None, id="all", marks=THOROUGH),
-        pytest.param({"mode": "full", "every": 2}, 4, id="every-other", marks=THOROUGH),
+        pytest.param({"mode": "full", "every": 2}, 4, id="every-other"),
+        pytest.param({"mode": "full", "layers": 1}, 3, id="first", marks=THOROUGH),
     ],
 )
 def test_one_rank_computes_the_same(policy: dict[str, Any], slots: int | None) -> None:
-    compared("gpt2", 1, False, [{HOST: True}, {HOST: True, BUFFER: True, "number_checkpoints": slots}], policy)
+    buffer = {BUFFER: True, "number_checkpoints": slots}
+    compared("gpt2", 1, False, [{HOST: True}, buffer, {HOST: True, **buffer}], policy)
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------
@@ -168,11 +195,8 @@ def round_trips(tensor: int, copies: str) -> int:
         }
         for name, store in stores.items():
             with computing_accelerator(copies) as computing:
-                device, tokens, found = computing.device, [], []
-                inputs = [torch.empty(shape, dtype=dtype, device=device) for shape in SHAPES]
-                for its, ours in zip(inputs, given, strict=True):
-                    computing.write(its, ours)
-                for each in inputs:
+                tokens, found = [], []
+                for each in [tensor_there(values, computing) for values in given]:
                     tokens.append(store.put((each * 3).transpose(0, -1)))
                 while tokens:
                     found.append(store.take(tokens[-1]) + 0)
@@ -210,6 +234,8 @@ def test_the_device_has_memory_for_what_is_on_its_way(copies: str) -> None:
         while tokens:
             tensor = store.take(tokens[-1]) + 0
             del tokens[-1]
+            if copies == "early":
+                assert computing.moved == 2 * count - max(0, len(tokens) - 1), "one tensor ahead comes back"
         assert computing.most_reserved <= 4 * 4 * numel
         found = computing.read(tensor)
     assert not found.any()
@@ -224,3 +250,12 @@ def test_memory_is_free_after_a_copy_that_nobody_takes() -> None:
         assert computing.moved == 3, "two out, one back"
         tokens.clear()
         assert computing.moved == 4
+
+
+def test_a_buffer_is_made_once() -> None:
+    buffer, addresses = ContiguousBuffer(2), set()
+    for _ in range(3):
+        slots = [buffer.put(torch.ones(4)) for _ in range(2)]
+        addresses.add(buffer.take(slots[0]).untyped_storage().data_ptr())
+        del slots
+    assert len(addresses) == 1

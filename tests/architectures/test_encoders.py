@@ -198,7 +198,7 @@ def scored(world: int, sequence: bool, seed: int) -> int:
     shards = [leaf(cut.shard(each, topology.tensor_rank, world)) for each in (weight, bias)]
     rows = gather_rows(own, places, topology.tensor_group, sequence=sequence).unsqueeze(1)
     common: dict[str, Any] = {"vocabulary": vocabulary, "group": topology.tensor_group, "bias": shards[1]}
-    loss, right = vocab_parallel_cross_entropy(rows, shards[0], labels, divisor=4.0, choosing=True, **common)
+    loss, right = vocab_parallel_cross_entropy(rows, shards[0], labels, divisor=4.0, accuracy=True, **common)
     (loss * 3).backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert right.item() == (logits.argmax(1) == labels[:, 0]).sum().item() >= 1

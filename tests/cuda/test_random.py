@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.parallel.test_random_streams import drawn
+from tests.parallel.test_random import drawn
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
 
@@ -28,7 +28,7 @@ def copied_state(generator: torch.Generator) -> Iterator[None]:
 
 def test_shared_states_give_what_copied_ones_do() -> None:
     copying, sharing = RandomStreams(Topology(), 5, "cuda"), RandomStreams(Topology(), 5, "cuda")
-    copying._active = copied_state
+    copying._activate = copied_state
     results = []
     for streams in (copying, sharing):
         torch.cuda.manual_seed(1)

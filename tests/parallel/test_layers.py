@@ -81,18 +81,6 @@ def test_operators_do_what_they_are_defined_to_do(ranks: Pools, world: int) -> N
         assert forward == pytest.approx(transposed, rel=1e-4)
 
 
-def uneven(world: int) -> str:
-    group = grid(world, True).tensor_group
-    with pytest.raises(ValueError) as caught:
-        collectives.reduce_scatter(torch.zeros(world + 1, 2), group)
-    return str(caught.value)
-
-
-def test_uneven_pieces_are_refused(ranks: Pools) -> None:
-    for said in ranks(3).run(uneven, 3):
-        assert "4 rows do not split over 3 ranks" in said
-
-
 # ---- linear layers ------------------------------------------------------------------------------------------------
 
 
@@ -132,10 +120,8 @@ def linear(
     inputs = HIDDEN if column else parts[0]
     outputs = sum(parts) if column else HIDDEN
     length = 2 * world
-    tensors = {"weight": torch.randn(outputs, inputs), "bias": torch.randn(outputs)}
-    if not bias:
-        del tensors["bias"]
-    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    shapes = {"weight": (outputs, inputs)} | ({"bias": (outputs,)} if bias else {})
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
     whole_input, upstream = torch.randn(length, BATCH, inputs).to(dtype), torch.randn(length, BATCH, outputs).to(dtype)
 
     # The reference is fp32 whatever the dtype.
@@ -231,15 +217,18 @@ def test_products_after_the_gather_are_the_same(ranks: Pools) -> None:
     assert ranks(3).run(after_the_gather, 3) == [2, 4, 2]
 
 
-def indivisible(world: int) -> str:
-    with pytest.raises(ValueError) as caught:
+def refused(world: int) -> tuple[str, str]:
+    with pytest.raises(ValueError) as rows:
+        collectives.reduce_scatter(torch.zeros(world + 1, 2), grid(world, True).tensor_group)
+    with pytest.raises(ValueError) as features:
         RowParallelLinear(maker(grid(world, False)), 7, HIDDEN, bias=True, init=INIT)
-    return str(caught.value)
+    return str(rows.value), str(features.value)
 
 
-def test_features_that_do_not_divide_are_refused(ranks: Pools) -> None:
-    for said in ranks(2).run(indivisible, 2):
-        assert "weight: 7 does not divide by tensor parallel size 2" in said
+def test_what_does_not_divide_is_refused(ranks: Pools) -> None:
+    for rows, features in ranks(3).run(refused, 3):
+        assert "4 rows do not split over 3 ranks" in rows
+        assert "weight: 7 does not divide by tensor parallel size 3" in features
 
 
 # ---- embedding ----------------------------------------------------------------------------------------------------

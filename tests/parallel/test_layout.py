@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from transformers import GPT2Config
 
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.gradients import GradientHooks
-from zero_tp.parallel.layout import Replicated, Sharded, audit, layout_of, set_layout
+from zero_tp.parallel.layout import MARKS, Replicated, Sharded, audit, layout_of, set_layout
 from zero_tp.topology import Topology
 
 LAYERS, VOCABULARY, STD = 2, 301, 0.02
@@ -63,23 +64,18 @@ def test_unshard_of_shards_is_the_whole(data: st.DataObject) -> None:
             assert padded or padding == 0
 
 
-def test_a_rank_may_hold_padding_only() -> None:
-    layout = Sharded(0, (3,), padded=True)
-    whole = torch.tensor([1, 2, 3])
-    assert [layout.shard(whole, rank, 5).tolist() for rank in range(5)] == [[1], [2], [3], [0], [0]]
-    layout = Sharded(0, (9,), padded=True)  # three rows a rank: the last has one row past the end of the third
-    assert [layout.shard(torch.arange(1, 10), rank, 4).tolist() for rank in range(4)] == [
-        [1, 2, 3],
-        [4, 5, 6],
-        [7, 8, 9],
-        [0, 0, 0],
-    ]
-
-
-def test_fused_parts_are_split_each_by_itself() -> None:
-    whole = torch.tensor([10, 11, 20, 21, 30, 31, 32, 33])
-    layout = Sharded(0, (2, 2, 4))
-    assert [layout.shard(whole, rank, 2).tolist() for rank in range(2)] == [[10, 20, 30, 31], [11, 21, 32, 33]]
+@pytest.mark.parametrize(
+    ("layout", "whole", "shards"),
+    [
+        (Sharded(0, (3,), padded=True), [1, 2, 3], [[1], [2], [3], [0], [0]]),
+        # Three rows a rank: the last has one row past the end of the third.
+        (Sharded(0, (9,), padded=True), [*range(1, 10)], [[1, 2, 3], [4, 5, 6], [7, 8, 9], [0, 0, 0]]),
+        (Sharded(0, (2, 2, 4)), [10, 11, 20, 21, 30, 31, 32, 33], [[10, 20, 30, 31], [11, 21, 32, 33]]),
+    ],
+    ids=["padding only", "a row past the end", "fused parts"],
+)
+def test_shards_in_numbers(layout: Sharded, whole: list[int], shards: list[list[int]]) -> None:
+    assert [layout.shard(torch.tensor(whole), rank, len(shards)).tolist() for rank in range(len(shards))] == shards
 
 
 def test_a_part_that_does_not_divide_is_an_error() -> None:
@@ -96,26 +92,26 @@ def test_a_part_that_does_not_divide_is_an_error() -> None:
         layout.shard(torch.zeros(11, 3), 0, 2)
 
 
-@pytest.mark.parametrize("tensor", [2, 3, 4, 8])
-def test_initial_weights_are_the_same_for_every_tensor_size(tensor: int) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "dtype"), [*((tensor, torch.float32) for tensor in (2, 3, 4, 8)), (3, torch.bfloat16)]
+)
+def test_initial_weights_are_the_same_for_every_tensor_size(tensor: int, dtype: torch.dtype) -> None:
     whole = dict(models(1)[0].named_parameters())
-    split = models(tensor, sequence=True)
+    split = models(tensor, sequence=True, dtype=dtype)
     for name, reference in whole.items():
-        held = shards(split, name)
-        assert torch.equal(layout_of(held[0]).unshard(held), reference), name
-        assert layout_of(reference).__class__ is layout_of(held[0]).__class__
+        pieces = shards(split, name)
+        assert torch.equal(layout_of(pieces[0]).unshard(pieces), reference.to(dtype)), name
+        assert layout_of(reference).__class__ is layout_of(pieces[0]).__class__
+    for name in ("transformer.embedding.word.weight", "head.weight"):
+        padding = torch.cat(shards(split, name))[VOCABULARY:]
+        assert len(padding) == -VOCABULARY % tensor and not padding.any()
     for model in split:
         audit(model, model.topology)
 
 
-def test_initial_weights_rounded_and_reseeded() -> None:
-    exact = dict(models(1)[0].named_parameters())
-    rounded = models(3, dtype=torch.bfloat16)
-    for name, reference in exact.items():
-        held = shards(rounded, name)
-        assert torch.equal(layout_of(held[0]).unshard(held), reference.bfloat16()), name
+def test_another_seed_draws_other_weights() -> None:
     other = dict(ZeroTPForCausalLM(config(tie_word_embeddings=False), seed=6).named_parameters())
-    for name, reference in exact.items():
+    for name, reference in models(1)[0].named_parameters():
         assert torch.equal(other[name], reference) == (reference.dim() == 1), name
 
 
@@ -140,73 +136,36 @@ def test_initial_distribution() -> None:
             assert len(rows[:, 0].unique()) == len(rows), f"{name}: blocks repeat"
 
 
-@pytest.mark.parametrize("tensor", [2, 3, 4, 8])
-def test_padded_rows_are_zero(tensor: int) -> None:
-    for name in ("transformer.embedding.word.weight", "head.weight"):
-        joined = torch.cat(shards(models(tensor), name)).detach()
-        assert len(joined) == -(-VOCABULARY // tensor) * tensor
-        assert joined[:VOCABULARY].any(1).all()
-        assert not joined[VOCABULARY:].any()
+def reshape(layer: Any) -> None:
+    marks = vars(layer.mlp.up.weight)
+    layer.mlp.up.weight = nn.Parameter(torch.zeros(7, 72))
+    vars(layer.mlp.up.weight).update(marks)
 
 
-def test_tied_weight_is_one_parameter() -> None:
-    model = ZeroTPForCausalLM(config(), Topology(2, world=2, rank=1))
-    assert model.head.weight is model.transformer.embedding.word.weight
-    assert "head.weight" not in dict(model.named_parameters())
-
-
-class Tampered:
-    """One way to break a model, and what the audit must say."""
-
-    @staticmethod
-    def unclassified(model: Any) -> None:
-        model.transformer.layers[1].mlp.extra = nn.Parameter(torch.zeros(3))
-
-    @staticmethod
-    def shape(model: Any) -> None:
-        old = model.transformer.layers[1].mlp.up.weight
-        model.transformer.layers[1].mlp.up.weight = copy_marks(old, nn.Parameter(torch.zeros(7, 72)))
-
-    @staticmethod
-    def unmarked(model: Any) -> None:
-        model.transformer.layers[1].mlp.up.weight.tensor_model_parallel = False
-
-    @staticmethod
-    def half_marked(model: Any) -> None:
-        model.transformer.layers[1].mlp.up.weight.model_parallel = False
-
-    @staticmethod
-    def swapped(model: Any) -> None:
-        layer = model.transformer.layers[1]
-        layer.mlp_norm.weight, layer.attention_norm.weight = layer.attention_norm.weight, layer.mlp_norm.weight
-
-    @staticmethod
-    def marked(model: Any) -> None:
-        model.transformer.layers[1].mlp_norm.weight.model_parallel = True
-
-
-def copy_marks(old: Tensor, new: nn.Parameter) -> nn.Parameter:
-    new.__dict__.update(old.__dict__)
-    return new
+def swap(layer: Any) -> None:
+    layer.mlp_norm.weight, layer.attention_norm.weight = layer.attention_norm.weight, layer.mlp_norm.weight
 
 
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
-        (Tampered.unclassified, r"transformer\.layers\.1\.mlp\.extra has no layout"),
-        (Tampered.shape, r"transformer\.layers\.1\.mlp\.up\.weight: shape \(7, 72\).*gives \(144, 72\)"),
-        (Tampered.unmarked, r"transformer\.layers\.1\.mlp\.up\.weight: .*tensor_model_parallel=False"),
-        (Tampered.half_marked, r"transformer\.layers\.1\.mlp\.up\.weight: .*model_parallel=False"),
-        (Tampered.swapped, r"layers\.1\.attention_norm\.weight: it was initialised as .*layers\.1\.mlp_norm\.weight"),
-        (Tampered.marked, r"transformer\.layers\.1\.mlp_norm\.weight: .*model_parallel=True"),
+        (lambda layer: setattr(layer.mlp, "extra", nn.Parameter(torch.zeros(3))), r"mlp\.extra has no layout"),
+        (reshape, r"mlp\.up\.weight: shape \(7, 72\).*gives \(144, 72\)"),
+        (swap, r"attention_norm\.weight: it was initialised as .*layers\.1\.mlp_norm\.weight"),
+        *(
+            (lambda layer, mark=mark: setattr(layer.mlp.up.weight, mark, False), rf"mlp\.up\.weight: .* {mark}=False")
+            for mark in MARKS
+        ),
+        (lambda layer: setattr(layer.mlp_norm.weight, MARKS[1], True), rf"mlp_norm\.weight: .* {MARKS[1]}=True"),
     ],
+    ids=["no layout", "shape", "name", *(f"no {mark}" for mark in MARKS), "marked"],
 )
-def test_audit_names_what_is_wrong(tamper: object, message: str) -> None:
+def test_audit_names_what_is_wrong(tamper: Callable[[Any], None], message: str) -> None:
     topology = Topology(2, world=2, rank=1)
-    model = ZeroTPForCausalLM(config(), topology)
+    model: Any = ZeroTPForCausalLM(config(), topology)
     audit(model, topology)
-    tamper(model)  # type: ignore[operator]
-    with pytest.raises(ValueError, match=message):
+    tamper(model.transformer.layers[1])
+    with pytest.raises(ValueError, match=rf"parameter transformer\.layers\.1\.{message}"):
         audit(model, topology)
 
 
@@ -216,20 +175,6 @@ def test_audit_refuses_a_partial_gradient_without_tensor_parallelism() -> None:
     set_layout(module.weight, "weight", Replicated("partial"), (2,), 1)
     with pytest.raises(ValueError, match="weight: a partial gradient without tensor parallelism"):
         audit(module, Topology())
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_partial_gradients_are_those_of_sequence_shards(sequence: bool) -> None:
-    model = models(2, sequence)[0]
-    replicated = {name for name, p in model.named_parameters() if isinstance(layout_of(p), Replicated)}
-    assert replicated == {
-        name
-        for name, _ in model.named_parameters()
-        if "norm" in name or "position" in name or name.endswith(("attention.output.bias", "mlp.down.bias"))
-    }
-    # Under SP row-parallel biases take theirs from the whole output gradient.
-    partial = {name for name in replicated if "norm" in name or "position" in name}
-    assert set(model.gradient_hooks.fired) == (partial if sequence else set())
 
 
 def test_hooks_refuse_an_unclassified_parameter() -> None:

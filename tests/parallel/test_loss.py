@@ -1,8 +1,8 @@
-"""The vocab-parallel cross entropy against torch's, on whole logits."""
+"""The vocab-parallel cross entropy, logits and scores against torch's, on whole logits."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,20 +25,44 @@ HIDDEN = 6
 IGNORED = {"none": 0.0, "some": 0.4, "most": 0.9, "all": 1.0}
 
 
-def problem(
-    length: int, batch: int, vocabulary: int, ignored: str, large: bool, index: int, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states [s, b, h], weight [v, h] and labels [s, b], the same on every rank."""
-    torch.manual_seed(seed)
-    hidden, weight = torch.randn(length, batch, HIDDEN), torch.randn(vocabulary, HIDDEN)
-    if large:
-        # Whole numbers, so that logits to ±1e4 are exact in fp32 and only the loss itself is compared.
-        hidden, weight = torch.randint(-40, 41, hidden.shape).float(), torch.randint(-41, 42, weight.shape).float()
-        hidden[0, 0], weight[0] = 40.0, 41.0
-        weight[-1] = -41.0
-    labels = torch.randint(vocabulary, (length, batch))
-    labels[torch.rand(labels.shape) < IGNORED[ignored]] = index
-    return hidden, weight, labels
+class Case(NamedTuple):
+    """Hidden states [pieces · world, batch, h] against a weight [vocabulary, h].
+
+    Attributes:
+        large: logits to ±1e4. ignore_index: the ignored label. upstream: the gradient of the loss.
+        chunk: elements of a block of logits, and of a chunk that a cache holds.
+        frozen: what needs no gradient. strided: hidden states are laid out batch first.
+    """
+
+    world: int = 2
+    sequence: bool = False
+    pieces: int = 3
+    batch: int = 2
+    vocabulary: int = 11
+    ignored: str = "some"
+    large: bool = False
+    ignore_index: int = -100
+    upstream: float = 2.0
+    chunk: int = 30
+    seed: int = 7
+    frozen: str = ""
+    strided: bool = False
+    divisor: float | None = None
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states [s, b, h], weight [v, h] and labels [s, b], the same on every rank."""
+        torch.manual_seed(self.seed)
+        hidden = torch.randn(self.pieces * self.world, self.batch, HIDDEN)
+        weight = torch.randn(self.vocabulary, HIDDEN)
+        if self.large:
+            # Whole numbers, so that logits to ±1e4 are exact in fp32 and only the loss itself is compared.
+            hidden, weight = torch.randint(-40, 41, hidden.shape).float(), torch.randint(-41, 42, weight.shape).float()
+            hidden[0, 0], weight[0] = 40.0, 41.0
+            weight[-1] = -41.0
+            weight[self.vocabulary // 2] = weight[0]  # a tie, on two ranks
+        labels = torch.randint(self.vocabulary, hidden.shape[:2])
+        labels[torch.rand(labels.shape) < IGNORED[self.ignored]] = self.ignore_index
+        return hidden, weight, labels
 
 
 def shard_of(weight: Tensor, rank: int, world: int) -> Tensor:
@@ -50,45 +74,37 @@ def shard_of(weight: Tensor, rank: int, world: int) -> Tensor:
     return local
 
 
-def cross_entropy(
-    world: int,
-    sequence: bool,
-    pieces: int,
-    batch: int,
-    vocabulary: int,
-    ignored: str,
-    large: bool,
-    index: int,
-    upstream: float,
-    chunk: int,
-    seed: int,
-    frozen: str = "",
-    strided: bool = False,
-    divisor: float | None = None,
-) -> set[str]:
-    topology = grid(world, sequence)
-    group, rank = topology.tensor_group, topology.tensor_rank
-    hidden, weight, labels = problem(pieces * world, batch, vocabulary, ignored, large, index, seed)
+def cross_entropy(case: Case) -> set[str]:
+    """Compare with torch; return the names of the gradients."""
+    topology = grid(case.world, case.sequence)
+    group, rank, world, index, divisor = (
+        topology.tensor_group,
+        topology.tensor_rank,
+        case.world,
+        case.ignore_index,
+        case.divisor,
+    )
+    hidden, weight, labels = case.tensors()
     whole_hidden, whole_weight = leaf(hidden), leaf(weight)
     logits = F.linear(whole_hidden, whole_weight)
     flat = logits.flatten(0, 1), labels.flatten()
     expected = F.cross_entropy(*flat, ignore_index=index)
     if divisor is not None:
         expected = F.cross_entropy(*flat, ignore_index=index, reduction="sum") / divisor
-    (expected * upstream).backward()
+    (expected * case.upstream).backward()
     each = F.cross_entropy(*flat, ignore_index=index, reduction="none").view(labels.shape)
 
     own = piece_of(hidden, topology)
-    if strided:
+    if case.strided:
         own = own.transpose(0, 1).contiguous().transpose(0, 1)
-    given_hidden = own.clone().requires_grad_("hidden" not in frozen)
-    given_weight = shard_of(weight, rank, world).requires_grad_("weight" not in frozen)
+    given_hidden = own.clone().requires_grad_("hidden" not in case.frozen)
+    given_weight = shard_of(weight, rank, world).requires_grad_("weight" not in case.frozen)
     before = module.BLOCK_ELEMENTS, elementwise.CACHE_ELEMENTS
-    module.BLOCK_ELEMENTS = elementwise.CACHE_ELEMENTS = chunk
+    module.BLOCK_ELEMENTS = elementwise.CACHE_ELEMENTS = case.chunk
     try:
-        common: dict[str, Any] = {"vocabulary": vocabulary, "group": group, "ignore_index": index}
-        once: dict[str, Any] = {"sequence": sequence, "divisor": divisor, **common}
-        found, _ = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, **once)
+        common: dict[str, Any] = {"vocabulary": case.vocabulary, "group": group, "ignore_index": index}
+        once: dict[str, Any] = {"sequence": case.sequence, "divisor": divisor, **common}
+        found, correct = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, accuracy=True, **once)
         with torch.no_grad():
             without, _ = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, **once)
         scores = vocab_parallel_token_scores(hidden, given_weight, labels, **common)
@@ -96,33 +112,36 @@ def cross_entropy(
         each_of_three = vocab_parallel_token_scores(hidden, given_weight, alternatives, **common)
     finally:
         module.BLOCK_ELEMENTS, elementwise.CACHE_ELEMENTS = before
-    assert found.dtype == torch.float32 and found.shape == () and found.requires_grad == (frozen != "hidden weight")
+    assert (
+        found.dtype == torch.float32 and found.shape == () and found.requires_grad == (case.frozen != "hidden weight")
+    )
     # Without gradients the blocks, whose losses are added up, are smaller.
     assert without.item() == pytest.approx(expected.item(), rel=2e-6, abs=1e-6, nan_ok=True)
     everyone = all_gather(found.detach().reshape(1), group)
     assert torch.equal(everyone[0].expand(world), everyone) or everyone.isnan().all()
     assert found.item() == pytest.approx(expected.item(), rel=2e-6, abs=1e-6, nan_ok=True)
     assert torch.allclose(scores.nll, each, rtol=1e-5, atol=2e-6)
-    # The whole numbers of `large` have ties, where torch's argmax takes the first.
-    assert torch.equal(scores.greedy, (logits.argmax(2) == labels) & (labels != index))
+    # Of tied logits (`large`) torch's argmax takes the first.
+    greedy = (logits.argmax(2) == labels) & (labels != index)
+    assert torch.equal(scores.greedy, greedy) and correct == greedy.sum()
     assert torch.equal(each_of_three.greedy[..., 0], scores.greedy)
     assert torch.allclose(each_of_three.nll[..., 0], each, rtol=1e-5, atol=2e-6)
     other = F.cross_entropy(flat[0], labels.roll(1).flatten(), ignore_index=index, reduction="none").view(labels.shape)
     assert torch.allclose(each_of_three.nll[..., 1], other, rtol=1e-5, atol=2e-6)
     assert not each_of_three.nll[..., 2].any() and not each_of_three.greedy[..., 2].any()
-    whole_logits = vocab_parallel_logits(hidden, given_weight, vocabulary=vocabulary, group=group)
+    whole_logits = vocab_parallel_logits(hidden, given_weight, vocabulary=case.vocabulary, group=group)
     check_close({"logits": whole_logits}, {"logits": logits.detach()})
     if not found.requires_grad:
         return set()
 
-    (found * upstream).backward()
+    (found * case.upstream).backward()
     gradients, references = {}, {}
     if given_hidden.requires_grad:
         assert given_hidden.grad is not None and whole_hidden.grad is not None
         gradients["hidden"], references["hidden"] = given_hidden.grad, piece_of(whole_hidden.grad, topology)
     if given_weight.requires_grad:
         assert given_weight.grad is not None and whole_weight.grad is not None
-        layout = Sharded(0, (vocabulary,), padded=True)
+        layout = Sharded(0, (case.vocabulary,), padded=True)
         # Against the zero-padded shard: a padded row must have no gradient.
         gradients["weight"], references["weight"] = given_weight.grad, layout.shard(whole_weight.grad, rank, world)
     # A floor: with one word in the vocabulary the gradient is zero.
@@ -135,62 +154,53 @@ def cross_entropy(
 # No shrinking: a failure on one rank costs a new pool.
 @settings(max_examples=40, phases=[Phase.explicit, Phase.generate])
 @given(
-    world=st.sampled_from([2, 3, 4]),
-    sequence=st.booleans(),
-    pieces=st.integers(1, 4),
-    batch=st.integers(1, 3),
-    vocabulary=st.integers(1, 40),
-    ignored=st.sampled_from(sorted(IGNORED)),
-    large=st.booleans(),
-    index=st.sampled_from([-100, -1]),
-    upstream=st.sampled_from([1.0, 65536.0, 0.125]),
-    chunk=st.sampled_from([1, 30, 100, 2**23]),
-    seed=st.integers(0, 2**20),
-)
-@example(4, True, 1, 1, 1, "none", True, -100, 1.0, 1, 0)  # three of four ranks hold padding only
-@example(4, False, 2, 2, 5, "all", False, -100, 65536.0, 30, 1)
-@example(2, True, 4, 2, 24, "some", True, -100, 0.125, 1, 815781)  # the maximum's last digit is not the loss's
-@example(3, True, 2, 2, 7, "some", True, -1, 1.0, 2**23, 2)
-def test_cross_entropy_equals_torch(
-    ranks: Pools,
-    world: int,
-    sequence: bool,
-    pieces: int,
-    batch: int,
-    vocabulary: int,
-    ignored: str,
-    large: bool,
-    index: int,
-    upstream: float,
-    chunk: int,
-    seed: int,
-) -> None:
-    compared = ranks(world).run(
-        cross_entropy, world, sequence, pieces, batch, vocabulary, ignored, large, index, upstream, chunk, seed
+    st.builds(
+        Case,
+        world=st.sampled_from([2, 3, 4]),
+        sequence=st.booleans(),
+        pieces=st.integers(1, 4),
+        batch=st.integers(1, 3),
+        vocabulary=st.integers(1, 40),
+        ignored=st.sampled_from(sorted(IGNORED)),
+        large=st.booleans(),
+        ignore_index=st.sampled_from([-100, -1]),
+        upstream=st.sampled_from([1.0, 65536.0, 0.125]),
+        chunk=st.sampled_from([1, 30, 100, 2**23]),
+        seed=st.integers(0, 2**20),
+        frozen=st.just(""),
+        strided=st.booleans(),
+        divisor=st.none(),
     )
-    assert compared == [{"hidden", "weight"}] * world
+)
+@example(Case(4, True, 1, 1, 1, "none", True, -100, 1.0, 1, 0))  # three of four ranks hold padding only
+@example(Case(4, False, 2, 2, 5, "all", False, -100, 65536.0, 30, 1))
+@example(Case(2, True, 4, 2, 24, "some", True, -100, 0.125, 1, 815781))  # the maximum's last digit is not the loss's
+@example(Case(3, True, 2, 2, 7, "some", True, -1, 1.0, 2**23, 2))
+def test_cross_entropy_equals_torch(ranks: Pools, case: Case) -> None:
+    assert ranks(case.world).run(cross_entropy, case) == [{"hidden", "weight"}] * case.world
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "hidden weight"])
 def test_frozen_weight_or_hidden_states(ranks: Pools, sequence: bool, frozen: str) -> None:
     compared = {"hidden", "weight"} - set(frozen.split())
-    found = ranks(2).run(cross_entropy, 2, sequence, 3, 2, 11, "some", False, -100, 2.0, 30, 7, frozen)
-    assert found == [compared] * 2
+    assert ranks(2).run(cross_entropy, Case(sequence=sequence, frozen=frozen)) == [compared] * 2
 
 
-@pytest.mark.parametrize("ignored", ["none", "some", "all"])
-@pytest.mark.parametrize("divisor", [0.25, 7.5])
-def test_a_sum_divided_by_a_given_number(ranks: Pools, ignored: str, divisor: float) -> None:
-    """A micro-batch without any label to count has a loss of 0 then, and no gradient."""
-    found = ranks(2).run(cross_entropy, 2, True, 3, 2, 11, ignored, False, -100, 2.0, 30, 7, divisor=divisor)
-    assert found == [{"hidden", "weight"}] * 2
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_hidden_states_laid_out_batch_first(ranks: Pools, sequence: bool) -> None:
-    found = ranks(2).run(cross_entropy, 2, sequence, 3, 2, 11, "some", False, -100, 2.0, 30, 7, strided=True)
-    assert found == [{"hidden", "weight"}] * 2
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            Case(sequence=True, ignored=ignored, divisor=by)
+            for ignored in ("none", "some", "all")
+            for by in (0.25, 7.5)
+        ),
+        *(Case(sequence=sequence, strided=True) for sequence in (False, True)),
+    ],
+)
+def test_other_divisors_and_layouts(ranks: Pools, case: Case) -> None:
+    """With a divisor a micro-batch without any label to count has a loss of 0, and no gradient."""
+    assert ranks(2).run(cross_entropy, case) == [{"hidden", "weight"}] * 2
 
 
 def rounded(world: int, sequence: bool, length: int, batch: int, draws: int) -> set[str]:
@@ -255,8 +265,8 @@ class Largest(TorchDispatchMode):
 
 def largest_tensor(world: int, sequence: bool, chunk: int, trained: bool = True) -> int:
     topology = grid(world, sequence)
-    length, batch, vocabulary = 32, 2, 64
-    hidden, weight, labels = problem(length, batch, vocabulary, "some", False, -100, 0)
+    vocabulary = 64
+    hidden, weight, labels = Case(world, pieces=32 // world, vocabulary=vocabulary, seed=0).tensors()
     own = leaf(piece_of(hidden, topology))
     shard = leaf(Sharded(0, (vocabulary,), padded=True).shard(weight, topology.tensor_rank, world))
     before = module.BLOCK_ELEMENTS
@@ -281,20 +291,3 @@ def test_the_full_logits_never_exist(ranks: Pools, sequence: bool) -> None:
         assert set(ranks(2).run(largest_tensor, 2, sequence, chunk)) == {max(chunk, at_least, hidden_states)}
         assert set(ranks(2).run(largest_tensor, 2, sequence, chunk, trained=False)) == {max(chunk, hidden_states)}
     assert set(ranks(2).run(largest_tensor, 2, sequence, 2**23)) == {whole_logits}
-
-
-def tied(world: int) -> list[bool]:
-    """Of labels whose logits tie for the greatest: tokens 1, 2 and 6 of 7."""
-    topology = grid(world, False)
-    weight = torch.zeros(7, HIDDEN)
-    weight[[1, 2, 6]] = 1.0
-    labels = torch.tensor([[1, 2, 6, 0]])
-    shard = shard_of(weight, topology.tensor_rank, world)
-    hidden = torch.ones(1, 4, HIDDEN)
-    scores = vocab_parallel_token_scores(hidden, shard, labels, vocabulary=7, group=topology.tensor_group)
-    assert torch.equal(scores.greedy[0], (hidden @ weight.t()).argmax(2)[0] == labels[0])
-    return [bool(each) for each in scores.greedy[0]]
-
-
-def test_of_tied_tokens_the_first_is_the_choice(ranks: Pools) -> None:
-    assert ranks(2).run(tied, 2) == [[True, False, False, False]] * 2

@@ -5,17 +5,17 @@ On the simulated accelerator of tests/support/streams.py, with the collectives o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from tests.support.compare import check_close, grid
+from tests.support.computing_models import BATCH, VOCABULARY, config_of, gradient_of, model_there, tensor_there
 from tests.support.pools import Pool, RankError
 from tests.support.streams import computing_accelerator
 from tests.tiers import THOROUGH
@@ -31,7 +31,7 @@ from zero_tp.topology import Topology
 from zero_tp.trainer.batches import SampleComparison
 
 WORLD = 4
-LAYERS, BATCH, LENGTH, VOCABULARY = 2, 2, 8, 50
+LAYERS, LENGTH = 2, 8
 SCHEDULES = ["late", "early"]
 """When collectives run where nothing orders them."""
 
@@ -69,24 +69,6 @@ class GradientReduction:
         self.runtime.current_stream().wait_stream(self.stream)
 
 
-def gradient_of(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
-def config_of(model_type: str) -> Any:
-    sizes: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": LAYERS}
-    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
-    sizes |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-    if model_type == "gpt2":
-        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    else:
-        sizes |= {"intermediate_size": 32, "num_key_value_heads": 1}  # each rank has both: a hook sums their gradients
-    config = AutoConfig.for_model(model_type, **sizes)
-    config._attn_implementation = "eager"  # the simulated accelerator's fused kernel has no values
-    return config
-
-
 def on_cpu(model: ZeroTPForCausalLM, tokens: Tensor) -> dict[str, Tensor]:
     """The loss and the gradients' sums over DP, by gloo alone."""
     GradientHooks(model, model.topology.tensor_group)
@@ -103,14 +85,11 @@ def on_accelerator(
 ) -> tuple[dict[str, Tensor], tuple[int, int]]:
     """The same of a copy of the model there; and how many collectives that takes, how many of them asynchronous."""
     with computing_accelerator(schedule) as computing:
-        copy = ZeroTPForCausalLM(model.config, model.topology, source=Unfilled(), device=computing.device).train()
-        for its, ours in zip(copy.parameters(), model.parameters(), strict=True):
-            computing.write(its, ours)
+        copy = model_there(model, computing)
         ActivationMemory(copy, RecomputePolicy(mode=mode), {}, computing.device)
         GradientHooks(copy, copy.topology.tensor_group)
         reduction = GradientReduction(copy, copy.topology, computing.device)
-        batch = torch.empty(tokens.shape, dtype=torch.long, device=computing.device)
-        computing.write(batch, tokens)
+        batch = tensor_there(tokens, computing)
         loss = copy(batch, shift_labels=batch).loss
         loss.backward()
         reduction.wait()
@@ -124,7 +103,8 @@ def compared(model_type: str, sequence: bool, mode: str) -> tuple[int, int]:
     topology = grid(2, sequence)
     generator = torch.Generator().manual_seed(topology.data_rank)
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
-    model = ZeroTPForCausalLM(config_of(model_type), topology, seed=1).train()
+    config = config_of(model_type, LAYERS, LENGTH, kv_heads=1)  # each rank has it: a hook sums its gradients
+    model = ZeroTPForCausalLM(config, topology, seed=1).train()
     late, count = on_accelerator(model, tokens, "late", mode)
     early, same_count = on_accelerator(model, tokens, "early", mode)
     assert count == same_count
@@ -184,20 +164,21 @@ def gathered(does: str, schedule: str) -> tuple[Tensor, int]:
         return computing.read(found), computing.collectives.count()[1]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("does", ["blocks", "waits", "frees the input"])
-def test_what_is_waited_for_is_right(own_ranks: Pool, does: str, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("does", "schedule"),
+    [
+        *itertools.product(("blocks", "waits", "frees the input"), SCHEDULES),
+        *((mistake, "late") for mistake in ("does not wait", "waits too late", "changes the input")),
+    ],
+)
+def test_only_what_is_waited_for_is_right(own_ranks: Pool, does: str, schedule: str) -> None:
     for rank, (found, asynchronous) in enumerate(own_ranks.run(gathered, does, schedule)):
-        first = rank // 2 * 2
-        assert found.tolist() == [first, first, first + 1, first + 1]
-        assert asynchronous == (does != "blocks")
-
-
-@pytest.mark.parametrize("does", ["does not wait", "waits too late", "changes the input"])
-def test_a_missing_order_shows(own_ranks: Pool, does: str) -> None:
-    for rank, (found, _) in enumerate(own_ranks.run(gathered, does, "late")):
-        changed = [first := rank // 2 * 2 + 1, first, first + 1, first + 1]
-        assert found.tolist() == changed if does == "changes the input" else found.isnan().all()
+        first = rank // 2 * 2 + (does == "changes the input")
+        if does in ("does not wait", "waits too late"):
+            assert found.isnan().all()
+        else:
+            assert found.tolist() == [first, first, first + 1, first + 1]
+            assert asynchronous == (does != "blocks")
 
 
 def swapped(schedule: str) -> None:
@@ -242,9 +223,10 @@ def longer_on_one_rank(schedule: str, length: int) -> str:
     topology = grid(2, False)
     rows = torch.zeros(BATCH, length if topology.tensor_rank == 1 else LENGTH, dtype=torch.long)
     with computing_accelerator(schedule) as computing:
-        model = ZeroTPForCausalLM(config_of("gpt2"), topology, source=Unfilled(), device=computing.device)
-        tokens = torch.empty(rows.shape, dtype=rows.dtype, device=computing.device)
-        computing.write(tokens, rows)
+        model = ZeroTPForCausalLM(
+            config_of("gpt2", LAYERS, LENGTH, kv_heads=1), topology, source=Unfilled(), device=computing.device
+        )
+        tokens = tensor_there(rows, computing)
         comparison = SampleComparison({"input_ids": tokens}, topology)
         model(tokens)
         issued, _ = computing.collectives.count()

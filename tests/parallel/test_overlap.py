@@ -19,8 +19,6 @@ from zero_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from zero_tp.parallel.parameter import Normal
 
 LENGTH, BATCH, INPUTS, OUTPUTS = 8, 3, 10, 28
-
-
 PRODUCTS = [getattr(getattr(torch.ops.aten, name), kind) for name in ("mm", "addmm") for kind in ("default", "out")]
 
 
@@ -84,27 +82,25 @@ INPUT_GRADIENT, WEIGHT_GRADIENT = f"GEMM {[LENGTH * BATCH, INPUTS]}", f"GEMM {[O
 @pytest.mark.parametrize(
     ("sequence", "frozen", "expected"),
     [
-        (False, "", ["start all_reduce", WEIGHT_GRADIENT, "wait all_reduce"]),
-        (False, "weight", ["start all_reduce", "wait all_reduce"]),
-        (True, "", ["wait all_gather", "start reduce_scatter", WEIGHT_GRADIENT, "wait reduce_scatter"]),
-        (True, "weight", ["start reduce_scatter", "wait reduce_scatter"]),
+        (False, "", [INPUT_GRADIENT, "start all_reduce", WEIGHT_GRADIENT, "wait all_reduce"]),
+        (False, "weight", [INPUT_GRADIENT, "start all_reduce", "wait all_reduce"]),
+        (
+            True,
+            "",
+            [
+                *("start all_gather", INPUT_GRADIENT, "wait all_gather"),
+                *("start reduce_scatter", WEIGHT_GRADIENT, "wait reduce_scatter"),
+            ],
+        ),
+        (True, "weight", [INPUT_GRADIENT, "start reduce_scatter", "wait reduce_scatter"]),
+        (True, "input", ["start all_gather", "wait all_gather", WEIGHT_GRADIENT]),
     ],
 )
 def test_communication_runs_during_the_products(ranks: Pools, sequence: bool, frozen: str, expected: list[str]) -> None:
-    gather = ["start all_gather"] if sequence and not frozen else []
-    for log, _ in ranks(2).run(backward_events, 2, sequence, frozen):
-        assert log == [*gather, INPUT_GRADIENT, *expected]
-
-
-def test_no_input_gradient_no_reduction(ranks: Pools) -> None:
-    for log, _ in ranks(2).run(backward_events, 2, True, "input"):
-        assert log == ["start all_gather", "wait all_gather", WEIGHT_GRADIENT]
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_only_the_shard_is_kept(ranks: Pools, sequence: bool) -> None:
+    """And only the rank's shard of the input is kept for them."""
     kept = LENGTH // 2 if sequence else LENGTH
-    for _, saved in ranks(2).run(backward_events, 2, sequence, ""):
+    for log, saved in ranks(2).run(backward_events, 2, sequence, frozen):
+        assert log == expected
         assert sorted(saved) == sorted([(kept, BATCH, INPUTS), (OUTPUTS // 2, INPUTS)])
 
 

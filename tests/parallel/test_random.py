@@ -1,143 +1,176 @@
-"""Dropout masks: which ranks draw the same, which draw different ones."""
+"""Dropout's random streams: their draws, the masks that they give to each rank, and the masks that backward replays."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config
 
 from tests.support.compare import grid
 from tests.support.pools import Pools
+from tests.tiers import in_tiers
+from zero_tp.activations.activation_memory import ActivationMemory
+from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.checkpoint.manifest import states_file
+from zero_tp.checkpoint.reader import RANDOM
+from zero_tp.checkpoint.resume import _restore_streams
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
 from zero_tp.topology import Topology
 
-LAYERS = 2
-SIZES: dict[str, Any] = {"n_layer": LAYERS, "n_head": 4, "n_embd": 32, "n_positions": 16, "vocab_size": 50}
-DROPOUT: dict[str, Any] = {"embd_pdrop": 0.5, "resid_pdrop": 0.5, "attn_pdrop": 0.5}
 
-# Dropouts of one forward in order: embedding, then attention, residual, residual of each layer.
-ATTENTION = [1, 4]
-STREAM = [0, 2, 3, 5, 6]
+def same(tensors: list[Tensor], others: list[Tensor]) -> bool:
+    return len(tensors) == len(others) and all(map(torch.equal, tensors, others))
 
 
-def dropout_masks(model: ZeroTPForCausalLM, tokens: Tensor) -> list[Tensor]:
-    """The masks that a forward of an eager model draws, in order."""
-    masks: list[Tensor] = []
-    native = torch.native_dropout
+# ---- streams -------------------------------------------------------------------------------------------------------
 
-    def recorded(*args: Any) -> tuple[Tensor, Tensor]:
-        output, mask = native(*args)
-        masks.append(mask)
-        return output, mask
-
-    with patch.object(torch, "native_dropout", recorded):
-        model(tokens, labels=tokens)
-    return masks
+CPUGenerator = torch.Generator
 
 
-def masks_of_each_rank(tensor: int, sequence: bool) -> tuple[int, int, list[Tensor]]:
-    topology = grid(tensor, sequence)
-    config = GPT2Config(**SIZES, **DROPOUT)
-    config._attn_implementation = "eager"
-    model = ZeroTPForCausalLM(config, topology, seed=11).train()
-    tokens = torch.ones(2, 16, dtype=torch.long)
-    before = torch.get_rng_state()
-    first, second = dropout_masks(model, tokens), dropout_masks(model, tokens)
-    assert torch.equal(torch.get_rng_state(), before), "a forward moved the default generator"
-    assert len(first) == 1 + 3 * LAYERS
-    masks = first + second
-    for index, mask in enumerate(masks):
-        assert 0.35 < mask.float().mean() < 0.65
-        for other in masks[index + 1 :]:
-            assert mask.shape != other.shape or not torch.equal(mask, other), "a mask was drawn twice"
-    again = ZeroTPForCausalLM(config, topology, seed=11).train()
-    assert all(map(torch.equal, dropout_masks(again, tokens), first)), "the seed does not give the masks"
-    return topology.tensor_rank, topology.data_rank, first
+class CUDAGenerator:
+    """torch 2.13's `torch.Generator` of a CUDA device: a pointer to a state (ATen/cuda/CUDAGeneratorImpl.h).
+
+    Attributes:
+        copies: of states, by all generators.
+    """
+
+    device = torch.device("cuda", 0)
+    copies = 0
+
+    def __init__(self, device: torch.device = device, state: torch.Generator | None = None) -> None:
+        assert device.type == "cuda"
+        self.state = state or CPUGenerator()
+
+    def manual_seed(self, seed: int) -> CUDAGenerator:
+        self.state.manual_seed(seed)
+        return self
+
+    def get_state(self) -> Tensor:
+        CUDAGenerator.copies += 1
+        return self.state.get_state()
+
+    def set_state(self, state: Tensor) -> None:
+        CUDAGenerator.copies += 1
+        self.state.set_state(state)
+
+    def clone_state(self) -> CUDAGenerator:
+        CUDAGenerator.copies += 1
+        return CUDAGenerator(state=self.state.clone_state())
+
+    def graphsafe_get_state(self) -> CUDAGenerator:
+        return CUDAGenerator(state=self.state)
+
+    def graphsafe_set_state(self, other: CUDAGenerator) -> None:
+        self.state = other.state
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_masks_over_a_grid(ranks: Pools, sequence: bool) -> None:
-    found = {(t, d): masks for t, d, masks in ranks(4).run(masks_of_each_rank, 2, sequence)}
-    assert len(found) == 4
-    for one, masks in found.items():
-        for other, others in found.items():
-            if one >= other:
-                continue
-            same_data = one[1] == other[1]
-            for index, (mask, of_other) in enumerate(zip(masks, others, strict=True)):
-                repeated = same_data and not sequence and index in STREAM
-                assert torch.equal(mask, of_other) == repeated, (one, other, index)
-    assert found[0, 0][0].shape == (8 if sequence else 16, 2, 32)
-    assert found[0, 0][ATTENTION[0]].shape == (2, 2, 16, 16)
+OUTSIDE = 6
+"""Draws of `drawn` from the default generator."""
 
 
-def fused_attention(tensor: int) -> tuple[Tensor, Tensor]:
-    """The outputs of the first layer's attention through scaled_dot_product_attention, from equal inputs."""
-    topology = grid(tensor, False)
-    model: Any = ZeroTPForCausalLM(GPT2Config(**SIZES, **DROPOUT), topology, seed=11).train()
-    core = model.transformer.layers[0].attention.core
-    query = torch.ones(1, 2, 16, 8)
-    before = torch.get_rng_state()
-    first, second = core(query, query, query, None), core(query, query, query, None)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not torch.equal(first, second)
-    core.eval()
-    assert torch.equal(core(query, query, query, None), F.scaled_dot_product_attention(query, query, query))
-    return first, second
+def drawn(streams: RandomStreams, draw: Callable[[], Tensor]) -> list[Tensor]:
+    """Draw as a training run does: in forward, again in backward, after an error, after a resume.
 
+    Returns:
+        The draws outside of the streams, then those from them.
+    """
+    outside, inside = [draw()], []
 
-def test_fused_attention_draws_from_the_rank_s_own_stream(ranks: Pools) -> None:
-    outputs = [first for first, _ in ranks(4).run(fused_attention, 2)]
-    for index, one in enumerate(outputs):
-        assert not any(torch.equal(one, other) for other in outputs[index + 1 :])
+    def use(*names: str) -> list[Tensor]:
+        draws = []
+        for name in names:
+            with streams.use(name):
+                draws.append(draw())
+        inside.extend(draws)
+        return draws
 
-
-def test_streams_are_restored() -> None:
-    streams = RandomStreams(Topology(2, world=4, rank=3), 5)
-    dropouts = {name: Dropout(0.5, streams, name) for name in (SHARED, PER_RANK)}
-
-    def draw() -> list[Tensor]:
-        return [dropouts[name](torch.ones(64)) for name in (SHARED, PER_RANK, SHARED)]
-
-    draw()
+    use(SHARED, PER_RANK, SHARED)
+    outside.append(draw())
+    snapshot = streams.snapshot()
+    first = use(SHARED, PER_RANK)
+    later_snapshot = streams.snapshot()
+    second = use(SHARED, PER_RANK)
+    assert not any(map(torch.equal, first, second))
+    for replayed, expected in ((later_snapshot, second), (snapshot, first), (later_snapshot, second)):
+        with streams.replaying(replayed):
+            assert same(use(SHARED, PER_RANK), expected)
+        outside.append(draw())
+    use(SHARED)
     saved = streams.state_dict()
-    expected = draw()
-    assert not any(map(torch.equal, draw(), expected))
-    streams.load_state_dict(saved)
-    assert all(map(torch.equal, draw(), expected))
-    # What was saved is a copy, and so is what was loaded.
-    streams.load_state_dict(saved)
-    assert all(map(torch.equal, draw(), expected))
-    other = RandomStreams(Topology(2, world=4, rank=3), 6)
-    other.load_state_dict(saved)
-    dropouts = {name: Dropout(0.5, other, name) for name in (SHARED, PER_RANK)}
-    assert all(map(torch.equal, draw(), expected))
-
-
-def test_the_default_generator_is_restored_after_an_error() -> None:
-    streams = RandomStreams(Topology(), 5)
-    before = torch.get_rng_state()
+    expected = use(PER_RANK, SHARED)
     with pytest.raises(ArithmeticError), streams.use(SHARED):
-        torch.rand(3)
+        inside.append(draw())
         raise ArithmeticError
-    assert torch.equal(torch.get_rng_state(), before)
+    outside.append(draw())
+    for _ in range(2):  # what was loaded is a copy
+        streams.load_state_dict(saved)
+        assert same(use(PER_RANK, SHARED), expected)
+    streams.reseed(Topology(), 6)
+    use(SHARED, PER_RANK)
+    assert len(outside) == OUTSIDE
+    return [*outside, *inside]
 
 
-def test_seeding_the_default_generator_does_not_move_the_streams() -> None:
-    def draw() -> Tensor:
-        streams = RandomStreams(Topology(), 5)
-        return Dropout(0.5, streams, SHARED)(torch.ones(64))
+def test_streams_and_the_default_generator_do_not_move_each_other() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        plain = [torch.rand(3) for _ in range(OUTSIDE)]
+        found = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            found.append(drawn(RandomStreams(Topology(2, world=4, rank=3), 5), lambda: torch.rand(3)))
+    assert same(found[0][:OUTSIDE], plain)
+    assert same(found[0][OUTSIDE:], found[1][OUTSIDE:])
 
-    torch.manual_seed(1)
-    one = draw()
-    torch.manual_seed(2)
-    assert torch.equal(one, draw())
+
+def test_a_cuda_stream_is_used_without_copies_and_draws_as_with_them() -> None:
+    """No CUDA generator exists here: the stand-in has its interface, and a CPU generator for its state."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        expected = drawn(RandomStreams(Topology(), 5), lambda: torch.rand(3))
+    default = CUDAGenerator().manual_seed(1)
+    with (
+        mock.patch.object(torch, "Generator", CUDAGenerator),
+        mock.patch.object(torch.cuda, "init", lambda: None),
+        mock.patch.object(torch.cuda, "default_generators", (default,)),
+    ):
+        streams = RandomStreams(Topology(), 5, "cuda:0")
+        found = drawn(streams, lambda: torch.rand(3, generator=default.state))
+        before = CUDAGenerator.copies
+        with streams.use(SHARED):
+            assert CUDAGenerator.copies == before
+        assert CUDAGenerator.copies == before
+    assert same(found, expected)
+    assert list(streams.state_dict()) == [SHARED, PER_RANK]
+
+
+@pytest.mark.parametrize("size", [5056, 16])
+def test_a_resumed_run_takes_new_streams_on_another_kind_of_device(tmp_path: Path, size: int) -> None:
+    """A state of the CPU's generator has 5,056 bytes, one of CUDA's 16."""
+    saved = RandomStreams(Topology(), 5)
+    states = {f"{RANDOM}/{name}": state[:size].clone() for name, state in saved.state_dict().items()}
+    save_file(states, tmp_path / states_file(0, 0))
+    streams = RandomStreams(Topology(), 6)
+    engine: Any = SimpleNamespace(topology=Topology(), model=SimpleNamespace(streams=streams))
+    manifest: Any = SimpleNamespace(tensor=1, data=1, sequence=False, step=3)
+    _restore_streams(engine, tmp_path, manifest, 7)
+    expected = saved if size == 5056 else RandomStreams(Topology(), 7 + 3)
+    for name, state in streams.state_dict().items():
+        assert torch.equal(state, expected.state_dict()[name])
+
+
+# ---- masks ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.5, False)])
@@ -149,9 +182,180 @@ def test_no_dropout_draws_nothing(p: float, training: bool) -> None:
     assert all(torch.equal(state, saved[name]) for name, state in streams.state_dict().items())
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_what_is_kept_is_scaled(p: float) -> None:
-    dropped = Dropout(p, RandomStreams(Topology(), 5), PER_RANK)(torch.ones(20_000))
-    kept = dropped[dropped != 0]
-    assert torch.allclose(kept, torch.tensor(1 / (1 - p)))
-    assert len(kept) / len(dropped) == pytest.approx(1 - p, abs=0.02)
+LAYERS, LENGTH, BATCH = 3, 16, 2
+# Different ones, so that a mask tells which of them it was drawn with.
+EMBEDDING, RESIDUAL, ATTENTION = 0.15, 0.3, 0.5
+CONFIG: dict[str, Any] = {
+    "n_layer": LAYERS,
+    "n_head": 4,
+    "n_embd": 64,
+    "n_positions": LENGTH,
+    "vocab_size": 50,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "embd_pdrop": EMBEDDING,
+    "resid_pdrop": RESIDUAL,
+    "attn_pdrop": ATTENTION,
+}
+
+# A forward draws the embedding's mask, then each layer's: attention, residual, residual.
+KINDS = ["embedding", *["attention", "residual", "residual"] * LAYERS]
+FULL = [number for layer in reversed(range(LAYERS)) for number in range(1 + 3 * layer, 4 + 3 * layer)]
+CORES = [1 + 3 * layer for layer in reversed(range(LAYERS))]
+
+POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int]]] = {
+    # Which masks of the forward are drawn again, in backward's order.
+    "none": ({"mode": "none"}, {}, []),
+    "selective": ({"mode": "selective"}, {}, CORES),
+    "all modules": ({"mode": "selective", "modules": ["attention_core", "mlp_activation", "norm"]}, {}, CORES),
+    "full": ({"mode": "full"}, {}, FULL),
+    "full, every other layer": ({"mode": "full", "every": 2}, {}, [n for n in FULL if (n - 1) // 3 != 1]),
+    "full, partitioned": ({"mode": "full"}, {"partition_activations": True}, FULL),
+    "full, contiguous": ({"mode": "full"}, {"contiguous_memory_optimization": True, "number_checkpoints": 6}, FULL),
+}
+
+
+class Masks(TorchDispatchMode):
+    """The masks that are drawn inside, in order: by native_dropout, or by the maths of attention on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Tensor] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.native_dropout.default:
+            self.drawn.append(result[1].clone())
+        elif function is torch.ops.aten.bernoulli_.float:
+            self.drawn.append(result.bool())
+        return result
+
+    def take(self) -> list[Tensor]:
+        drawn, self.drawn = self.drawn, []
+        return drawn
+
+
+def model_of(tensor: int, sequence: bool, attention: str, policy: str) -> ZeroTPForCausalLM:
+    config = GPT2Config(**CONFIG)
+    config._attn_implementation = attention
+    model: Any = ZeroTPForCausalLM(config, grid(tensor, sequence), seed=11).train()
+    mode, settings, _ = POLICIES[policy]
+    ActivationMemory(model, RecomputePolicy(**mode), settings, torch.device("cpu"))
+    return model
+
+
+def drawn_by(policy: str, tensor: int, sequence: bool, attention: str) -> list[list[Tensor]]:
+    """Masks of: forward, backward; then forward, forward, backward of the second, of the first; forward."""
+    model = model_of(tensor, sequence, attention, policy)
+    tokens = torch.randint(50, (BATCH, LENGTH))
+    before = torch.get_rng_state()
+    phases, losses = [], []
+    with Masks() as masks:
+        for backward_of in (None, 0, None, None, 2, 1, None):
+            if backward_of is None:
+                losses.append(model(tokens, labels=tokens).loss)
+            else:
+                losses[backward_of].backward()
+            phases.append(masks.take())
+    assert torch.equal(torch.get_rng_state(), before), "the default generator has moved"
+    return phases
+
+
+@pytest.mark.parametrize(
+    ("attention", "sequence"),
+    in_tiers([("eager", False), ("eager", True), ("sdpa", False), ("sdpa", True)], [("eager", True)]),
+)
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "none"])
+def test_recomputation_replays_the_masks(ranks: Pools, policy: str, attention: str, sequence: bool) -> None:
+    again = POLICIES[policy][2]
+    plain = ranks(2).run(drawn_by, "none", 2, sequence, attention)
+    for phases, expected in zip(ranks(2).run(drawn_by, policy, 2, sequence, attention), plain, strict=True):
+        # Forwards draw what they draw without recomputation: a replay has moved no stream.
+        first, replay, second, third, replay_of_third, replay_of_second, fourth = phases
+        for number, forward in zip((0, 2, 3, 6), (first, second, third, fourth), strict=True):
+            assert len(forward) == len(KINDS) and same(forward, expected[number]), f"forward of phase {number}"
+        assert not expected[1] and not expected[4] and not expected[5]
+        assert same(replay, [first[number] for number in again])
+        assert same(replay_of_third, [third[number] for number in again])
+        assert same(replay_of_second, [second[number] for number in again])
+
+
+def masks_on_a_grid(tensor: int, sequence: bool, attention: str) -> tuple[int, int, list[Tensor], list[Tensor]]:
+    topology = grid(tensor, sequence)
+    forward, replay, *_ = drawn_by("full", tensor, sequence, attention)
+    return topology.tensor_rank, topology.data_rank, forward, replay
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sequence"), in_tiers([(2, False), (2, True), (4, False), (4, True)], [(2, False), (2, True)])
+)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_masks_over_a_grid(ranks: Pools, tensor: int, sequence: bool, attention: str) -> None:
+    """In forward and replay only TP ranks share masks, those of whole tensors: residual dropout without SP."""
+    found = {
+        (t, d): (forward, replay)
+        for t, d, forward, replay in ranks(4).run(masks_on_a_grid, tensor, sequence, attention)
+    }
+    for one, other in combinations(sorted(found), 2):
+        for kinds, mine, others in zip(
+            (KINDS, [KINDS[number] for number in FULL]), found[one], found[other], strict=True
+        ):
+            assert len(kinds) == len(mine) == len(others)
+            for kind, mask, theirs in zip(kinds, mine, others, strict=True):
+                repeated = one[1] == other[1] and not sequence and kind != "attention"
+                assert torch.equal(mask, theirs) == repeated, (one, other, kind)
+
+
+def shares_kept(attention: str) -> dict[str, float]:
+    forwards = drawn_by("none", 2, True, attention)
+    kept: dict[str, list[Tensor]] = {}
+    for number in (0, 2, 3, 6):
+        for kind, mask in zip(KINDS, forwards[number], strict=True):
+            kept.setdefault(kind, []).append(mask.flatten().float())
+    return {kind: torch.cat(masks).mean().item() for kind, masks in kept.items()}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_each_dropout_has_its_own_probability(ranks: Pools, attention: str) -> None:
+    for found in ranks(2).run(shares_kept, attention):
+        # At least 4096 elements each: 0.03 are four standard deviations.
+        expected = {"embedding": 1 - EMBEDDING, "residual": 1 - RESIDUAL, "attention": 1 - ATTENTION}
+        assert found == pytest.approx(expected, abs=0.03)
+
+
+def masks_of_steps(stage: int, policy: str) -> list[Tensor]:
+    """All masks of two steps of two micro-batches through the engine, in order."""
+    from zero_tp.training.engine import TrainingEngine
+
+    topology = grid(2, True)
+    mode, activations, _ = POLICIES[policy]
+    settings = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "activation_checkpointing": activations,
+    }
+    config = GPT2Config(**CONFIG)
+    config._attn_implementation = "eager"
+    engine = TrainingEngine(config, topology, settings, seed=11, recompute=RecomputePolicy(**mode))
+    tokens = torch.ones(BATCH, LENGTH, dtype=torch.long)  # the same everywhere: only the streams tell masks apart
+    with Masks() as masks:
+        for _ in range(2):
+            engine.train_step([(tokens, tokens)] * 2)
+            engine.evaluate([(tokens, tokens)])
+    return masks.take()
+
+
+@pytest.mark.parametrize("stage", in_tiers([0, 3], [3]))
+def test_no_layer_micro_batch_or_step_draws_a_mask_of_another(ranks: Pools, stage: int) -> None:
+    plain = ranks(2).run(masks_of_steps, stage, "none")
+    everyone = [mask for masks in plain for mask in masks]
+    assert len(everyone) == 2 * 4 * len(KINDS)
+    for one, other in combinations(everyone, 2):
+        assert one.shape != other.shape or not torch.equal(one, other)
+    for masks, expected in zip(ranks(2).run(masks_of_steps, stage, "full"), plain, strict=True):
+        each = len(KINDS) + len(FULL)
+        for number in range(4):
+            forward = expected[number * len(KINDS) :][: len(KINDS)]
+            assert same(masks[number * each :][:each], forward + [forward[index] for index in FULL])

@@ -140,6 +140,11 @@ class Computing(TorchDispatchMode):
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
+    def alive(self) -> tuple[int, int]:
+        """Bytes of the device's storages, and of the host's."""
+        host = sum(len(memory.content) for memory in self._memories.values() if memory.stream is None)
+        return sum(len(memory.content) for memory in self._memories.values()) - host, host
+
     def memory(self, tensor: Tensor) -> Memory:
         return self._memories[tensor.untyped_storage()._cdata]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.launched import ROOT
+from tests.support.mistakes import Mistake
 from tests.tiers import in_tiers
+from zero_tp.config import RunConfig
 from zero_tp.config.optimizer import builder_name, choose_implementation
 from zero_tp.errors import UserError
 from zero_tp.process import connect
@@ -128,15 +132,15 @@ def test_a_compilation_is_said_and_what_it_lacks_is_one_line(tmp_path: Path, mon
     accelerator = get_accelerator()
     offloaded = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": OFFLOAD}
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    line = ops.to_compile(offloaded, accelerator)
+    line = ops.compilation_note(offloaded, accelerator)
     assert line == "compiling DeepSpeed's cpu_adam for this machine, once, which takes minutes"
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with pytest.raises(UserError, match=r"needs DeepSpeed's cpu_adam, which .* no C\+\+ compiler \(/nowhere/c"):
-        ops.to_compile(offloaded, accelerator)
-    assert ops.to_compile({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, accelerator) is None
+        ops.compilation_note(offloaded, accelerator)
+    assert ops.compilation_note({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, accelerator) is None
     monkeypatch.delenv("CXX")
     (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
-    assert ops.to_compile(offloaded, accelerator) is None
+    assert ops.compilation_note(offloaded, accelerator) is None
 
 
 def test_a_script_that_connects_by_torch_has_the_device_index_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,3 +161,40 @@ def test_a_script_that_connects_by_torch_has_the_device_index_too(monkeypatch: p
     environment = RankEnvironment(rank=1, world=2, local_rank=1, local_world=2)
     with pytest.raises(Joined):
         connect.connect(environment, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("block", "directory", "writable", "libaio", "message"),
+    [
+        ("offload_optimizer", ".", True, True, None),
+        ("offload_param", ".", True, True, None),
+        ("offload_param", "none", True, True, "nvme_path: .*/none is not a directory"),
+        ("offload_optimizer", ".", False, True, "nvme_path: .* that can be written;"),
+        ("offload_optimizer", ".", True, False, 'device: .*libaio-dev .*or use "cpu"$'),
+        (None, ".", True, None, None),
+    ],
+    ids=["optimizer", "parameters", "no directory", "read-only", "no libaio", "no NVMe"],
+)
+def test_what_offload_to_nvme_needs_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    block: str | None,
+    directory: str,
+    writable: bool,
+    libaio: bool | None,
+    message: str | None,
+) -> None:
+    def has_libaio() -> bool:
+        assert libaio is not None, "libaio was looked for"
+        return libaio
+
+    monkeypatch.setattr(ops, "has_libaio", has_libaio)
+    if not writable:
+        monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    path = tmp_path / "run.json"
+    offload = {"device": "nvme", "nvme_path": str(tmp_path / directory)}
+    changes = {"zero_optimization.stage": 3, f"zero_optimization.{block}": offload} if block else {}
+    path.write_text(json.dumps(Mistake(changes, "", ()).config()))
+    paths = RunConfig.load(path, world_size=4).nvme_paths
+    with nullcontext() if message is None else pytest.raises(UserError, match=rf"^zero_optimization.{block}.{message}"):
+        ops.check_nvme(paths)

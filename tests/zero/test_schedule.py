@@ -15,7 +15,6 @@ from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.config.schedule import SCHEDULES
 from zero_tp.topology import Topology
-from zero_tp.zero import lr_schedules
 
 RATE, STEPS = 0.25, 12
 LOW, HIGH = 0.1, 0.5
@@ -114,13 +113,6 @@ FORMULAS: dict[str, tuple[str, dict[str, Any], Callable[[int], float]]] = {
     **{f"{name} {params}": (name, params, native(name, params)) for name, params in OF_TRANSFORMERS},
 }
 """Schedules: type, params, and the rate at k as DeepSpeed's documentation says it, or transformers' own."""
-
-
-def test_a_schedule_that_has_ended_stays_where_it_is() -> None:
-    """transformers' cosine rises again."""
-    block = {"type": "cosine", "params": {"num_warmup_steps": 2, "num_training_steps": 9}}
-    before, *after = lr_schedules.rates(block, RATE, [8, 9, 10, 14])
-    assert before > 0 and after == pytest.approx([0.0] * 3, abs=1e-12)
 
 
 def engine_of(scheduler: str | None, params: dict[str, Any], stage: int, optimizer: str = "SGD") -> Any:

@@ -15,12 +15,12 @@ from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.models.transformer import TransformerLayer
 from zero_tp.topology import Topology
 
-RERUN_MODULES = {"layer": "", "attention_core": "attention.core"}
-"""Parts of a layer that are run again from their inputs → their module."""
+RECOMPUTED_MODULES = {"layer": "", "attention_core": "attention.core"}
+"""Parts of a layer that backward runs again from their inputs → their module."""
 
 
 class ActivationMemory:
-    """Wrap the forward of the modules that the policy chooses; backward recomputes them.
+    """Wrap the forward of the modules that the policy recomputes.
 
     Args:
         policy: `zero_tp.recompute`.
@@ -39,12 +39,12 @@ class ActivationMemory:
         self.notes: list[str] = []
         self.layers = policy.recomputed_layers(model.spec.layers)
         self._streams = model.streams
-        self._store = self._chosen_store(settings, model.topology, device) if policy.mode == "full" else InPlace()
+        self._store = self._make_store(settings, model.topology, device) if policy.mode == "full" else InPlace()
         self._recomputes = True
         self._wrapped: list[nn.Module] = []
-        chosen = {"none": (), "full": ("layer",), "selective": policy.chosen_modules}[policy.mode]
+        parts = {"none": (), "full": ("layer",), "selective": policy.chosen_modules}[policy.mode]
         for number in self.layers:
-            for name in chosen:
+            for name in parts:
                 layer = model.transformer.layers[number]
                 assert isinstance(layer, TransformerLayer)
                 self._wrap_part(layer, name)
@@ -55,14 +55,14 @@ class ActivationMemory:
         self._recomputes = index >= self.policy.keep_micro_batches
 
     def remove(self) -> None:
-        """Give the modules their own forwards back."""
+        """Restore the modules' own forwards."""
         for module in self._wrapped:
             del module.forward
         self._wrapped.clear()
 
     def _wrap_part(self, layer: TransformerLayer, name: str) -> None:
-        if name in RERUN_MODULES:
-            module = layer.get_submodule(RERUN_MODULES[name])
+        if name in RECOMPUTED_MODULES:
+            module = layer.get_submodule(RECOMPUTED_MODULES[name])
             self._wrap(module, recomputed(module.forward, self._streams, self._store))
             return
         mlps = ["mlp"] if getattr(layer.mlp, "shared", None) is None else ["mlp", "mlp.shared"]
@@ -74,7 +74,7 @@ class ActivationMemory:
             self._wrap(second, output.consume)
 
     def _wrap(self, module: nn.Module, recomputing: Forward) -> None:
-        """Let a module run `recomputing` in micro-batches that recompute; module and parameter names don't change."""
+        """Run `recomputing` in micro-batches that recompute. Names of modules and parameters don't change."""
         plain: Forward = module.forward
 
         def forward(*inputs: Any, **options: Any) -> Tensor:
@@ -83,7 +83,7 @@ class ActivationMemory:
         module.forward = forward
         self._wrapped.append(module)
 
-    def _chosen_store(self, settings: Mapping[str, Any], topology: Topology, device: torch.device) -> Store:
+    def _make_store(self, settings: Mapping[str, Any], topology: Topology, device: torch.device) -> Store:
         to_host = bool(settings.get("cpu_checkpointing")) and device.type != "cpu"
         buffer = None
         if settings.get("contiguous_memory_optimization"):
@@ -93,7 +93,7 @@ class ActivationMemory:
         if not settings.get("partition_activations"):
             return store
         if topology.sequence or topology.tensor == 1:
-            why = "sequence parallelism has split the checkpoints already" if topology.sequence else "tensor is 1"
-            self.notes.append(f"activation_checkpointing.partition_activations: nothing to partition, {why}")
+            reason = "sequence parallelism has split the checkpoints already" if topology.sequence else "tensor is 1"
+            self.notes.append(f"activation_checkpointing.partition_activations: nothing to partition, {reason}")
             return store
         return Partitioned(topology.tensor_group, store)

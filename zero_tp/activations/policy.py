@@ -63,12 +63,12 @@ class RecomputePolicy(ConfigModel):
         return range(layers if self.layers is None else self.layers)
 
     def mean_recomputed_layers(self, layers: int, micro_batches: int) -> float:
-        """Return the layers that backward recomputes, whole or in parts, as a mean over a step's micro-batches."""
+        """Return how many layers backward recomputes, in whole or in part: the mean over a step's micro-batches."""
         keeping = min(self.keep_micro_batches, micro_batches)
         return len(self.recomputed_layers(layers)) * (micro_batches - keeping) / micro_batches
 
     def recomputed_layers_and_cores(self, layers: int, micro_batches: int) -> tuple[float, float]:
-        """Return (whole layers, attention cores alone) whose matrix products backward runs again, as such a mean."""
+        """Return (layers, attention cores) whose matrix products backward runs again: means over micro-batches."""
         recomputed = self.mean_recomputed_layers(layers, micro_batches)
         cores = self.mode == "selective" and "attention_core" in self.chosen_modules
         return recomputed * (self.mode == "full"), recomputed * cores

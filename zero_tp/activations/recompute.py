@@ -27,9 +27,8 @@ Forward = Callable[..., Tensor]
 class _Recompute(torch.autograd.Function):
     """Run a function without a graph, and again with one in backward, followed by a nested backward.
 
-    With the nested backward, as in DeepSpeed's own checkpointing, ZeRO-3 gathers and releases each parameter around its
-    module in both passes. torch's non-reentrant checkpoint keeps aliases of all gathered weights until their gradients
-    are taken.
+    Thanks to the nested backward ZeRO-3 gathers and releases each parameter around its module in both passes.
+    torch's non-reentrant checkpoint would keep aliases of all gathered weights until their gradients are computed.
     """
 
     @staticmethod
@@ -75,7 +74,7 @@ def recomputed(forward: Forward, streams: RandomStreams, store: Store) -> Forwar
 
 
 class RecomputedOutput:
-    """Recompute the output of `producer` in the backward of `consumer`, which runs next, instead of keeping it.
+    """Drop the output of `producer`, and recompute it in the backward of `consumer`, the next module.
 
     The producer draws no random numbers, and its own backward keeps its input anyway.
     """
@@ -97,8 +96,8 @@ class RecomputedOutput:
         last, self._last = self._last, None
         if last is None:
             return self._consume(*inputs, **options)
-        source, output = last
-        dropped = output.untyped_storage()._cdata  # unique while `output` lives
+        source, produced = last
+        dropped = produced.untyped_storage()._cdata  # unique while `produced` lives
         saved, needs_gradient = source.detach(), source.requires_grad
 
         def pack(tensor: Tensor) -> Any:
@@ -109,12 +108,11 @@ class RecomputedOutput:
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, Tensor):
                 return packed
-            # Called as a module, so that ZeRO-3 gathers its weights, and with a graph, because ZeRO-3 counts a module's
-            # inputs that need gradients.
+            # ZeRO-3 gathers the weights when a module is called, and counts its inputs that need gradients.
             with torch.enable_grad():
-                again: Tensor = self.producer(saved.detach().requires_grad_(needs_gradient))
+                output: Tensor = self.producer(saved.detach().requires_grad_(needs_gradient))
             self._last = None
-            return again.detach().as_strided(*packed)
+            return output.detach().as_strided(*packed)
 
         with saved_tensors_hooks(pack, unpack):
             return self._consume(*inputs, **options)

@@ -16,11 +16,11 @@ from torch import Size, Tensor
 from zero_tp.parallel.collectives import Group, all_gather, group_rank, group_size
 
 LEAVING = 2
-"""Tensors that are being copied to host memory at the same time, at most."""
+"""Maximum number of tensors that are being copied to host memory at a time."""
 
 
 class Store(Protocol):
-    """A store gives a token for a tensor, and later the tensor for the token."""
+    """Keeps tensors: `put` returns a token, and `take` returns the tensor of a token."""
 
     def put(self, tensor: Tensor) -> Any:
         """Store a tensor, which the caller no longer changes. Return a token; dropping it frees the space."""
@@ -76,7 +76,7 @@ class ContiguousBuffer:
     The buffer is made at the first `put` and reused by every step.
 
     Args:
-        slots: tensors that wait at the same time (`number_checkpoints`).
+        slots: maximum number of tensors kept at a time (`number_checkpoints`).
         device: of the buffer; by default that of the tensors.
         pinned: use page-locked host memory.
     """
@@ -97,11 +97,7 @@ class ContiguousBuffer:
         return self.buffer[token.index, : token.shape.numel()].view(token.shape)
 
     def slot_for(self, tensor: Tensor) -> tuple[Any, Tensor]:
-        """Return a free slot and its view, shaped like the tensor.
-
-        Raises:
-            RuntimeError: more tensors wait than there are slots, or one does not fit them.
-        """
+        """Return a free slot and its view, shaped like the tensor."""
         self._fit(tensor)
         if not self._free:
             raise RuntimeError(
@@ -129,16 +125,16 @@ class ContiguousBuffer:
 
 
 class _HostTensor:
-    """The token of a tensor on its way to host memory, there, or on its way back."""
+    """The token of a tensor in host memory, or on its way there or back."""
 
-    def __init__(self, host: Tensor, slot: Any, device: torch.device, before: _HostTensor | None):
+    def __init__(self, host: Tensor, slot: Any, device: torch.device, previous: _HostTensor | None):
         self.host, self.slot, self.device = host, slot, device
-        self.before = weakref.ref(before) if before is not None else lambda: None
-        self.back: Tensor | None = None
-        self.returned: Any = None  # event: the copy back is done
+        self.previous = weakref.ref(previous) if previous is not None else lambda: None
+        self.device_copy: Tensor | None = None
+        self.returned: Any = None  # event: the copy to the device is done
 
     def __del__(self) -> None:
-        if self.back is not None:  # without a backward, its memory may be reused only once the copy is done
+        if self.device_copy is not None:  # never taken: the copy must end before its memory is reused
             torch.get_device_module(self.device).current_stream(self.device).wait_event(self.returned)
 
 
@@ -148,9 +144,9 @@ class Host:
     Copies run on streams of their own and through page-locked memory: out during the next layer's forward, back one
     layer ahead of backward.
 
-    The compute stream waits for a tensor's copy out before its memory is freed, so at most `LEAVING` are on their way;
-    copies back use memory of the compute stream. `record_stream` would not do: the host runs ahead of the device, so
-    torch's allocator would see unfinished copies and take new memory for each checkpoint.
+    The compute stream waits for a tensor's copy out before its memory is freed: at most `LEAVING` copies are under way.
+    `record_stream` is no alternative: the host runs ahead of the device, and torch's allocator would take new memory
+    for each checkpoint whose copy has not ended.
 
     Args:
         buffer: preallocated host memory; by default each tensor gets page-locked memory from torch's pool.
@@ -160,7 +156,7 @@ class Host:
         self.buffer = buffer
         self._streams: tuple[Any, Any] | None = None  # out, back
         self._last: weakref.ref[_HostTensor] | None = None
-        self._leaving: deque[tuple[Tensor, Any]] = deque()  # each with the event of its copy's end
+        self._copies_out: deque[tuple[Tensor, Any]] = deque()  # tensor, event of its copy's end
 
     def put(self, tensor: Tensor) -> _HostTensor:
         device = tensor.device
@@ -175,36 +171,36 @@ class Host:
             host.copy_(tensor, non_blocking=True)
         token = _HostTensor(host, slot, device, self._last() if self._last is not None else None)
         self._last = weakref.ref(token)
-        self._leaving.append((tensor, out.record_event()))
+        self._copies_out.append((tensor, out.record_event()))
         self._free_all_but_last(LEAVING, device)
         return token
 
     def take(self, token: _HostTensor) -> Tensor:
         self._free_all_but_last(0, token.device)  # all copies out are done before one comes back
         self._fetch(token)
-        before = token.before()
-        if before is not None:
-            self._fetch(before)  # backward needs it next
+        previous = token.previous()
+        if previous is not None:
+            self._fetch(previous)  # backward needs it next
         torch.get_device_module(token.device).current_stream(token.device).wait_event(token.returned)
-        tensor, token.back = token.back, None
+        tensor, token.device_copy = token.device_copy, None
         assert tensor is not None
         return tensor
 
     def _free_all_but_last(self, count: int, device: torch.device) -> None:
-        """Free all but the last `count` leaving tensors, once the compute stream waits for their copies."""
-        while len(self._leaving) > count:
-            torch.get_device_module(device).current_stream(device).wait_event(self._leaving[0][1])
-            self._leaving.popleft()
+        """Free all but the last `count` tensors being copied out; the compute stream waits for their copies first."""
+        while len(self._copies_out) > count:
+            torch.get_device_module(device).current_stream(device).wait_event(self._copies_out[0][1])
+            self._copies_out.popleft()
 
     def _fetch(self, token: _HostTensor) -> None:
-        if token.back is not None:
+        if token.device_copy is not None:
             return
         _, back = self._copy_streams(token.device)
         runtime = torch.get_device_module(token.device)
-        token.back = torch.empty(token.host.shape, dtype=token.host.dtype, device=token.device)
+        token.device_copy = torch.empty(token.host.shape, dtype=token.host.dtype, device=token.device)
         back.wait_stream(runtime.current_stream(token.device))  # which may still use this memory
         with runtime.stream(back):
-            token.back.copy_(token.host, non_blocking=True)
+            token.device_copy.copy_(token.host, non_blocking=True)
         token.returned = back.record_event()
 
     def _copy_streams(self, device: torch.device) -> tuple[Any, Any]:

@@ -87,7 +87,7 @@ def _restore_streams(zero: ZeroEngine, checkpoint: Path, manifest: Manifest, see
     if before == (topology.tensor, topology.data, topology.sequence):
         with safe_open(checkpoint / states_file(topology.tensor_rank, topology.data_rank), framework="pt") as file:
             states = {name: file.get_tensor(f"{RANDOM}/{name}") for name in streams.state_dict()}
-        if streams.fit(states):
+        if streams.are_compatible(states):
             streams.load_state_dict(states)
             return
     streams.reseed(topology, seed + manifest.step)

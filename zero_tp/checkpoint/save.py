@@ -249,7 +249,7 @@ def own_entries(zero: ZeroEngine) -> tuple[list[Entry], dict[str, str]]:
     states, entries, starts = zero.states(), [], dict[str, int]()
     kinds = states.kinds()
     for fragment in states.fragments:
-        share = zero.share(fragment)
+        share = zero.checkpoint_slice(fragment)
         if share.stop <= share.start:
             continue
         starts[fragment.name] = fragment.start + share.start

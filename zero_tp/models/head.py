@@ -47,18 +47,23 @@ class OutputLayer(ElementwiseModule):
         sequence: bool = False,
         per_token: bool = False,
         divisor: Tensor | float | None = None,
-        choosing: bool = False,
+        accuracy: bool = False,
         keep: int | Tensor = 0,
     ) -> Tensor | tuple[Tensor, Tensor] | TokenScores:
         """Return the loss, scores or logits of [s, b, h], a shard when `sequence`.
 
         With labels [s, b] the scalar loss (its sum over `divisor`, by default the mean) and the number of labels that
-        are the argmax (0 unless `choosing`), or with `per_token` each label's scores; without labels the logits
+        are the argmax (0 unless `accuracy`), or with `per_token` each label's scores; without labels the logits
         [s, b, v] of the last `keep` positions, or of those it lists; 0: all.
         """
         common: dict[str, Any] = {"bias": self.bias, "vocabulary": self.vocabulary, "group": self.group}
         if labels is not None and not per_token:
-            common |= {"sequence": sequence, "divisor": divisor, "choosing": choosing, "ops": self.elementwise}
+            common |= {
+                "sequence": sequence,
+                "divisor": divisor,
+                "accuracy": accuracy,
+                "ops": self.elementwise,
+            }
             return vocab_parallel_cross_entropy(hidden, self.weight, labels, **common)
         whole = gather_from_sequence_region(hidden, self.group) if sequence else hidden
         if labels is None:
@@ -88,7 +93,7 @@ class MaskedTokenHead(nn.Module):
         if labels is None:
             logits: Tensor = self.decoder(wide, None)
             return logits.squeeze(1)
-        scores, right = self.decoder(wide, labels.unsqueeze(1), per_token=per_token, divisor=divisor, choosing=True)
+        scores, right = self.decoder(wide, labels.unsqueeze(1), per_token=per_token, divisor=divisor, accuracy=True)
         return (scores.squeeze(1), right.squeeze(1)) if per_token else (scores, right)
 
 

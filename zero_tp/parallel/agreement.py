@@ -1,4 +1,4 @@
-"""Agreement among ranks: on files and decisions of a run, and on tokens and random numbers of a generation."""
+"""Compare and share values between ranks: files and decisions of a run, tokens and random numbers of a generation."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def require_same_on_all_ranks(values: Mapping[str, str]) -> None:
-    """Check that all ranks have read the same values. Collective; equal ranks exchange 32 bytes each.
+    """Check that all ranks have read the same values. Collective: 32 bytes a rank, more only if they differ.
 
     Args:
-        values: this rank's, each with the problem that a difference is.
+        values: this rank's values by name; the name starts the error message of a difference.
 
     Raises:
         UserError: on every rank, naming the ranks and their hosts.
@@ -42,26 +42,26 @@ def require_same_on_all_ranks(values: Mapping[str, str]) -> None:
     if len(set(all_gather_object(hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()))) == 1:
         return
     ranks = all_gather_object((own, socket.gethostname()))
-    for problem in {key: None for values_of_rank, _ in ranks for key in values_of_rank}:
-        holders: dict[str, list[int]] = {}
+    for name in {name: None for values_of_rank, _ in ranks for name in values_of_rank}:
+        ranks_by_value: dict[str, list[int]] = {}
         for rank, (values_of_rank, _) in enumerate(ranks):
-            holders.setdefault(values_of_rank.get(problem, "nothing"), []).append(rank)
-        if len(holders) > 1:
+            ranks_by_value.setdefault(values_of_rank.get(name, "nothing"), []).append(rank)
+        if len(ranks_by_value) > 1:
             differences = "; ".join(
                 f"{value} on {name_ranks(numbers)} ({', '.join(sorted({ranks[rank][1] for rank in numbers})[:3])})"
-                for value, numbers in list(holders.items())[:4]
+                for value, numbers in list(ranks_by_value.items())[:4]
             )
             raise UserError(
-                f"{problem}: {differences}; put it on storage that all nodes share, or wait until it shows all of them "
+                f"{name}: {differences}; put it on storage that all nodes share, or wait until it shows all of them "
                 "the same"
             )
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:
-    """Return on every rank what `work` returns on rank 0. Collective: one broadcast.
+    """Run `work` on rank 0 and return its result, or raise its error, on every rank. Collective: one broadcast.
 
     Raises:
-        UserError: on every rank; `work` raised it, or could not read or write.
+        UserError: `work` raised it, or an `OSError`.
     """
     result: list[tuple[T | None, UserError | None]] = [(None, None)]
     if dist.get_rank() == 0:
@@ -74,9 +74,9 @@ def on_rank_zero(work: Callable[[], T]) -> T:
                 (None, UserError(f"{error.filename}: {error.strerror}; check its permissions and the free space"))
             ]
     dist.broadcast_object_list(result)
-    value, problem = result[0]
-    if problem is not None:
-        raise problem
+    value, failure = result[0]
+    if failure is not None:
+        raise failure
     return value  # type: ignore[return-value]
 
 
@@ -99,27 +99,27 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 def checksum(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return a number of 63 bits that depends on each tensor's name, dtype, shape and bytes, int64 on their device."""
-    kinds = repr([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
-    total = int.from_bytes(hashlib.sha256(kinds.encode()).digest()[:7], "little")
+    signature = repr([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
+    total = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:7], "little")
     sums = []
     for number, tensor in enumerate(tensors.values()):
-        numbers = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        places = torch.arange(1, numbers.numel() + 1, device=tensor.device)
-        # An odd factor for each place, so that neither a change nor an exchange of two bytes cancels.
-        factors = (places * 0x1E3779B97F4A7C15 + number).bitwise_xor(places >> 7) | 1
-        sums.append((numbers * factors).sum())
+        content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        positions = torch.arange(1, content.numel() + 1, device=tensor.device)
+        # Each position has an odd factor of its own: changing or swapping bytes changes the sum.
+        factors = (positions * 0x1E3779B97F4A7C15 + number).bitwise_xor(positions >> 7) | 1
+        sums.append((content * factors).sum())
     return (torch.stack(sums).sum() + total) >> 1
 
 
 def differ_over(group: Group, numbers: Tensor) -> Tensor:
-    """Return which integers differ between the group's ranks. [*] → bool [*]; one all-reduce of twice as many."""
-    ends = torch.stack((numbers, -numbers))
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-    return ends[0] != -ends[1]
+    """Return which integers differ between the group's ranks. [*] → bool [*]; one all-reduce of [2, *]."""
+    extrema = torch.stack((numbers, -numbers))
+    dist.all_reduce(extrema, dist.ReduceOp.MAX, group=group)
+    return extrema[0] != -extrema[1]
 
 
 def agree_on_tokens(group: Group, *tokens: Tensor) -> bool:
-    """Return whether all ranks of the group hold the same tensors of tokens. All-reduce of two numbers."""
+    """Return whether the token tensors are equal on all ranks of the group. All-reduce of two numbers."""
     if group_size(group) == 1:
         return True
     return not differ_over(group, checksum({str(number): tensor for number, tensor in enumerate(tokens)})).item()
@@ -127,9 +127,9 @@ def agree_on_tokens(group: Group, *tokens: Tensor) -> bool:
 
 @contextmanager
 def random_numbers_of_first(group: Group, device: torch.device) -> Iterator[None]:
-    """Let torch's default generators draw the numbers of the group's first rank on every rank.
+    """Draw the random numbers of the group's first rank on every rank. Broadcasts the default generators' states.
 
-    Afterwards the other ranks' generators are as before. Broadcasts the generators' states.
+    The other ranks' generators are restored afterwards.
     """
     if group_size(group) == 1:
         yield

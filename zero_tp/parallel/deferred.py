@@ -9,19 +9,19 @@ from torch import Tensor
 
 
 class Deferred:
-    """A tensor on its way to the host; `wait` waits for its copy only, not for later work of the device."""
+    """An asynchronous copy of a tensor to the host; `wait` waits for the copy, not for later work of the device."""
 
     def __init__(self, tensor: Tensor):
-        self._values, self._copied = tensor, None
+        self._values, self._copy_done = tensor, None
         if tensor.device.type != "cpu":
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._values.copy_(tensor, non_blocking=True)
-            self._copied = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
+            self._copy_done = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
 
     def wait(self) -> Tensor:
         """Return the tensor in host memory."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._copy_done is not None:
+            self._copy_done.synchronize()
         return self._values
 
     def read(self) -> Any:

@@ -1,6 +1,6 @@
 """Run several elementwise operations in one pass over memory: on chunks that fit a CPU's cache, or compiled.
 
-Whole tensors of a step do not fit the cache, so each operation by itself would read and write memory.
+Whole tensors do not fit the cache: operations one by one would each read and write memory.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class ElementwiseOps:
         """Return the first index of each chunk of `step` indices below `stop`. A subclass may skip chunks."""
         return range(0, stop, step)
 
-    def pieces(self, rows: Tensor, elsewhere: int | None = None) -> Iterator[slice]:
+    def pieces(self, rows: Tensor, accelerator_elements: int | None = None) -> Iterator[slice]:
         """Yield the rows of each chunk of `rows` [n, *].
 
         Args:
-            elsewhere: elements of a chunk on other devices than CPUs; by default all.
+            accelerator_elements: elements of a chunk on other devices than CPUs; None: all rows are one chunk.
         """
-        most = CACHE_ELEMENTS * torch.get_num_threads() if rows.device.type == "cpu" else elsewhere
+        limit = CACHE_ELEMENTS * torch.get_num_threads() if rows.device.type == "cpu" else accelerator_elements
         count = rows.shape[0]
-        step = max(1, count if most is None else most * count // max(1, rows.numel()))
+        step = max(1, count if limit is None else limit * count // max(1, rows.numel()))
         yield from (slice(start, min(count, start + step)) for start in self.starts(max(1, count), step))
 
     def rows(
@@ -44,17 +44,17 @@ class ElementwiseOps:
         function: Callable[..., Any],
         tensors: Sequence[Tensor],
         *others: Any,
-        elsewhere: int | None = None,
+        accelerator_elements: int | None = None,
     ) -> Any:
         """Return `function(*tensors, *others)`: one or several tensors with n rows, or None if it works in place.
 
         Args:
             tensors: [n, *].
-            elsewhere: see `pieces`.
+            accelerator_elements: see `pieces`.
         """
         outputs: list[Tensor] = []
         result: Any = None
-        for piece in self.pieces(tensors[0], elsewhere):
+        for piece in self.pieces(tensors[0], accelerator_elements):
             result = function(*(tensor[piece] for tensor in tensors), *others)
             if result is None:
                 continue
@@ -79,33 +79,33 @@ class ElementwiseOps:
 
 
 class Compiled(ElementwiseOps):
-    """Run kernels that `torch.compile` makes of a function at its first call, one for each shape."""
+    """Run the functions compiled by `torch.compile`, at the first call of each shape."""
 
     def rows(
         self,
         function: Callable[..., Any],
         tensors: Sequence[Tensor],
         *others: Any,
-        elsewhere: int | None = None,
+        accelerator_elements: int | None = None,
     ) -> Any:
-        return _compiled(function)(*map(_plain, tensors), *map(_plain, others))
+        return _compiled(function)(*map(_detached, tensors), *map(_detached, others))
 
     def total(self, function: Callable[..., Tensor], tensors: Sequence[Tensor], *others: Any) -> Tensor:
         total: Tensor = self.rows(function, tensors, *others)
         return total
 
 
-def _plain(value: Any) -> Any:
+def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # A second number of rows, such as of masked tokens, makes one dynamic kernel for all others.
+    # A second number of rows (masked tokens) makes torch compile one dynamic kernel for all further numbers.
     return torch.compile(function, fullgraph=True)
 
 
-def _twice(tensor: Tensor) -> Tensor:
+def _probe(tensor: Tensor) -> Tensor:
     return tensor + tensor
 
 
@@ -113,16 +113,16 @@ CHUNKED, COMPILED = ElementwiseOps(), Compiled()
 
 
 class ElementwiseModule(nn.Module):
-    """A module with elementwise work, which training may compile (`set_training_elementwise`).
+    """A module whose elementwise functions training may compile (`set_training_elementwise`).
 
-    Evaluation compiles nothing: it has many shapes, and a model's scores must not depend on how it was trained.
+    Evaluation compiles nothing: it has many shapes, and a model's scores must not depend on its training options.
     """
 
     training_elementwise: ElementwiseOps = CHUNKED
 
     @property
     def elementwise(self) -> ElementwiseOps:
-        """Return what runs this module's functions now."""
+        """How this module runs its elementwise functions in its present mode."""
         return self.training_elementwise if self.training else CHUNKED
 
 
@@ -143,7 +143,7 @@ def compile_elementwise(model: nn.Module, device: torch.device) -> None:
     from torch._dynamo.exc import BackendCompilerFailed  # takes a second
 
     try:
-        COMPILED.rows(_twice, (torch.ones(1, device=device),))
+        COMPILED.rows(_probe, (torch.ones(1, device=device),))
     except (BackendCompilerFailed, OSError) as error:
         cause = getattr(error, "inner_exception", error)
         raise UserError(

@@ -38,8 +38,8 @@ class VocabParallelEmbedding(nn.Module):
         if group_size(self.group) == 1:
             return F.embedding(tokens, self.weight, self.padding_row)
         local = tokens - self.first
-        elsewhere = (local < 0) | (local >= self.count)
-        embedded = F.embedding(local.masked_fill(elsewhere, 0), self.weight, self.padding_row)
-        embedded = embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        leave = reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region
-        return leave(embedded, self.group)
+        remote = (local < 0) | (local >= self.count)
+        embedded = F.embedding(local.masked_fill(remote, 0), self.weight, self.padding_row)
+        embedded = embedded.masked_fill(remote.unsqueeze(-1), 0.0)
+        reduce = reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region
+        return reduce(embedded, self.group)

@@ -1,8 +1,8 @@
 """Matrix products fused with their gathers and scatters: torch's "async TP" operators, on CUDA only.
 
-They work on memory that the devices of a TP group share. Results equal those of a separate collective and product up
-to the order of sums, because a scatter adds its terms in rank order. In 16 bits a bias is added after its product was
-rounded, which costs at most half a unit in the product's last place.
+They need memory that the devices of a TP group share. Results equal those of a separate collective and product up to
+the order of sums. In 16 bits the bias is added to the rounded product: an error of at most half a unit in the last
+place of the product.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zero_tp.parallel.collectives import Group
 from zero_tp.topology import Topology
 
 
-def fuse(topology: Topology, device: torch.device) -> None:
+def enable_fused_products(topology: Topology, device: torch.device) -> None:
     """Enable fused products in the layers of this topology. Collective over the TP group."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -30,19 +30,21 @@ def fuse(topology: Topology, device: torch.device) -> None:
         symmetric_memory.rendezvous(symmetric_memory.empty(1, device=device), group)
     except RuntimeError as error:
         raise UserError(
-            f"{key}: the devices of a TP group do not reach each other's memory ({error}); {remedy}"
+            f"{key}: the devices of a TP group cannot access each other's memory ({error}); {remedy}"
         ) from error
     topology.fused_products = True
 
 
-def gathered_products(shard: Tensor, matrices: Sequence[Tensor], group: Group) -> tuple[Tensor, tuple[Tensor, ...]]:
+def fused_all_gather_matmul(
+    shard: Tensor, matrices: Sequence[Tensor], group: Group
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Gather a sequence shard and multiply it. [s/t, b, i], [i, o] each → [s, b, i], and [s, b, o] each."""
     assert group is not None
     whole, products = torch.ops.symm_mem.fused_all_gather_matmul(shard, list(matrices), 0, group.group_name)
     return whole, tuple(products)
 
 
-def scattered_product(tensor: Tensor, matrix: Tensor, group: Group) -> Tensor:
+def fused_matmul_reduce_scatter(tensor: Tensor, matrix: Tensor, group: Group) -> Tensor:
     """Multiply, sum over the group and keep this rank's piece of dimension 0. [s, b, i], [i, o] → [s/t, b, o]."""
     assert group is not None
     scattered: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(tensor, matrix, "sum", 0, group.group_name)

@@ -15,13 +15,13 @@ from zero_tp.parallel.elementwise import CHUNKED
 from zero_tp.parallel.layout import Replicated, Sharded, layout_of
 from zero_tp.topology import Topology
 
-_ELSEWHERE_ELEMENTS = 2**24
+_ACCELERATOR_ELEMENTS = 2**24
 
 
 class GradientSum:
     """Sums one layer's partial gradients over TP.
 
-    A layer with a `gradient_sum` calls it in its own backward, where the all-reduce can overlap; others get a hook.
+    A layer with a `gradient_sum` calls it in its own backward, to overlap the all-reduce. Other parameters get a hook.
 
     Attributes:
         fired: number of sums so far.
@@ -52,19 +52,19 @@ class GradientHooks:
             for name, parameter in module.named_parameters(prefix, recurse=False):
                 layout = layout_of(parameter)
                 if id(parameter) in seen or not parameter.requires_grad:
-                    continue  # a tied one is summed once
+                    continue  # a tied parameter is summed once
                 seen.add(id(parameter))
                 if isinstance(layout, Replicated) and layout.gradient == "partial":
                     own = getattr(module, "gradient_sum", None)
-                    self.sums[name] = own or _hooked(parameter, group)
+                    self.sums[name] = own or _register_sum(parameter, group)
 
     @property
     def fired(self) -> dict[str, int]:
-        """Return how often each parameter's gradient was summed; training checks it."""
-        return {name: one.fired for name, one in self.sums.items()}
+        """How often each parameter's gradient was summed; training checks it."""
+        return {name: gradient_sum.fired for name, gradient_sum in self.sums.items()}
 
 
-def _hooked(parameter: nn.Parameter, group: Group) -> GradientSum:
+def _register_sum(parameter: nn.Parameter, group: Group) -> GradientSum:
     total = GradientSum(group)
     parameter.register_hook(lambda gradient: total.start(gradient, async_op=False).wait()[0])
     return total
@@ -75,7 +75,7 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     """Return the sum of the squares of all elements, fp64 scalar."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     column = tensor.reshape(-1, 1)
-    for piece in CHUNKED.pieces(column, _ELSEWHERE_ELEMENTS):
+    for piece in CHUNKED.pieces(column, _ACCELERATOR_ELEMENTS):
         total += column[piece].double().square_().sum()
     return total
 
@@ -97,7 +97,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], topology: Topology) -> Ten
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
     """Scale all gradients by min(1, limit / (norm + 1e-6)), as DeepSpeed and torch do."""
-    factor = limit / (norm + 1e-6)  # a number: as a tensor it would be rounded to the gradients' dtype
+    factor = limit / (norm + 1e-6)  # a Python float: a tensor would be rounded to the gradients' dtype
     if factor < 1:
         for parameter in parameters:
             if parameter.grad is not None:

@@ -48,16 +48,16 @@ class Routing(NamedTuple):
         return self.order // self.places.shape[1]
 
 
-def _in_one_call(*operands: Tensor) -> bool:
-    """Return whether torch multiplies all groups at once: rows of multiples of 16 bytes, without data only in bf16."""
+def _has_grouped_kernel(*operands: Tensor) -> bool:
+    """Return whether `F.grouped_mm` takes the operands: rows of multiples of 16 bytes; fake tensors only in bf16."""
     dtype = operands[0].dtype
     if dtype != torch.bfloat16 and (is_fake(operands[0]) or dtype not in (torch.float32, torch.float16)):
         return False
     return all(operand.shape[-1] * operand.element_size() % 16 == 0 for operand in operands)
 
 
-def _slices(ends: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
-    """Yield the number and the rows of each group that has any. Without data all groups have equally many."""
+def _group_slices(ends: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
+    """Yield the number and rows of each non-empty group. With fake tensors all groups have equally many rows."""
     count, start = len(ends), 0
     for number, end in enumerate([rows * (e + 1) // count for e in range(count)] if is_fake(ends) else ends.tolist()):
         if end > start:
@@ -67,26 +67,26 @@ def _slices(ends: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Multiply each row by its group's matrix. [n·k, i], [E, i, o] → [n·k, o]."""
-    if _in_one_call(rows, matrices, matrices.mT):
+    if _has_grouped_kernel(rows, matrices, matrices.mT):
         return F.grouped_mm(rows, matrices, offs=ends)
     output = rows.new_empty(len(rows), matrices.shape[2])
-    for number, part in _slices(ends, len(rows)):
+    for number, part in _group_slices(ends, len(rows)):
         torch.mm(rows[part], matrices[number], out=output[part])
     return output
 
 
 def grouped_outer_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Sum over each group the outer products of two kinds of rows. [n·k, o], [n·k, i] → [E, o, i]."""
-    if _in_one_call(left, right):
+    if _has_grouped_kernel(left, right):
         return F.grouped_mm(left.t(), right, offs=ends)
     output = left.new_zeros(len(ends), left.shape[1], right.shape[1])  # a group without rows has zeros
-    for number, part in _slices(ends, len(left)):
+    for number, part in _group_slices(ends, len(left)):
         torch.mm(left[part].t(), right[part], out=output[number])
     return output
 
 
 class _GroupedColumns(torch.autograd.Function):
-    """Compute Y[row] = X[its token] W_eᵀ. Backward keeps X as it is given, and copies and gathers it again."""
+    """Compute Y[row] = X[its token] W_eᵀ. Backward keeps X as it is, and gathers it and copies its rows again."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, weight: Tensor, routing: Routing, group: Group, sequence: bool) -> Tensor:
@@ -103,17 +103,17 @@ class _GroupedColumns(torch.autograd.Function):
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         gradient = gradient.contiguous()
         gathering = start_all_gather(tensor, ctx.group) if ctx.sequence and needs_weight else None
-        of_tensor = of_weight = reducing = None
+        input_gradient = weight_gradient = reducing = None
         if needs_input:
-            of_rows = grouped_product(gradient, weight, routing.ends)
-            of_tensor = of_rows[routing.places].sum(1).unflatten(0, (-1, tensor.shape[1]))
+            row_gradient = grouped_product(gradient, weight, routing.ends)
+            input_gradient = row_gradient[routing.places].sum(1).unflatten(0, (-1, tensor.shape[1]))
         whole = tensor if gathering is None else gathering.wait()  # before the next collective starts
-        if of_tensor is not None and ctx.sequence:
-            reducing = start_reduce_scatter(of_tensor, ctx.group)
+        if input_gradient is not None and ctx.sequence:
+            reducing = start_reduce_scatter(input_gradient, ctx.group)
         if needs_weight:
             rows = whole.flatten(0, 1)[routing.tokens]
-            of_weight = grouped_outer_product(gradient, rows, routing.ends)
-        return of_tensor if reducing is None else reducing.wait(), of_weight, None, None, None
+            weight_gradient = grouped_outer_product(gradient, rows, routing.ends)
+        return input_gradient if reducing is None else reducing.wait(), weight_gradient, None, None, None
 
 
 class _GroupedRows(torch.autograd.Function):
@@ -134,12 +134,12 @@ class _GroupedRows(torch.autograd.Function):
         routing = Routing(*sorting)
         copies, sorted_weights = gradient[routing.tokens], weights.flatten()[routing.order].unsqueeze(1)
         unweighted = grouped_product(copies, weight, routing.ends)
-        of_weights = (unweighted.float() * rows).sum(1)[routing.places]
-        of_rows = (unweighted * sorted_weights).to(rows.dtype)
-        of_weight = None
+        routing_gradient = (unweighted.float() * rows).sum(1)[routing.places]
+        row_gradient = (unweighted * sorted_weights).to(rows.dtype)
+        weight_gradient = None
         if ctx.needs_input_grad[1]:
-            of_weight = grouped_outer_product((copies * sorted_weights).to(rows.dtype), rows, routing.ends)
-        return of_rows, of_weight, of_weights, None
+            weight_gradient = grouped_outer_product((copies * sorted_weights).to(rows.dtype), rows, routing.ends)
+        return row_gradient, weight_gradient, routing_gradient, None
 
 
 class _Grouped(nn.Module):
@@ -152,7 +152,7 @@ class _Grouped(nn.Module):
 
 
 class GroupedColumns(_Grouped):
-    """Every group's matrix is split by columns. [s, b, i] → [n·k, o], rows sorted by group; [s/t, b, i] under SP.
+    """Split every group's matrix by columns. [s, b, i] → [n·k, o], rows sorted by group; [s/t, b, i] under SP.
 
     Under SP, forward all-gathers the input (g); backward gathers it again during the product for the input's gradient,
     which it reduce-scatters during that for the weight's. Without SP the caller sums the input's gradient over TP (f).
@@ -164,7 +164,7 @@ class GroupedColumns(_Grouped):
 
 
 class GroupedRows(_Grouped):
-    """Every group's matrix is split by rows; the caller sums the output over TP. [n·k, i], fp32 [n, k] → [n, o]."""
+    """Split every group's matrix by rows; the caller sums the output over TP. [n·k, i], fp32 [n, k] → [n, o]."""
 
     def forward(self, rows: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         output: Tensor = _GroupedRows.apply(rows, self.weight, weights, routing)

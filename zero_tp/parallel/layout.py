@@ -60,14 +60,10 @@ class Sharded:
         """Return this rank's piece of the whole tensor, zero-padded where `padded`."""
         if whole.shape[self.dim] != sum(self.parts):
             raise ValueError(f"dimension {self.dim} is {whole.shape[self.dim]}, the layout's parts sum to {self.parts}")
-        pieces = []
-        for start, stop, padding in self.ranges(rank, size):
-            pieces.append(whole.narrow(self.dim, start, stop - start))
-            if padding:
-                shape = list(whole.shape)
-                shape[self.dim] = padding
-                pieces.append(whole.new_zeros(shape))
-        return torch.cat(pieces, self.dim)
+        shard = whole.new_empty(self.local_shape(whole.shape, size))
+        for start, stop, rows in self.rows_of(shard, rank, size):
+            rows.copy_(whole.narrow(self.dim, start, stop - start))
+        return shard
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """Return the whole tensor from every rank's piece in TP order; padding is dropped."""
@@ -135,7 +131,7 @@ def set_layout(
 ) -> None:
     """Set the parameter's layout and the marks that DeepSpeed's gradient norm reads.
 
-    An unmarked shard would count on TP rank 0 only, and clipping would silently change.
+    The norm would count an unmarked shard on TP rank 0 only, and change clipping silently.
 
     Args:
         name: the name with which the parameter was initialised.

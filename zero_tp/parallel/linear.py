@@ -21,7 +21,8 @@ With `zero_tp.parallel.fused_products`, gathers and scatters are fused with thei
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -39,22 +40,21 @@ from zero_tp.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from zero_tp.parallel.fused import gathered_products, scattered_product
+from zero_tp.parallel.fused import fused_all_gather_matmul, fused_matmul_reduce_scatter
 from zero_tp.parallel.layout import Replicated, Sharded
 from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
 from zero_tp.topology import Topology
 
 OWN_ROWS_FIRST = True
 """Multiply a rank's own rows while the others are gathered; otherwise all rows at once afterwards."""
-Rows = tuple[int, int]
+RowRange = tuple[int, int]
 """First and last + 1 of a rank's output features of a replicated weight."""
 
 
 def _linear(tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply as one matrix, and round once, after the bias. [*, i], [o, i] → [*, o].
 
-    DeepSpeed's `zero.Init` replaces torch's linear by one that rounds the product of a tensor of more than two
-    dimensions before it adds the bias.
+    DeepSpeed's `zero.Init` replaces `F.linear`: with more than two dimensions its product is rounded before the bias.
     """
     return F.linear(tensor.flatten(0, -2), weight, bias).unflatten(0, tensor.shape[:-1])
 
@@ -81,7 +81,7 @@ def _gathered_products(
         The whole [s, b, i], and its products [s, b, o].
     """
     if matrices and fused:
-        whole, products = gathered_products(shard, matrices, group)
+        whole, products = fused_all_gather_matmul(shard, matrices, group)
         pairs = zip(products, biases, strict=True)
         return whole, tuple(product if bias is None else product.add_(bias) for product, bias in pairs)
     gathering = start_all_gather(shard, group)
@@ -121,15 +121,15 @@ class _ColumnParallel(torch.autograd.Function):
         group: Group,
         sequence: bool,
         fused: bool,
-        rows: tuple[Rows | None, ...],
+        rows: tuple[RowRange | None, ...],
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[: len(rows)], parameters[len(rows) :]
         # Whole parameters, not views of their rows: ZeRO-3 takes a parameter's data away until backward.
         ctx.save_for_backward(shard, *weights)
         ctx.group, ctx.sequence, ctx.fused, ctx.rows = group, sequence, fused, rows
-        own_weights = [_cut(weight, cut) for weight, cut in zip(weights, rows, strict=True)]
-        own_biases = [_cut(bias, cut) for bias, cut in zip(biases, rows, strict=True)]
+        own_weights = [_used_rows(weight, used) for weight, used in zip(weights, rows, strict=True)]
+        own_biases = [_used_rows(bias, used) for bias, used in zip(biases, rows, strict=True)]
         if sequence:
             matrices = [weight.t() for weight in own_weights]
             return _gathered_products(shard, matrices, own_biases, group, fused=fused)[1]
@@ -144,32 +144,35 @@ class _ColumnParallel(torch.autograd.Function):
         gathering = start_all_gather(shard, ctx.group) if ctx.sequence and any(needs_weights) else None
         reducing = None
         if needs_input:
-            pairs = [(grad, _cut(weight, cut)) for grad, weight, cut in zip(gradients, weights, ctx.rows, strict=True)]
+            layers = zip(gradients, weights, ctx.rows, strict=True)
+            pairs = [(gradient, _used_rows(weight, used)) for gradient, weight, used in layers]
             start = start_reduce_scatter if ctx.sequence else start_all_reduce
             fused = ctx.sequence and len(pairs) == 1 and ctx.fused
-            whole_gradient = None if fused else _sum(gradient @ weight for gradient, weight in pairs)
+            whole_gradient = None if fused else reduce(Tensor.add_, (gradient @ weight for gradient, weight in pairs))
             if gathering is not None:
                 gathering.wait()  # before the next collective starts: one order on every rank
             if whole_gradient is None:
-                reducing = Pending(scattered_product(*pairs[0], ctx.group))
+                reducing = Pending(fused_matmul_reduce_scatter(*pairs[0], ctx.group))
             else:
                 reducing = start(whole_gradient, ctx.group)
         whole = gathering.wait() if gathering is not None else shard
-        of_weights: list[Tensor | None] = [None] * len(weights)
-        of_biases: list[Tensor | None] = [None] * len(weights)
-        for index, (gradient, weight, cut) in enumerate(zip(gradients, weights, ctx.rows, strict=True)):
+        weight_gradients: list[Tensor | None] = [None] * len(weights)
+        bias_gradients: list[Tensor | None] = [None] * len(weights)
+        for index, (gradient, weight, used) in enumerate(zip(gradients, weights, ctx.rows, strict=True)):
             if needs_weights[index]:
-                of_weights[index] = _uncut(gradient.flatten(0, 1).t() @ whole.flatten(0, 1), cut, weight.shape[0])
+                weight_gradients[index] = _pad_rows(
+                    gradient.flatten(0, 1).t() @ whole.flatten(0, 1), used, weight.shape[0]
+                )
             if needs_biases[index]:
-                of_biases[index] = _uncut(gradient.sum((0, 1)), cut, weight.shape[0])
-        return reducing.wait() if reducing is not None else None, *(None,) * 4, *of_weights, *of_biases
+                bias_gradients[index] = _pad_rows(gradient.sum((0, 1)), used, weight.shape[0])
+        return reducing.wait() if reducing is not None else None, *(None,) * 4, *weight_gradients, *bias_gradients
 
 
-def _cut(parameter: Any, rows: Rows | None) -> Any:
+def _used_rows(parameter: Any, rows: RowRange | None) -> Any:
     return parameter if parameter is None or rows is None else parameter[rows[0] : rows[1]]
 
 
-def _uncut(gradient: Tensor, rows: Rows | None, total: int) -> Tensor:
+def _pad_rows(gradient: Tensor, rows: RowRange | None, total: int) -> Tensor:
     if rows is None:
         return gradient
     whole = gradient.new_zeros(total, *gradient.shape[1:])
@@ -177,18 +180,11 @@ def _uncut(gradient: Tensor, rows: Rows | None, total: int) -> Tensor:
     return whole
 
 
-def _sum(terms: Iterable[Tensor]) -> Tensor:
-    total, *others = terms
-    for term in others:
-        total += term
-    return total
-
-
 class _RowParallel(torch.autograd.Function):
     """Compute f̄(X Wᵀ) + b, [s, b, i/t] → [s, b, o], or under SP ḡ(X Wᵀ) + b → [s/t, b, o].
 
-    X is saved as it is. `F.linear` would save a copy of an X that is no contiguous matrix, such as the output of fused
-    attention: 2sbh/t bytes in addition to the output that attention keeps anyway.
+    X is saved as it is. `F.linear` would save a contiguous copy of a strided X, such as the output of fused attention:
+    2sbh/t more bytes.
     """
 
     @staticmethod
@@ -197,13 +193,13 @@ class _RowParallel(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(tensor, weight)
         ctx.group, ctx.sequence, ctx.fused = group, sequence, fused
-        # As one matrix: torch would multiply another X in s products of b rows (bf16 on CPU, s 256, b 4, i 256, o 256:
+        # As one matrix: of a strided X torch would make s products of b rows (bf16 on CPU, s 256, b 4, i 256, o 256:
         # 28 ms instead of 0.6).
         matrix, rows = tensor.flatten(0, 1), tensor.shape[:2]
         if group_size(group) == 1:
             return F.linear(matrix, weight, bias).unflatten(0, rows)
         if sequence and fused:
-            whole = scattered_product(tensor, weight.t(), group)
+            whole = fused_matmul_reduce_scatter(tensor, weight.t(), group)
         else:
             partial = F.linear(matrix, weight).unflatten(0, rows)
             whole = reduce_scatter(partial, group) if sequence else all_reduce(partial, group)
@@ -216,11 +212,11 @@ class _RowParallel(torch.autograd.Function):
         if ctx.sequence:
             matrices = [weight] if needs_input else []
             no_biases = [None] * len(matrices)
-            whole, of_input = _gathered_products(gradient, matrices, no_biases, ctx.group, fused=ctx.fused)
+            whole, input_gradients = _gathered_products(gradient, matrices, no_biases, ctx.group, fused=ctx.fused)
         else:
-            whole, of_input = gradient, (gradient @ weight,) if needs_input else ()
+            whole, input_gradients = gradient, (gradient @ weight,) if needs_input else ()
         return (
-            of_input[0] if needs_input else None,
+            input_gradients[0] if needs_input else None,
             whole.flatten(0, 1).t() @ tensor.flatten(0, 1) if needs_weight else None,
             whole.sum((0, 1)) if needs_bias else None,
             None,
@@ -236,18 +232,18 @@ def column_parallel_linear(
     topology: Topology,
     *,
     sequence: bool,
-    rows: Sequence[Rows | None] | None = None,
+    rows: Sequence[RowRange | None] | None = None,
 ) -> tuple[Tensor, ...]:
     """Multiply [s, b, i], or [s/t, b, i] under SP, by weights [o/t, i] → as many [s, b, o/t]. f, or g, once for all.
 
     Args:
-        rows: of each weight, those that this rank uses; by default all.
+        rows: the rows of each weight that this rank uses; by default all.
     """
-    cuts = tuple(rows) if rows is not None else (None,) * len(weights)
+    ranges = tuple(rows) if rows is not None else (None,) * len(weights)
     if group_size(topology.tensor_group) == 1:
-        cut = zip(weights, biases, cuts, strict=True)
-        return tuple(_linear(tensor, _cut(weight, of), _cut(bias, of)) for weight, bias, of in cut)
-    options = (topology.tensor_group, sequence, topology.fused_products, cuts)
+        layers = zip(weights, biases, ranges, strict=True)
+        return tuple(_linear(tensor, _used_rows(weight, used), _used_rows(bias, used)) for weight, bias, used in layers)
+    options = (topology.tensor_group, sequence, topology.fused_products, ranges)
     outputs: tuple[Tensor, ...] = _ColumnParallel.apply(tensor, *options, *weights, *biases)
     return outputs
 
@@ -291,7 +287,7 @@ class RowParallelLinear(nn.Module):
 
 
 class ReplicatedLinear(nn.Module):
-    """Linear layer that is whole on every rank and gets the same input there. [*, i] → [*, o]."""
+    """Linear layer with the same weight and the same input on every rank. [*, i] → [*, o]."""
 
     def __init__(self, make: ParameterMaker, inputs: int, outputs: int, *, init: Normal):
         super().__init__()

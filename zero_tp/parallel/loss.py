@@ -5,7 +5,7 @@ time. s sequence, b batch, h hidden, v vocabulary, t TP size, n tokens of a bloc
 
 Forward computes the gradients too, block by block; backward only scales them. That saves a second logits GEMM, and the
 gradient's TP communication happens once, in forward. The weight's gradient lives from forward until backward. A block's
-logits become probability - target in place, in slices that fit a cache; one GEMM for each gradient takes them whole.
+logits become probability - target in place, in slices that fit a cache, before one GEMM for each gradient.
 """
 
 from __future__ import annotations
@@ -68,52 +68,52 @@ def _without_padding(logits: Tensor, valid: int) -> Tensor:
 
 
 class Softmax(NamedTuple):
-    """The numbers of all t ranks for a softmax over the whole vocabulary.
+    """What a softmax over the whole vocabulary needs of all t ranks.
 
     Attributes:
         maxima: each rank's greatest logit, [t, n]. greatest: their maximum, [n].
         total: sum of exp(logit - greatest) over the vocabulary, [n].
-        others: the other exchanged numbers, [t, m, n].
+        extra: the other exchanged numbers, [t, m, n].
     """
 
     maxima: Tensor
     greatest: Tensor
     total: Tensor
-    others: Tensor
+    extra: Tensor
 
-    def chosen_first(self, chosen: Tensor) -> Tensor:
-        """Return whether a label is the vocabulary's argmax, the first of the greatest logits.
+    def is_argmax(self, chosen: Tensor) -> Tensor:
+        """Return whether a label is the argmax of the whole vocabulary: the first of the greatest logits.
 
         Args:
-            chosen: whether it is each rank's own argmax, [t, n, *] → [n, *].
+            chosen: whether the label is the argmax of each rank's own logits, [t, n, *] → [n, *].
         """
         is_greatest = self.maxima == self.greatest
         first = is_greatest & (is_greatest.cumsum(0) == 1)
         return (first.view(*first.shape, *(1,) * (chosen.ndim - 2)) & chosen).any(0)
 
 
-def exchange_softmax(maximum: Tensor, total: Tensor, others: Tensor, group: Group) -> Softmax:
+def all_gather_softmax(maximum: Tensor, total: Tensor, extra: Tensor, group: Group) -> Softmax:
     """Exchange maxima and sums over TP for the softmax of the whole vocabulary. One all-gather of [2 + m, n].
 
     Args:
         maximum: of each row of this rank's logits, [n].
         total: sum of exp(logit - maximum) over this rank's logits, [n].
-        others: m more numbers of each row, [m, n].
+        extra: m more numbers of each row, [m, n].
     """
-    parts = all_gather(torch.cat((torch.stack((maximum, total)), others)).unsqueeze(0), group)  # [t, 2 + m, n]
+    parts = all_gather(torch.cat((torch.stack((maximum, total)), extra)).unsqueeze(0), group)  # [t, 2 + m, n]
     maxima, totals = parts[:, 0], parts[:, 1]
     greatest = maxima.amax(0)
     return Softmax(maxima, greatest, (totals * (maxima - greatest).exp()).sum(0), parts[:, 2:])
 
 
-def _sums(logits: Tensor, valid: int) -> tuple[Tensor, Tensor]:
+def _max_and_sum_exp(logits: Tensor, valid: int) -> tuple[Tensor, Tensor]:
     """Return each row's maximum and the sum of exp(logit - maximum), fp32 [n]."""
     wide = _without_padding(logits.float(), valid)
     maximum = wide.amax(1)
     return maximum, (wide - maximum.unsqueeze(1)).exp_().sum(1)
 
 
-def _first_choices(logits: Tensor, valid: int) -> Tensor:
+def _argmax(logits: Tensor, valid: int) -> Tensor:
     """Return the first column of each row's maximum, [n]."""
     return _without_padding(logits.float(), valid).argmax(1)
 
@@ -128,27 +128,27 @@ def _to_probabilities_(logits: Tensor, maximum: Tensor, factor: Tensor, valid: i
 
 
 def _log_probability(
-    logits: Tensor, target: Tensor, valid: int, group: Group, ops: ElementwiseOps, choosing: bool
+    logits: Tensor, target: Tensor, valid: int, group: Group, ops: ElementwiseOps, accuracy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return (log-probability of the target, this rank's maximum, factor, whether the target is the argmax), [n] each.
 
-    probability = exp(logit - maximum) · factor; the argmax is computed if `choosing`. `target` [n] is this rank's row,
-    -1 on other ranks. The maximum is subtracted before the logarithm of the sum: adding the two first would round the
-    loss to the maximum's last digit.
+    probability = exp(logit - maximum) · factor; the argmax is computed if `accuracy`. `target` [n] is this rank's
+    row, -1 on other ranks. The maximum is subtracted before the logarithm of the sum: adding the two first would round
+    the loss to the maximum's last digit.
     """
     target_logit = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1).float().masked_fill(target < 0, 0.0)
-    maximum, total = ops.rows(_sums, (logits,), valid, elsewhere=SLICE_ELEMENTS)
-    others = target_logit.unsqueeze(0)
-    if choosing:
-        chosen = ops.rows(_first_choices, (logits,), valid, elsewhere=SLICE_ELEMENTS) == target
-        others = torch.stack((target_logit, chosen.float()))
-    softmax = exchange_softmax(maximum, total, others, group)
-    log_probability = softmax.others[:, 0].sum(0) - softmax.greatest - softmax.total.log()
-    right = softmax.chosen_first(softmax.others[:, 1] == 1) if choosing else None
-    return log_probability, maximum, (maximum - softmax.greatest).exp() / softmax.total, right
+    maximum, total = ops.rows(_max_and_sum_exp, (logits,), valid, accelerator_elements=SLICE_ELEMENTS)
+    extra = target_logit.unsqueeze(0)
+    if accuracy:
+        chosen = ops.rows(_argmax, (logits,), valid, accelerator_elements=SLICE_ELEMENTS) == target
+        extra = torch.stack((target_logit, chosen.float()))
+    softmax = all_gather_softmax(maximum, total, extra, group)
+    log_probability = softmax.extra[:, 0].sum(0) - softmax.greatest - softmax.total.log()
+    correct = softmax.is_argmax(softmax.extra[:, 1] == 1) if accuracy else None
+    return log_probability, maximum, (maximum - softmax.greatest).exp() / softmax.total, correct
 
 
-def _differences_(
+def _to_logit_gradients_(
     logits: Tensor, target: Tensor, valid: int, maximum: Tensor, factor: Tensor, ops: ElementwiseOps
 ) -> None:
     """Turn `logits` [n, v/t] into probability - target in place, each rounded once.
@@ -158,7 +158,7 @@ def _differences_(
     column = target.clamp(min=0).unsqueeze(1)
     is_here = (target >= 0).float().unsqueeze(1)
     difference = _probabilities(logits.gather(1, column), maximum, factor, valid) - is_here
-    ops.rows(_to_probabilities_, (logits, maximum, factor), valid, elsewhere=SLICE_ELEMENTS)
+    ops.rows(_to_probabilities_, (logits, maximum, factor), valid, accelerator_elements=SLICE_ELEMENTS)
     # `scatter_` would copy all logits twice on a CPU.
     rows = torch.arange(len(logits), device=logits.device)
     logits[rows, column.squeeze(1)] = difference.squeeze(1).to(logits.dtype)
@@ -176,12 +176,12 @@ def _add_product_(total: Tensor, first: Tensor, second: Tensor, ops: Elementwise
     if total.device.type in _FP32_SUMS:
         torch.addmm(total, first.t(), second, out_dtype=torch.float32, out=total)
         return
-    half = first.dtype == torch.float16
-    second = second.float() if half else second
+    is_fp16 = first.dtype == torch.float16
+    second = second.float() if is_fp16 else second
     step = max(1, BLOCK_ELEMENTS // second.shape[1])
     for start in ops.starts(first.shape[1], step):
         rows = slice(start, start + step)
-        if half:
+        if is_fp16:
             total[rows].addmm_(first[:, rows].t().float(), second)
         else:
             total[rows].add_(first[:, rows].t() @ second)  # `+=` would also copy the rows onto themselves
@@ -219,7 +219,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: Group,
         sequence: bool,
         divisor: Tensor | float | None,
-        choosing: bool,
+        accuracy: bool,
         differentiate: bool,
         ops: ElementwiseOps,
     ) -> tuple[Tensor, Tensor]:
@@ -231,7 +231,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = needs
         counted = labels != ignore
         count = _divisor(divisor, counted, hidden)
-        loss, right = (torch.zeros((), dtype=torch.float32, device=hidden.device) for _ in range(2))
+        loss, correct = (torch.zeros((), dtype=torch.float32, device=hidden.device) for _ in range(2))
         # Contiguous whatever the layout of `hidden`: each block is written through a flattened view.
         hidden_gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         weight_gradient = None
@@ -241,18 +241,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if needs_weight and accumulates_in_fp32(length, step, weight.dtype):
             weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in ops.starts(length, step):
-            keep = counted[start : start + step].flatten()
+            is_counted = counted[start : start + step].flatten()
             # Zero ignored rows, so that NaNs in them cannot leak into the sums.
-            block = hidden[start : start + step].flatten(0, 1).masked_fill(~keep.unsqueeze(1), 0.0)
+            block = hidden[start : start + step].flatten(0, 1).masked_fill(~is_counted.unsqueeze(1), 0.0)
             target = labels[start : start + step].flatten() - first
-            target = target.masked_fill(~keep | (target < 0) | (target >= valid), -1)
+            target = target.masked_fill(~is_counted | (target < 0) | (target >= valid), -1)
             logits = F.linear(block, weight, bias)
-            log_probability, maximum, factor, chosen = _log_probability(logits, target, valid, group, ops, choosing)
-            loss -= log_probability.masked_fill(~keep, 0.0).sum()
+            log_probability, maximum, factor, chosen = _log_probability(logits, target, valid, group, ops, accuracy)
+            loss -= log_probability.masked_fill(~is_counted, 0.0).sum()
             if chosen is not None:
-                right += (chosen & keep).sum()
+                correct += (chosen & is_counted).sum()
             if any(needs):
-                _differences_(logits, target, valid, maximum, factor.masked_fill(~keep, 0.0), ops)
+                _to_logit_gradients_(logits, target, valid, maximum, factor.masked_fill(~is_counted, 0.0), ops)
             if hidden_gradient is not None:
                 torch.matmul(logits, weight, out=hidden_gradient[start : start + step].flatten(0, 1))
             if bias_gradient is not None:
@@ -266,8 +266,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_gradient = (reduce_scatter if sequence else all_reduce)(hidden_gradient, group)
         ctx.save_for_backward(hidden_gradient, weight_gradient, bias_gradient, count)
         ctx.dtypes = hidden.dtype, weight.dtype
-        ctx.mark_non_differentiable(right)
-        return loss / count, right
+        ctx.mark_non_differentiable(correct)
+        return loss / count, correct
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -294,11 +294,11 @@ def vocab_parallel_cross_entropy(
     sequence: bool = False,
     ignore_index: int = IGNORE_INDEX,
     divisor: Tensor | float | None = None,
-    choosing: bool = False,
+    accuracy: bool = False,
     ops: ElementwiseOps = CHUNKED,
 ) -> tuple[Tensor, Tensor]:
     """Return the mean cross entropy of `hidden` Wᵀ + `bias` against `labels`, over the tokens that are not ignored, and
-    how many of these labels are the argmax (0 unless `choosing`).
+    how many of these labels are the argmax (0 unless `accuracy`).
 
     Forward over TP: all-gather of the hidden states under SP, one all-gather of 3 numbers a token, and all-reduce
     (reduce-scatter under SP) of the hidden gradient when one is needed. Backward: none.
@@ -311,17 +311,17 @@ def vocab_parallel_cross_entropy(
         vocabulary: v; rows past it get no probability and no gradient.
         divisor: of the sum of the losses; by default the number of labels that are not ignored. A 0-d tensor needs no
             synchronisation.
-        choosing: count the argmaxes, which takes another pass over the logits, and one number more a token in the
-            all-gather.
+        accuracy: count the labels that are the argmax, which takes another pass over the logits, and one number more
+            a token in the all-gather.
         ops: runs the softmax, and chooses the blocks.
 
     Returns:
         fp32 scalars, equal on all TP ranks. The loss is nan if every label is ignored, as in torch, but 0 with a
         `divisor`.
     """
-    options = (vocabulary, ignore_index, group, sequence, divisor, choosing, torch.is_grad_enabled(), ops)
-    loss, right = _LinearCrossEntropy.apply(hidden, weight, bias, labels, *options)
-    return loss, right
+    options = (vocabulary, ignore_index, group, sequence, divisor, accuracy, torch.is_grad_enabled(), ops)
+    loss, correct = _LinearCrossEntropy.apply(hidden, weight, bias, labels, *options)
+    return loss, correct
 
 
 def vocab_parallel_logits(

@@ -49,7 +49,7 @@ class WeightSource(Protocol):
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
     ) -> None:
-        """Write this rank's shard of the parameter `name`, of whole shape `whole`, into `local`."""
+        """Write this rank's shard of the parameter `name`, of the whole shape `whole`, into `local`."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SeededInit:
             self._draw(part.movedim(layout.dim, 0), name, start, whole[layout.dim], init)
 
     def _draw(self, rows: Tensor, name: str, start: int, total: int, init: Normal) -> None:
-        """Write rows from `start` on, of the `total` of the parameter called `name`, into `rows`; fp32, by blocks."""
+        """Draw `rows`: those from `start` on, of the `total` rows of the parameter `name`; fp32, block by block."""
         stop = start + len(rows)
         for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
             first, last = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, total)
@@ -89,30 +89,30 @@ class SeededInit:
 class ShardedSeededInit(SeededInit):
     """Draw the same weights, each block on one rank of a group, and send them to the group's first rank.
 
-    Only the group's first rank has all values; broadcast them before use. The group's ranks hold the same shards and
-    make them in the same order, at the same time.
+    Only the group's first rank has all values; broadcast them before use. All ranks of the group must make the same
+    shards in the same order.
     """
 
     group: Group
 
     def _draw(self, rows: Tensor, name: str, start: int, total: int, init: Normal) -> None:
-        """Draw this rank's blocks. One all-to-all, in which every other rank sends its blocks to the first."""
+        """Draw this rank's blocks; gather all on the group's first rank by one all-to-all."""
         ranks, rank, stop = group_size(self.group), group_rank(self.group), start + len(rows)
         first, last = start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)
         blocks = [first - (first - last) * index // ranks for index in range(ranks + 1)]
-        cuts = [min(max(block * BLOCK_ROWS, start), stop) - start for block in blocks]
-        own = rows[cuts[rank] : cuts[rank + 1]]
-        super()._draw(own, name, start + cuts[rank], total, init)
+        bounds = [min(max(block * BLOCK_ROWS, start), stop) - start for block in blocks]
+        own = rows[bounds[rank] : bounds[rank + 1]]
+        super()._draw(own, name, start + bounds[rank], total, init)
         if ranks == 1:
             return
-        sent, received = [0] * ranks, [0] * ranks
+        rows_sent, rows_received = [0] * ranks, [0] * ranks
         if rank == 0:
-            received[1:] = [end - begin for begin, end in pairwise(cuts[1:])]
+            rows_received[1:] = [end - begin for begin, end in pairwise(bounds[1:])]
         else:
-            sent[0] = len(own)
-        others = rows[cuts[1] : cuts[1] + sum(received)]
+            rows_sent[0] = len(own)
+        others = rows[bounds[1] : bounds[1] + sum(rows_received)]
         gathered = torch.empty_like(others, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(gathered, own[: sum(sent)].contiguous(), received, sent, group=self.group)
+        dist.all_to_all_single(gathered, own[: sum(rows_sent)].contiguous(), rows_received, rows_sent, group=self.group)
         others.copy_(gathered)
 
 

@@ -52,10 +52,10 @@ class RandomStreams:
 
     def __init__(self, topology: Topology, seed: int, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
-        self._active = _copied_state
+        self._activate = _copied_state
         if self.device.type == "cuda":
             torch.cuda.init()  # fills torch.cuda.default_generators
-            self._active = _shared_state
+            self._activate = _shared_state
         self.reseed(topology, seed)
 
     def reseed(self, topology: Topology, seed: int) -> None:
@@ -66,8 +66,8 @@ class RandomStreams:
         }
 
     def use(self, name: str) -> AbstractContextManager[None]:
-        """Draw from the stream `name` (SHARED or PER_RANK) inside; then restore the default generator."""
-        return self._active(self._generators[name])
+        """Let torch draw from the stream `name` (SHARED or PER_RANK); afterwards restore the default generator."""
+        return self._activate(self._generators[name])
 
     def snapshot(self) -> dict[str, torch.Generator]:
         """Return copies of the streams, for `replaying`."""
@@ -76,16 +76,16 @@ class RandomStreams:
     @contextmanager
     def replaying(self, snapshot: dict[str, torch.Generator]) -> Iterator[None]:
         """Repeat the draws that followed the snapshot; then restore the streams."""
-        now, self._generators = self._generators, {name: one.clone_state() for name, one in snapshot.items()}
+        current, self._generators = self._generators, {name: state.clone_state() for name, state in snapshot.items()}
         try:
             yield
         finally:
-            self._generators = now
+            self._generators = current
 
     def state_dict(self) -> dict[str, Any]:
         return {name: generator.get_state() for name, generator in self._generators.items()}
 
-    def fit(self, states: dict[str, Any]) -> bool:
+    def are_compatible(self, states: dict[str, Any]) -> bool:
         """Return whether the states belong to generators of this kind of device."""
         return all(states[name].shape == state.shape for name, state in self.state_dict().items())
 

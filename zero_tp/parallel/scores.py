@@ -87,7 +87,7 @@ def scores_of_logits(
     chosen = torch.zeros_like(own)
     chosen[row, alternative] = (logits[row].argmax(1) + first == labels[row, alternative]).to(own.dtype)
     total = logits.sub_(best.unsqueeze(1)).exp_().sum(1)
-    softmax = loss.exchange_softmax(best, total, torch.cat((own, chosen), 1).t(), group)
-    owns, choices = softmax.others.transpose(1, 2).chunk(2, 2)  # [t, n, k]
+    softmax = loss.all_gather_softmax(best, total, torch.cat((own, chosen), 1).t(), group)
+    owns, choices = softmax.extra.transpose(1, 2).chunk(2, 2)  # [t, n, k]
     nll = softmax.total.log().unsqueeze(1) - (owns.sum(0) - softmax.greatest.unsqueeze(1))
-    return TokenScores(nll, softmax.chosen_first(choices == 1))
+    return TokenScores(nll, softmax.is_argmax(choices == 1))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zero_tp.errors import UserError
-from zero_tp.parallel.fused import fuse
+from zero_tp.parallel.fused import enable_fused_products
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.topology import Topology
 from zero_tp.zero import ops
@@ -91,14 +91,14 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment) -> tuple[
     check_accelerator(config.dtype, accelerator)
     ops.check_nvme(config.nvme_paths)
     ops.without_shared_memory_collectives()
-    message = ops.to_compile(config.deepspeed_config(), accelerator)
+    message = ops.compilation_note(config.deepspeed_config(), accelerator)
     if message is not None and environment.rank == 0:
         print(message, flush=True)
     timeout = timedelta(minutes=config.zero_tp.training.timeouts.longest, seconds=WATCHDOG_MARGIN_SECONDS)
     parallel = config.zero_tp.parallel
     topology, device = connect(environment, device_type, parallel.tensor, parallel.sequence, timeout=timeout)
     if parallel.fused_products:
-        fuse(topology, device)
+        enable_fused_products(topology, device)
     return topology, device
 
 

@@ -23,7 +23,7 @@ from zero_tp.files import MOST_BYTES
 from zero_tp.parallel.agreement import tensor_bytes
 from zero_tp.strict_json import parse_json
 
-PART = 8 * 2**20
+PART_BYTES = 8 * 2**20
 HASHING_THREADS = 2
 DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 """As safetensors' headers write them."""
@@ -33,8 +33,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 class Written:
     """The size and hash of a file: the hexadecimal SHA-256 of the SHA-256s of its parts of 8 MiB.
 
-    Parts are hashed by several threads: one hashes 1.8 GB/s, which is less than some disks give. `parts` are the
-    hashes one by one. Without hashing both are empty.
+    Several threads hash the parts: one hashes 1.8 GB/s, less than some disks deliver. `parts` are their hashes.
+    Without hashing both are empty.
     """
 
     size: int
@@ -43,7 +43,6 @@ class Written:
 
     @classmethod
     def of(cls, size: int, digests: Sequence[bytes]) -> Written:
-        """Make it from the SHA-256s of the parts."""
         whole = hashlib.sha256(b"".join(digests)).hexdigest()
         return cls(size, whole, tuple(digest.hex() for digest in digests))
 
@@ -53,28 +52,28 @@ class _PartHasher:
 
     def __init__(self, threads: ThreadPoolExecutor):
         self._threads, self._part = threads, bytearray()
-        self._waiting: deque[Future[bytes]] = deque()
+        self._pending: deque[Future[bytes]] = deque()
         self._done: list[bytes] = []
 
     def update(self, content: memoryview) -> None:
         while content:
-            count = PART - len(self._part)
+            count = PART_BYTES - len(self._part)
             self._part += content[:count]
             content = content[count:]
-            if len(self._part) == PART:
+            if len(self._part) == PART_BYTES:
                 self._submit()
 
     def _submit(self) -> None:
-        self._waiting.append(self._threads.submit(_sha256, self._part))
+        self._pending.append(self._threads.submit(_sha256, self._part))
         self._part = bytearray()
-        if len(self._waiting) > HASHING_THREADS + 1:  # a few parts are in memory at a time
-            self._done.append(self._waiting.popleft().result())
+        if len(self._pending) > HASHING_THREADS + 1:  # a few parts are in memory at a time
+            self._done.append(self._pending.popleft().result())
 
     def digests(self) -> list[bytes]:
         """Return the SHA-256s of all parts, in order. The last part may be shorter."""
         if self._part:
             self._submit()
-        return self._done + [digest.result() for digest in self._waiting]
+        return self._done + [digest.result() for digest in self._pending]
 
 
 def _sha256(part: bytearray) -> bytes:
@@ -83,7 +82,7 @@ def _sha256(part: bytearray) -> bytes:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to write: the header needs its shape and dtype; `read` returns the data when its turn comes."""
+    """A tensor to write. `read` returns its data; the header, written first, has its shape and dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -111,7 +110,7 @@ def write_tensors(
                 hasher.update(content)
         file.flush()
         os.fsync(file.fileno())
-        assert file.tell() == size, f"{path}: a tensor is not as long as it said"
+        assert file.tell() == size, f"{path}: a tensor's size differs from its entry"
         return Written.of(size, hasher.digests()) if hashed else Written(size, "")
 
 
@@ -133,11 +132,11 @@ def _header(entries: list[Entry], metadata: dict[str, str] | None) -> bytes:
 
 
 def read_hashed(path: Path) -> Written:
-    """Read and hash a file. One thread reads in order, as disks and the kernel's readahead do best; others hash."""
+    """Read and hash a file. One thread reads in order, which disks and readahead favour; others hash."""
     size = 0
     with path.open("rb") as file, ThreadPoolExecutor(HASHING_THREADS) as threads:
         hasher = _PartHasher(threads)
-        for part in iter(partial(file.read, PART), b""):
+        for part in iter(partial(file.read, PART_BYTES), b""):
             hasher.update(memoryview(part))
             size += len(part)
         return Written.of(size, hasher.digests())

@@ -137,7 +137,7 @@ def check_duplicates(zero: ZeroEngine, step: int) -> None:
     topology = zero.topology
     if topology.data == 1:
         return
-    digests = {name: digest(tensor) for name, tensor in zero.duplicates()}
+    digests = {name: digest(tensor) for name, tensor in zero.replicated_tensors()}
     if not digests:
         return
     for name, of_ranks in zip(digests, _all_gather_numbers(list(digests.values()), zero.model), strict=True):

@@ -30,8 +30,8 @@ class LossScale:
         self._scaler = getattr(optimizer, "loss_scaler", None) or CreateLossScaler(
             torch.half, engine.loss_scale(), engine.dynamic_loss_scale(), engine.dynamic_loss_scale_args()
         )
-        self._scaler.raise_error_at_min_scale = False  # training decides
-        optimizer._update_scale = _later
+        self._scaler.raise_error_at_min_scale = False  # training stops or goes on, by `on_nonfinite`
+        optimizer._update_scale = _no_update
 
     @property
     def value(self) -> float:
@@ -59,5 +59,5 @@ class LossScale:
         self._optimizer.loss_scale = self._scaler.cur_scale
 
 
-def _later(overflow: bool) -> None:
-    """Replace DeepSpeed's update; `LossScale.update` runs after the step."""
+def _no_update(overflow: bool) -> None:
+    """Stand in for DeepSpeed's update; `LossScale.update` runs after the step."""

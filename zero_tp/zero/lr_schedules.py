@@ -12,14 +12,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from zero_tp.config.schedule import TRANSFORMERS_SCHEDULES
 
-COUNTING_ONE_MORE = (lr_schedules.LRRangeTest, lr_schedules.OneCycle)
+ONE_STEP_AHEAD = (lr_schedules.LRRangeTest, lr_schedules.OneCycle)
 """Schedules whose formulas use `last_batch_iteration + 1`; others use it as it is."""
 
 
 def transformers_schedule(block: dict[str, Any] | None) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
-    """Return what makes the schedule of transformers that a `scheduler` block names; None if it names none.
+    """Return a factory of the transformers schedule that a `scheduler` block names; None for other schedules.
 
-    After `num_training_steps` the rate stays; transformers' cosine would rise again.
+    After `num_training_steps` the rate stays constant; transformers' cosine would rise again.
     """
     if block is None or block["type"] not in TRANSFORMERS_SCHEDULES:
         return None
@@ -32,18 +32,18 @@ def transformers_schedule(block: dict[str, Any] | None) -> Callable[[torch.optim
         schedule: LambdaLR = function(optimizer, **params)
         if "num_training_steps" in params:
             last = params["num_training_steps"]
-            schedule.lr_lambdas = [functools.partial(_rate_until, rate, last) for rate in schedule.lr_lambdas]
+            schedule.lr_lambdas = [functools.partial(_hold_last_rate, rate, last) for rate in schedule.lr_lambdas]
         return schedule
 
     return make
 
 
-def _rate_until(rate: Callable[[int], float], last: int, step: int) -> float:
+def _hold_last_rate(rate: Callable[[int], float], last: int, step: int) -> float:
     return rate(min(step, last))
 
 
 def set_schedule(schedule: Any, done: int) -> None:
-    """Set a schedule and the optimizer's learning rates for step `done` + 1: step k trains at the value at k.
+    """Set a schedule and the learning rates for step `done` + 1: step k trains at the schedule's value at k.
 
     DeepSpeed starts its own at iteration -1 and advances them after each step, so the first two steps of a warm-up from
     0 would have no effect.
@@ -55,7 +55,7 @@ def set_schedule(schedule: Any, done: int) -> None:
         schedule.load_state_dict({**schedule.state_dict(), "last_epoch": done, "_step_count": done + 2})
         schedule.step()
     else:
-        schedule.step(done if isinstance(schedule, COUNTING_ONE_MORE) else done + 1)
+        schedule.step(done if isinstance(schedule, ONE_STEP_AHEAD) else done + 1)
 
 
 class _RateOnly(torch.optim.Optimizer):
@@ -70,7 +70,7 @@ class _RateOnly(torch.optim.Optimizer):
 
 
 def rates(block: dict[str, Any], rate: float, steps: Iterable[int]) -> list[float]:
-    """Return the learning rates that a run trains some steps at.
+    """Return the learning rates of the steps `steps` of a run.
 
     Args:
         block: `scheduler` of a config.

@@ -32,14 +32,14 @@ def check_nvme(paths: Mapping[str, Path]) -> None:
 
 
 def has_libaio() -> bool:
-    """Tell whether DeepSpeed's asynchronous I/O can be built here: it compiles a few lines."""
+    """Return whether DeepSpeed can build its asynchronous I/O here, by compiling a few lines."""
     from deepspeed.accelerator import get_accelerator
 
     return bool(get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible())
 
 
-def to_compile(config: dict[str, Any], accelerator: Any) -> str | None:
-    """Return a line about the op that DeepSpeed will compile for a run; None if nothing is left to compile.
+def compilation_note(config: dict[str, Any], accelerator: Any) -> str | None:
+    """Return a log line about the op that DeepSpeed will compile for a run; None if it is compiled or not needed.
 
     DeepSpeed's own optimizers, such as CPU Adam for offloaded states, are built when a machine first needs them, which
     takes g++ more than two minutes.
@@ -70,7 +70,7 @@ def to_compile(config: dict[str, Any], accelerator: Any) -> str | None:
 
 
 def _missing_compiler(on_cuda: bool) -> str | None:
-    """Return the part of a compiler that this machine lacks, in words."""
+    """Return a description of the first missing part of a compiler."""
     from torch.utils import cpp_extension
 
     compiler = os.environ.get("CXX", "c++")

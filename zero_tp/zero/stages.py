@@ -18,33 +18,33 @@ from zero_tp.config.resolve import copies_gradients
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squares
 from zero_tp.topology import Topology
 from zero_tp.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
-from zero_tp.zero.zero3_loops import handle_as_rows
+from zero_tp.zero.zero3_loops import patch_zero3_loops
 from zero_tp.zero.zero_engine import Optimized, ZeroEngine
 
 if TYPE_CHECKING:
     from zero_tp.models.parallel_model import ParallelModel
 
 
-def measure_in_pieces(optimizer: Any) -> None:
-    """Let one of DeepSpeed's ZeRO optimizers compute gradient norms chunk by chunk, instead of from fp64 copies."""
+def compute_norms_in_chunks(optimizer: Any) -> None:
+    """Make a ZeRO optimizer of DeepSpeed compute gradient norms in chunks, instead of from whole fp64 copies."""
     direct = getattr(optimizer, "get_grad_norm_direct", None)
     if direct is None:  # its BF16_Optimizer
         return
 
-    def in_pieces(gradients: Iterable[Tensor], params: Iterable[nn.Parameter], norm_type: float = 2) -> Tensor:
+    def chunked_norm(gradients: Iterable[Tensor], params: Iterable[nn.Parameter], norm_type: float = 2) -> Tensor:
         assert norm_type == 2, "only the 2-norm is computed"
         own = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
         norm: Tensor = direct([sum_of_squares(gradient).sqrt().reshape(1) for gradient in own], params, norm_type)
         return norm
 
-    optimizer.get_grad_norm_direct = in_pieces
+    optimizer.get_grad_norm_direct = chunked_norm
 
 
 class WithoutZero(ZeroEngine):
     """ZeRO-0: every DP rank holds all masters and states. The gradient norm and clipping are ours, in fp64.
 
-    DeepSpeed computes both in fp64 for ZeRO-1, -2 and -3. Without ZeRO its norms are in fp32 (inexact at 1e-4 on CPUs)
-    and missing in fp32 runs, and in 16 bit they count only the gradients of TP rank 0. So its clipping is off.
+    DeepSpeed computes both in fp64 for ZeRO-1, -2 and -3. Without ZeRO it has no norm in fp32 runs; in 16 bit its norm
+    is in fp32 (inexact at 1e-4 on CPUs) and counts only the gradients of TP rank 0. So its clipping is off.
     """
 
     def __init__(self, settings: dict[str, Any], topology: Topology):
@@ -87,8 +87,8 @@ class WithoutZero(ZeroEngine):
         parameters = list(self.model.parameters())
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         norm = gradient_norm(parameters, self.topology) / scale
-        refused, self._last_norm = self._refused(norm), norm.item()
-        is_applied = not refused and math.isfinite(self._last_norm)
+        vetoed, self._last_norm = self._is_vetoed(norm), norm.item()
+        is_applied = not vetoed and math.isfinite(self._last_norm)
         if is_applied and self._limit > 0:
             clip_gradients(parameters, self._last_norm, self._limit)
         if not self._wrapped:
@@ -105,9 +105,9 @@ class WithoutZero(ZeroEngine):
     def _norm(self) -> float:
         return self._last_norm
 
-    def duplicates(self) -> Iterator[tuple[str, Tensor]]:
+    def replicated_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the module's weights, and the masters and states, which are not partitioned."""
-        yield from super().duplicates()
+        yield from super().replicated_tensors()
         states = self.states()
         for kind in states.kinds():
             for fragment in states.fragments:
@@ -135,7 +135,7 @@ class WithoutZero(ZeroEngine):
                     yield parameter, (flat, offset)
                     offset += parameter.numel()
 
-    def share(self, fragment: Fragment) -> slice:
+    def checkpoint_slice(self, fragment: Fragment) -> slice:
         """Return this rank's piece: all DP ranks hold the same fragment."""
         length = -(-fragment.numel // self.topology.data)
         first = self.topology.data_rank * length
@@ -150,8 +150,7 @@ class WithoutZero(ZeroEngine):
 class PartitionedStates(ZeroEngine):
     """ZeRO-1 and ZeRO-2: masters and states are partitioned over DP, in flat groups of parameters.
 
-    A single replica reduces nothing, so its gradients stay in place; DeepSpeed would copy each five times to take the
-    mean over one rank.
+    With one replica gradients stay in place: DeepSpeed would copy each five times for a mean over one rank.
     """
 
     def __init__(self, settings: dict[str, Any], topology: Topology):
@@ -163,37 +162,37 @@ class PartitionedStates(ZeroEngine):
 
     def initialize(self, model: ParallelModel, optimized: Optimized) -> None:
         super().initialize(model, optimized)
-        measure_in_pieces(self.optimizer)
+        compute_norms_in_chunks(self.optimizer)
         if self._single_replica:
             for name in ("average_tensor", "buffered_reduce_fallback"):
                 setattr(self.optimizer, name, lambda *_, **__: None)
         if not hasattr(self.optimizer, "scaled_global_norm"):  # ZeRO-1 that accumulates gradients in another dtype
-            self._judge_first(self.optimizer)
+            self._ask_veto_before_step(self.optimizer)
             return
-        measured = self.optimizer.scaled_global_norm
+        original = self.optimizer.scaled_global_norm
 
-        def judged(norm_type: int = 2) -> Tensor:
-            norm: Tensor = measured(norm_type)
+        def norm_or_veto(norm_type: int = 2) -> Tensor:
+            norm: Tensor = original(norm_type)
             # Without a veto the norm is not read.
-            refused = self._veto is not None and self._refused(norm / self.optimizer.loss_scale)
-            return torch.full_like(norm, float("inf")) if refused else norm
+            vetoed = self._veto is not None and self._is_vetoed(norm / self.optimizer.loss_scale)
+            return torch.full_like(norm, float("inf")) if vetoed else norm
 
-        self.optimizer.scaled_global_norm = judged
+        self.optimizer.scaled_global_norm = norm_or_veto
 
-    def _judge_first(self, optimizer: Any) -> None:
+    def _ask_veto_before_step(self, optimizer: Any) -> None:
         """Ask the veto before DeepSpeed's BF16_Optimizer steps, whose step computes the norm."""
         step = optimizer.step
 
-        def judged() -> None:
+        def step_unless_vetoed() -> None:
             if self._veto is not None:
                 gradients, _ = optimizer.get_grads_for_norm()
                 norm = get_global_norm_of_tensors(gradients, optimizer.norm_type, optimizer.mpu)
-                if self._refused(norm):
+                if self._is_vetoed(norm):
                     for gradient in gradients:
                         gradient.fill_(float("nan"))  # it skips the step
             step()
 
-        optimizer.step = judged
+        optimizer.step = step_unless_vetoed
 
     def fragments(self) -> Iterator[Fragment]:
         optimizer = self.optimizer  # the first name is BF16_Optimizer's
@@ -211,7 +210,7 @@ class PartitionedStates(ZeroEngine):
 
 
 def is_single_replica(settings: dict[str, Any], data: int) -> bool:
-    """Return whether gradients of ZeRO-1 or 2 stay in place: not reduced, offloaded or copied by DeepSpeed's config."""
+    """Return whether gradients of ZeRO-1 or 2 stay in place: one replica, no offload, and no copies by the config."""
     offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
     return data == 1 and offload.get("device", "none") == "none" and not copies_gradients(settings)
 
@@ -223,21 +222,21 @@ class PartitionedParameters(ZeroEngine):
 
     def __init__(self, settings: dict[str, Any], topology: Topology):
         super().__init__(settings, topology)
-        self.notes = handle_as_rows()
+        self.notes = patch_zero3_loops()
 
     def initialize(self, model: ParallelModel, optimized: Optimized) -> None:
         super().initialize(model, optimized)
-        measure_in_pieces(self.optimizer)
-        measured = self.optimizer._get_norm_groups
+        compute_norms_in_chunks(self.optimizer)
+        original = self.optimizer._get_norm_groups
 
-        def judged() -> list[Any]:
-            norms: list[Any] = measured()
+        def norms_or_veto() -> list[Any]:
+            norms: list[Any] = original()
             if self._veto is None:
                 return norms
             norm = combine_grad_norm_groups(norms) / self.optimizer.loss_scale
-            return [float("inf")] if self._refused(norm) else norms
+            return [float("inf")] if self._is_vetoed(norm) else norms
 
-        self.optimizer._get_norm_groups = judged
+        self.optimizer._get_norm_groups = norms_or_veto
 
     def _step(self) -> None:
         updates = self.engine.is_gradient_accumulation_boundary()
@@ -249,15 +248,15 @@ class PartitionedParameters(ZeroEngine):
             gathers = self.optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
             gathers.wait_stream(accelerator.current_stream())
 
-    def duplicates(self) -> Iterator[tuple[str, Tensor]]:
+    def replicated_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that stay gathered: those smaller than `stage3_param_persistence_threshold`."""
         resident = {id(parameter) for parameter in self.optimizer.persistent_parameters}
-        for name, weight in super().duplicates():
+        for name, weight in super().replicated_tensors():
             if id(self.model.get_parameter(name)) in resident:
                 yield name, weight
 
     def construction(self) -> AbstractContextManager[Any]:
-        # zero.Init asks deepspeed.comm for the DP size before it puts it on torch's process group.
+        # zero.Init reads the DP size from deepspeed.comm before it initialises deepspeed.comm.
         deepspeed.init_distributed(verbose=False)
         return deepspeed.zero.Init(
             # With mpu= alone it ignores the DP group and overwrites the other TP ranks' shards; mpu= is for reading the

@@ -25,7 +25,7 @@ class Fragment:
         name: the parameter's.
         start: the fragment's first element in the flattened shard.
         flat: the optimizer's own fp32 tensor, the key of its states.
-        offset, numel: the fragment's place in it.
+        offset, numel: the fragment's range in `flat`.
     """
 
     name: str
@@ -120,8 +120,8 @@ class StatesOnNVMe(OptimizerStates):
 def _replay_cpu_adam(adam: Any, steps: int) -> None:
     """Set DeepSpeedCPUAdam's β^t as in an uninterrupted run.
 
-    It multiplies them in fp32, step by step, but a new one that starts at step t takes pow(β, t): another rounding,
-    which 1 - β₂^t magnifies to 1e-5 of an update. Stepping a single number repeats the multiplications.
+    It multiplies them in fp32 at each step, but computes pow(β, t) if its first step is t. That rounds differently, and
+    1 - β₂^t magnifies the difference to 1e-5 of an update. Stepping one number repeats the multiplications.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -21,20 +21,20 @@ from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
 from torch import Tensor
 
 VERSION = "0.19.8"
-"""Of DeepSpeed, whose functions these are."""
+"""The DeepSpeed version whose functions are patched."""
 _wait_by_ranks, _reduce_by_ranks = AllGatherCoalescedHandle.wait, coalesced_collectives.reduce_scatter_coalesced
 
 
-def handle_as_rows() -> list[str]:
+def patch_zero3_loops() -> list[str]:
     """Patch DeepSpeed's ZeRO-3 in this process.
 
     Returns:
-        A line for the log if this is another version of DeepSpeed, which keeps its own loops.
+        A log line if this is another version of DeepSpeed, which keeps its own loops.
     """
     if deepspeed.__version__ != VERSION:
         return [
-            f"ZeRO-3: DeepSpeed {deepspeed.__version__} handles each rank's part by itself, which takes long at "
-            f"hundreds of ranks; with {VERSION} they are rows of a matrix"
+            f"ZeRO-3: DeepSpeed {deepspeed.__version__} loops over each rank's part, which takes long at "
+            f"hundreds of ranks; the faster loops of zero_tp are for {VERSION}"
         ]
     AllGatherCoalescedHandle.wait = wait
     stage3.reduce_scatter_coalesced = reduce_scatter_coalesced

@@ -73,7 +73,7 @@ class ZeroEngine(ABC):
         self.settings["timers"] = Timers(**settings.get("timers", {})).model_dump()
         self._scheduler = transformers_schedule(settings.get("scheduler"))
         if self._scheduler is not None:
-            del self.settings["scheduler"]  # DeepSpeed calls what makes the schedule instead
+            del self.settings["scheduler"]  # DeepSpeed gets a function instead
         elif "scheduler" in settings:
             self.settings["scheduler"] = {"params": {}, **settings["scheduler"]}
         self.topology = topology
@@ -91,19 +91,19 @@ class ZeroEngine(ABC):
         Args:
             optimized: parameters for the config's optimizer, or an optimizer whose update is element-wise.
         """
-        # By torch's default cuBLAS may round parts of a 16-bit product's sum to 16 bits. TP has products of other
-        # shapes, so its run would differ from the plain one by more than the order of fp32 sums.
+        # By default cuBLAS may round partial sums of 16-bit products to 16 bits. The products of a TP run have other
+        # shapes, so it would differ from the plain run by more than the order of fp32 sums.
         for dtype in ("bf16", "fp16"):
             setattr(torch.backends.cuda.matmul, f"allow_{dtype}_reduced_precision_reduction", False)
         self.model = model
-        by = "optimizer" if isinstance(optimized, torch.optim.Optimizer) else "model_parameters"
+        argument = "optimizer" if isinstance(optimized, torch.optim.Optimizer) else "model_parameters"
         with without_compiler():
             self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
                 model=model,
                 config=self.settings,
                 mpu=self.topology,
                 lr_scheduler=self._scheduler,
-                **{by: optimized},
+                **{argument: optimized},
             )
         replicas = self.engine.dp_world_size
         if replicas != self.topology.data:
@@ -130,8 +130,8 @@ class ZeroEngine(ABC):
     def _step(self) -> None:
         self.engine.step()
 
-    def _refused(self, norm: Tensor) -> bool:
-        """Ask the veto, on every rank, whether to skip a step with this norm."""
+    def _is_vetoed(self, norm: Tensor) -> bool:
+        """Ask the veto whether to skip a step with this norm. On every rank."""
         if self._veto is not None and self._veto(norm):
             self.vetoed = norm
         return self.vetoed is not None
@@ -184,15 +184,15 @@ class ZeroEngine(ABC):
         if self.loss_scale is not None:
             self.loss_scale.restore(progress["loss_scale"])
 
-    def duplicates(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of the tensors that are equal on all DP ranks between updates: the module's weights."""
+    def replicated_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of what is equal on all DP ranks between updates: the module's weights."""
         yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:
         """Yield this rank's fragment of each parameter, in the model's order; some may be empty."""
 
-    def share(self, fragment: Fragment) -> slice:
+    def checkpoint_slice(self, fragment: Fragment) -> slice:
         """Return the elements of a fragment that this rank writes into a checkpoint."""
         return slice(0, fragment.numel)
 

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.activations.test_stores import BATCH, LENGTH, config_of, simulated
+from tests.activations.test_stores import LAYERS, LENGTH, simulated
 from tests.support.compare import grid
+from tests.support.computing_models import BATCH, VOCABULARY, config_of
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.mlp import GatedActivation
 from zero_tp.models.norm import _RMSNorm
@@ -17,7 +18,6 @@ from zero_tp.parallel.elementwise import CHUNKED
 from zero_tp.parallel.gradients import sum_of_squares
 
 PIECES = [1, 64, 10**6]
-VOCABULARY = 50
 
 
 @pytest.fixture(params=PIECES)
@@ -78,7 +78,7 @@ def test_squares_are_summed_in_fp64(pieces: int, dtype: torch.dtype) -> None:
 
 def test_an_accelerators_slices_of_the_loss_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and gradients on the simulated one, whatever the size of a slice."""
-    model = ZeroTPForCausalLM(config_of("gpt2"), grid(1, False), seed=1).train()
+    model = ZeroTPForCausalLM(config_of("gpt2", LAYERS, LENGTH, kv_heads=2), grid(1, False), seed=1).train()
     tokens = torch.randint(VOCABULARY, (1, BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     made: list[int] = []
     found = []
@@ -92,7 +92,7 @@ def test_an_accelerators_slices_of_the_loss_change_no_bit(monkeypatch: pytest.Mo
     for elements in (loss.SLICE_ELEMENTS, VOCABULARY, 7 * VOCABULARY, None):
         monkeypatch.setattr(loss, "SLICE_ELEMENTS", elements)
         made.append(0)
-        found.append(simulated(model, tokens, "late", {}, {"mode": "none"})[0])
+        found.append(simulated(model, tokens, "late", {}, {"mode": "none"}).values)
     positions = BATCH * LENGTH
     assert made == [1, positions, -(-positions // 7), 1]
     for other in found[1:]:

@@ -85,7 +85,7 @@ def test_a_bias_rounds_once_more_in_16_bits(ranks: Pools) -> None:
 
 def refused_on_cpu() -> str:
     with pytest.raises(UserError) as raised:
-        fused.fuse(grid(2, True), torch.device("cpu"))
+        fused.enable_fused_products(grid(2, True), torch.device("cpu"))
     assert not grid(2, True).fused_products
     return str(raised.value)
 
