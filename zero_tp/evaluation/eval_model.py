@@ -151,7 +151,7 @@ class EvalModel:
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Tokenize (context, continuation) as lm-eval does.
 
-        Both are tokenized together and split after as many tokens as the context alone has. Spaces between them belong to
+        Both are tokenized together and split after as many tokens as the context alone has. Spaces between belong to
         the continuation. The context gets the tokenizer's special tokens; an empty one becomes the prefix token.
         """
         stripped = context.rstrip()
