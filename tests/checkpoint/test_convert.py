@@ -55,18 +55,32 @@ def stored(directory: Path) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize(("tensor", "data"), [(1, 1), (2, 3), (4, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("tensor", "data", "dtype"),
+    [
+        (1, 1, "float32"),
+        (2, 3, "float32"),
+        (4, 1, "float32"),
+        (8, 2, "float32"),
+        (2, 1, "bfloat16"),
+        (2, 1, "float16"),
+    ],
+)
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_export_holds_the_masters(tmp_path: Path, tensor: int, data: int, tied: bool) -> None:
+def test_an_export_holds_the_masters(tmp_path: Path, tensor: int, data: int, dtype: str, tied: bool) -> None:
     model = config(tie_word_embeddings=tied)
     write_checkpoint(tmp_path / "run", model, tensor=tensor, data=data)
-    converted = to_huggingface(tmp_path / "run", tmp_path / "export", max_shard_size="10KB")
-    found, wanted = stored(tmp_path / "export"), expected(model)
+    converted = to_huggingface(
+        tmp_path / "run", tmp_path / "export", dtype=getattr(torch, dtype), max_shard_size="10KB"
+    )
+    found = stored(tmp_path / "export")
+    wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in expected(model).items()}
     assert found.keys() == wanted.keys(), "tied weights once"
     assert all(torch.equal(found[name], wanted[name]) for name in wanted), "without padding, bit for bit"
     assert converted.parameters == sum(tensor.numel() for tensor in wanted.values())
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == dtype
     index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == 4 * converted.parameters
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
     assert set(index["weight_map"].values()) == {path.name for path in (tmp_path / "export").glob("*.safetensors")}
     both: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
     opened, info = both
@@ -101,16 +115,6 @@ def test_flags_of_generation_without_effect_are_written_back(tmp_path: Path) -> 
     for name in ("export", "again"):
         settings = json.loads((tmp_path / name / "generation_config.json").read_text())
         assert {key: settings.get(key) for key in (*flags, "do_sample")} == flags | {"do_sample": None}, name
-
-
-@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bfloat16"), (torch.float16, "float16")])
-def test_the_dtype_is_recorded(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
-    write_checkpoint(tmp_path / "run", config(), tensor=2)
-    to_huggingface(tmp_path / "run", tmp_path / "export", dtype=dtype)
-    wanted = expected(config())
-    assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == name
-    for key, tensor in stored(tmp_path / "export").items():
-        assert torch.equal(tensor, wanted[key].to(dtype)), key
 
 
 def test_memory_is_that_of_one_parameter(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoint.test_checkpoint import BATCH, MODEL, OFFLOADS, VOCABULARY, build, steps_of
+from tests.checkpoint.test_checkpoint import BATCH, MODEL, VOCABULARY, build, steps_of, write_config
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.checkpoint.directory import read_manifest, step_directory
@@ -69,30 +69,15 @@ class Place:
     def write(self, path: Path, draw: random.Random) -> Path:
         """Write the config of a run here, with an accumulation that is drawn."""
         rows = BATCH * self.tensor // self.world
-        optimizer = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
-        config: dict[str, Any] = {
-            "train_batch_size": BATCH,
-            "gradient_accumulation_steps": draw.choice([count for count in (1, 2, 3, 4) if rows % count == 0]),
-            "gradient_clipping": 0.5,
-            "optimizer": {
-                "type": "AdamW",
-                "params": optimizer | ({"torch_adam": True} if self.offload == "none" else {}),
-            },
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 1e-2}},
-            "zero_optimization": {
-                "stage": self.stage,
-                "stage3_param_persistence_threshold": 100,
-                **OFFLOADS[self.offload],
-            },
-            "zero_tp": {
-                "model": MODELS[self.model],
-                "parallel": {"tensor": self.tensor, "sequence": self.sequence},
-                "data": {"train": "nowhere/train", "sequence_length": 16},
-                "training": {"steps": 12, "seed": 5},
-            },
-        }
-        if self.dtype == "bf16":
-            config["bf16"] = {"enabled": True}
+        write_config(path, self.stage, self.dtype, self.tensor, self.offload, seed=5)
+        config: dict[str, Any] = json.loads(path.read_text())
+        config["gradient_accumulation_steps"] = draw.choice([count for count in (1, 2, 3, 4) if rows % count == 0])
+        config["gradient_clipping"] = 0.5
+        config["optimizer"]["params"]["eps"] = 1e-3
+        config["scheduler"]["params"]["warmup_num_steps"] = 6
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 100
+        config["zero_tp"] |= {"model": MODELS[self.model], "training": {"steps": 12, "seed": 5}}
+        config["zero_tp"]["parallel"]["sequence"] = self.sequence
         path.write_text(json.dumps(config))
         return path
 

@@ -11,6 +11,7 @@ import torch
 from transformers import GPT2Config
 
 from tests.support.launched import launch, metrics_of, run, script
+from tests.support.lm_eval_tasks import task_file
 from tests.support.pool_rank import cached
 from tests.support.pools import Pools
 from tests.support.tiny_models import tiny_gpt2
@@ -19,17 +20,6 @@ from zero_tp.config.schema import Evaluation
 from zero_tp.evaluation.live_tasks import LiveTasks
 from zero_tp.topology import Topology
 
-LETTERS = """\
-task: letters
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{file}"}}}}
-output_type: multiple_choice
-test_split: test
-doc_to_text: "{{{{text}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: 0
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
-"""
 TEXT = "Some words of a text, and more of them for the model to read. "
 
 
@@ -39,7 +29,9 @@ def write_files(directory: Path) -> dict[str, Any]:
     texts.write_text("".join(json.dumps({"text": TEXT * count}) + "\n" for count in (1, 5, 3)))
     questions.write_text("".join(json.dumps({"text": "A" * n, "choices": ["B", "C"]}) + "\n" for n in (1, 2, 4)))
     tasks.mkdir()
-    (tasks / "letters.yaml").write_text(LETTERS.format(file=questions))
+    fields = {"doc_to_text": "{{text}}", "doc_to_choice": "{{choices}}", "doc_to_target": 0}
+    letters = task_file("letters", questions, "multiple_choice", {"acc": "mean"}, **fields)
+    (tasks / "letters.yaml").write_text(letters)
     return {
         "tasks": ["perplexity", "letters"],
         "task_data": {"perplexity": str(texts)},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -16,6 +15,7 @@ import torch
 from lm_eval.tasks import TaskManager
 
 from tests.support.harness import native_model, reference
+from tests.support.lm_eval_tasks import task_file
 from tests.tiers import THOROUGH
 from zero_tp.errors import UserError
 from zero_tp.evaluation.eval_model import EvalModel
@@ -201,17 +201,11 @@ def test_task_files_run_no_python(model: Path, tmp_path: Path, monkeypatch: pyte
     file.write_text("".join(f'{{"text": "one", "answer": "two", "number": {number}}}\n' for number in (1, 2)))
     directory.mkdir()
     (directory / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef text(doc):\n    return 'one'\n")
-    plain: dict[str, Any] = {
-        "task": "mine",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(file)}},
-    }
-    plain |= {"output_type": "loglikelihood", "test_split": "test", "doc_to_text": "{{text}}"}
-    plain |= {"doc_to_target": " {{answer}}", "metric_list": [{"metric": "acc"}]}
+    plain = {"doc_to_text": "{{text}}", "doc_to_target": " {{answer}}", "metric_list": [{"metric": "acc"}]}
 
     def task(allow: bool = False, **changes: object) -> Task:
-        text = json.dumps(plain | changes).replace('"!function code.text"', "!function code.text")
-        (directory / "mine.yaml").write_text(text)
+        fields = {"output_type": "loglikelihood", **plain, **changes}
+        (directory / "mine.yaml").write_text(task_file("mine", file, metrics={}, **fields))
         return make_tasks(["mine"], {}, TaskOptions(include_path=directory, allow_task_code=allow))[0]
 
     def refuses(message: str, **changes: object) -> None:

@@ -16,7 +16,7 @@ MUTANTS: dict[str, Mutant] = {
         SAVE + "Saver._finish",
         "raise OSError(0, f\"rank {rank}: {written['error']}\")",
         "continue",
-        (SAVES + "a_full_disk_costs_one_checkpoint[False-1]",),
+        (SAVES + "a_failed_save_costs_one_checkpoint[1-False]",),
     ),
     "a-background-save-is-of-later-steps": Mutant(
         "A save in the background writes masters that the next steps have changed already.",
@@ -54,7 +54,7 @@ MUTANTS: dict[str, Mutant] = {
         (BRANCHES + "what_was_just_saved_is_never_pruned",),
     ),
     "left-branch-is-resumed": Mutant(
-        "After going back, the next start takes the newest step of the branch that was left.",
+        "After going back, the next start takes the newest step of the abandoned branch.",
         DIRECTORY + "start_branch",
         "newer > step",
         "False",
