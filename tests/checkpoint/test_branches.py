@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
-from tests.checkpoint.test_checkpoint import SEQUENCE, VOCABULARY, build, steps_of, straight, write_config
+from tests.checkpoint.test_checkpoint import build, changed, steps_of, straight, write_config
 from tests.support.checkpoints import rewritten
 from tests.support.pools import Pools
 from tests.support.run_log import RunLog
@@ -39,16 +31,7 @@ from zero_tp.checkpoint.directory import (
 from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.checkpoint.run_directory import write_config as write_run_config
 from zero_tp.config import RunConfig
-from zero_tp.data.indexed import IndexedWriter
 from zero_tp.training.metrics_file import METRICS_FILE
-
-
-def edit(path: Path, **blocks: dict[str, Any]) -> None:
-    """Add keys to blocks of `zero_tp` in a config."""
-    config = json.loads(path.read_text())
-    for block, keys in blocks.items():
-        config["zero_tp"].setdefault(block, {}).update(keys)
-    path.write_text(json.dumps(config))
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +39,7 @@ def saved(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks with checkpoints of the steps 1, 2 and 3."""
     directory = tmp_path_factory.mktemp("saved")
     path = write_config(directory / "run.json", 1, "fp32", 1)
-    edit(path, checkpoint={"keep": 3})
-    ranks(2).run(straight, str(path), str(directory / "run"), [1, 2, 3], 3)
+    ranks(2).run(straight, str(changed(path, keep=3)), str(directory / "run"), [1, 2, 3], 3)
     return directory
 
 
@@ -95,7 +77,7 @@ def go_back(path: str, run: str, to: int, last: int, disk_is_full: bool = False)
 
 def test_going_back_starts_a_branch_and_loses_nothing(ranks: Pools, copied: tuple[Path, Path]) -> None:
     path, run = copied
-    edit(path, checkpoint={"keep": 1})
+    path = changed(path, keep=1)
     contents = {step: (step_directory(run, step) / MANIFEST).read_bytes() for step in (2, 3)}
     notes, removed = ranks(2).run(go_back, str(path), str(run), 1, 2)[0]
     assert complete_steps(run) == [2] and latest(run) == step_directory(run, 2)
@@ -233,66 +215,3 @@ def test_rank_0_finds_what_all_ranks_resume(ranks: Pools, copied: tuple[Path, Pa
         ask(first=UNREADABLE)
         == [f"error: {UNREADABLE}: Permission denied; check its permissions and the free space"] * 2
     )
-
-
-def read_own_inputs(path: str, folders: list[str], last_ranks_change: str = "") -> str:
-    """Read the run's inputs, each rank in a folder of its own; return the error."""
-    import torch.distributed as dist
-
-    from zero_tp.errors import UserError
-    from zero_tp.parallel.agreement import require_same_on_all_ranks
-    from zero_tp.training.run_inputs import RunInputs
-
-    is_last = dist.get_rank() == dist.get_world_size() - 1
-    changes = [last_ranks_change] if is_last and last_ranks_change else []
-    config = RunConfig.load(path, changes, dist.get_world_size())
-    with contextlib.chdir(folders[dist.get_rank()]):
-        try:
-            read = RunInputs(config, Path("RUN"), whole=dist.get_rank() == 0).read()
-            require_same_on_all_ranks({f"the ranks do not read the same {what}": it for what, it in read.items()})
-        except UserError as error:
-            return str(error)
-    return ""
-
-
-def reverse_corpus(folder: Path) -> None:
-    data = folder / "train.bin"
-    data.write_bytes(data.read_bytes()[::-1])
-
-
-DIFFERENCES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "config": (lambda _: None, r"config: zero_tp\.training\.steps: 4 on rank 0 \(.*; 5 on rank 1 \("),
-    "corpus": (reverse_corpus, r"corpus nowhere/train: SHA-256 .*… on rank 0 \(.*… on rank 1 \("),
-    "no tokenizer": (
-        lambda folder: shutil.rmtree(folder / "tokenizer"),
-        r"tokenizer: nowhere/tokenizer on rank 0 \(.*; nothing on rank 1 \(",
-    ),
-    "tokenizer": (
-        lambda folder: (folder / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}"),
-        r"tokenizer nowhere/tokenizer: SHA-256 .*… on rank 1 \(",
-    ),
-    "task": (
-        lambda folder: (folder / "a.txt").write_text("other"),
-        r"file of the task perplexity: SHA-256 ",
-    ),
-}
-
-
-@pytest.mark.parametrize("difference", [None, *DIFFERENCES])
-def test_ranks_agree_on_what_they_read(
-    ranks: Pools, copied: tuple[Path, Path], tmp_path: Path, difference: str | None
-) -> None:
-    path, one = copied[0], tmp_path / "one" / "nowhere"
-    one.mkdir(parents=True)
-    with IndexedWriter(one / "train", VOCABULARY) as writer:
-        writer.add_document(np.arange(3 * SEQUENCE) % VOCABULARY)
-    tokenizer = Tokenizer(WordLevel({"<end>": 0, "<unknown>": 1}, unk_token="<unknown>"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(one / "tokenizer")
-    (one / "a.txt").write_text("text")
-    edit(path, evaluation={"tasks": ["perplexity"], "task_data": {"perplexity": "nowhere/a.txt"}})
-    other = Path(shutil.copytree(one.parent, tmp_path / "other"))
-    change, words = DIFFERENCES.get(difference or "", (lambda _: None, ""))
-    change(other / "nowhere")
-    option = "zero_tp.training.steps=5" if difference == "config" else ""
-    for error in ranks(2).run(read_own_inputs, str(path), [str(one.parent), str(other)], option):
-        assert re.match(f"the ranks do not read the same {words}", error) if difference else not error, error
