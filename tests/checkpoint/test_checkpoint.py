@@ -113,6 +113,7 @@ def masters_of(engine: Any) -> dict[str, Tensor]:
     return {each.name: states.get(each, MASTER).clone() for each in states.fragments}
 
 
+@fp16_supported()
 def straight(path: str, run: str, save_at: list[int], last: int) -> dict[str, Any]:
     """Train, saving on the way; returns the losses, this rank's masters and the evaluation logits of the last save."""
     from zero_tp.checkpoint.save import run_saver
@@ -131,6 +132,7 @@ def straight(path: str, run: str, save_at: list[int], last: int) -> dict[str, An
     return {"steps": done, "masters": masters_of(engine), "logits": logits}
 
 
+@fp16_supported()
 def resumed(path: str, run: str, last: int) -> dict[str, Any]:
     """Resume in a fresh engine and train to `last`."""
     from zero_tp.checkpoint.resume import resume
@@ -139,7 +141,8 @@ def resumed(path: str, run: str, last: int) -> dict[str, Any]:
     checkpoint = find_resume_point(Path(run), config).checkpoint
     assert checkpoint is not None
     step = resume(engine.zero, checkpoint, config.zero_tp.training.seed)
-    return {"steps": steps_of(engine, step + 1, last), "masters": masters_of(engine), "from": step}
+    scale = None if engine.zero.loss_scale is None else engine.zero.loss_scale.value
+    return {"steps": steps_of(engine, step + 1, last), "masters": masters_of(engine), "from": step, "scale": scale}
 
 
 FIRST = [(4, 2, 1, "bf16_fp32_accumulation", "none"), (4, 2, 3, "bf16", "parameters")]
@@ -237,36 +240,16 @@ def test_the_loss_scale_goes_on_where_it_was(ranks: Pools, run_seed: int, stage:
             assert saved == {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"}
 
 
-def resumed_in(path: str, run: str) -> tuple[float | None, float]:
-    """The loss scale after resuming a run, None in another dtype, and the loss of the next step."""
-    from zero_tp.checkpoint.resume import resume
-
-    with fp16_supported():
-        engine, config = build(path)
-        checkpoint = find_resume_point(Path(run), config).checkpoint
-        assert checkpoint is not None
-        step = resume(engine.zero, checkpoint, config.zero_tp.training.seed)
-        scale = engine.zero.loss_scale
-        at_start = None if scale is None else scale.value
-        return at_start, steps_of(engine, step + 1, step + 1)[0][0]
-
-
-def straight_in_fp16(path: str, run: str, save_at: int) -> dict[str, Any]:
-    with fp16_supported():
-        return straight(path, run, [save_at], save_at + 1)
-
-
 @pytest.mark.parametrize(("before", "after"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp32", "fp16")])
 def test_a_run_goes_on_in_another_dtype_with_that_dtypes_scale(
     ranks: Pools, tmp_path: Path, before: str, after: str
 ) -> None:
-    run = tmp_path / "run"
-    first = write_config(tmp_path / "before.json", 2, before)
-    whole = ranks(2).run(straight_in_fp16, str(first), str(run), 2)
-    then = write_config(tmp_path / "after.json", 1, after)
-    for (scale, loss), result in zip(ranks(2).run(resumed_in, str(then), str(run)), whole, strict=True):
-        assert scale == (2.0**10 if after == "fp16" else None)
-        assert loss == pytest.approx(result["steps"][2][0], rel=1e-2)
+    run = str(tmp_path / "run")
+    first, then = write_config(tmp_path / "before.json", 2, before), write_config(tmp_path / "after.json", 1, after)
+    whole = ranks(2).run(straight, str(first), run, [2], 3)
+    for again, result in zip(ranks(2).run(resumed, str(then), run, 3), whole, strict=True):
+        assert again["scale"] == (2.0**10 if after == "fp16" else None)
+        assert again["steps"][0][0] == pytest.approx(result["steps"][2][0], rel=1e-2)
 
 
 @pytest.mark.parametrize(("settings", "kept"), [({"keep": 2}, [2, 3]), ({"keep": 1, "keep_every": 2}, [2, 3])])

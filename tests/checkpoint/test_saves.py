@@ -158,7 +158,7 @@ def saves_with_later_failures(path: str, run: str) -> list[tuple[tuple[int, str]
         sync(synced, below=below)
 
     busy = mock.patch.object(directory, "_remove", side_effect=OSError(16, "Device or resource busy", "step_00000001"))
-    not_flushed = mock.patch.object(directory, "sync", failing)
+    faults: dict[int, Any] = {2: busy, 4: mock.patch.object(directory, "sync", failing)}
     engine, saver = saver_of(path, run)
     results = []
     for step in (1, 2, 3, 4):
@@ -166,7 +166,7 @@ def saves_with_later_failures(path: str, run: str) -> list[tuple[tuple[int, str]
             latest.unlink()
             latest.mkdir()
         dist.barrier()
-        with {2: busy, 4: not_flushed}.get(step, contextlib.nullcontext()):
+        with faults.get(step, contextlib.nullcontext()):
             saver.save(step)
         results.append((saver.outcome(), saver.notes))
         saver.notes = []

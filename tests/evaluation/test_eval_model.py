@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.harness import native_model, ours, parallel_model
+from tests.support.harness import native_model, parallel_model
 from tests.support.pool_rank import cached
 from tests.support.pools import Pools
 from zero_tp.errors import UserError
@@ -138,18 +138,9 @@ def other_texts(directory: Path, folder: Path) -> None:
     run_tasks(parallel_model(directory, grid(1), BATCH), {"perplexity": file})
 
 
-def other_requests(directory: Path, tasks: Path) -> None:
-    """Evaluate another number of documents on each rank."""
-    ours(parallel_model(directory, grid(2), BATCH), tasks, ["copa_local"], 3 + torch.distributed.get_rank())
-
-
-@pytest.mark.parametrize("evaluate", [other_texts, other_requests])
-def test_ranks_with_different_requests_are_refused(
-    ranks: Pools, model: Path, tasks: Path, tmp_path: Path, evaluate: Callable[..., None]
-) -> None:
-    folder = tasks if evaluate is other_requests else tmp_path
+def test_ranks_with_different_requests_are_refused(ranks: Pools, model: Path, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"what a task asks of the model: SHA-256 .* on rank 0 "):
-        ranks(2).run(evaluate, model, folder)
+        ranks(2).run(other_texts, model, tmp_path)
 
 
 def weights_of_seeds(directory: Path, tensor: int, seeds: list[int]) -> str:

@@ -204,7 +204,7 @@ def test_task_files_run_no_python(model: Path, tmp_path: Path, monkeypatch: pyte
     plain = {"doc_to_text": "{{text}}", "doc_to_target": " {{answer}}", "metric_list": [{"metric": "acc"}]}
 
     def task(allow: bool = False, **changes: object) -> Task:
-        fields = {"output_type": "loglikelihood", **plain, **changes}
+        fields: dict[str, Any] = {"output_type": "loglikelihood", **plain, **changes}
         (directory / "mine.yaml").write_text(task_file("mine", file, metrics={}, **fields))
         return make_tasks(["mine"], {}, TaskOptions(include_path=directory, allow_task_code=allow))[0]
 

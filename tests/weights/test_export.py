@@ -18,7 +18,7 @@ from zero_tp.errors import UserError
 from zero_tp.files import partial_directory
 from zero_tp.tensors.safetensors_files import Entry
 from zero_tp.weights.export import write_native
-from zero_tp.weights.weight_files import tokenizer_of
+from zero_tp.weights.weight_files import INDEX, SINGLE, tokenizer_of
 
 TINY = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)
 
@@ -57,7 +57,8 @@ def test_an_export_follows_the_umask_and_copies_a_tokenizer_alone(
 ) -> None:
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "id_rsa", "notes.json", "config.json"):
+    others = ("id_rsa", "notes.json", "config.json", SINGLE, INDEX, "pytorch_model.bin")
+    for name in ("tokenizer.json", "tokenizer_config.json", *others):
         (tokenizer / name).write_text("{}")
         (tokenizer / name).chmod(0o640)
     before = os.umask(mask)
@@ -70,6 +71,7 @@ def test_an_export_follows_the_umask_and_copies_a_tokenizer_alone(
         ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"), files
     )
     assert (tmp_path / "model").stat().st_mode & 0o777 == directories
+    assert (tmp_path / "model" / SINGLE).read_bytes() != b"{}", "its own weights"
 
 
 def test_an_export_takes_the_place_of_a_model_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,19 +161,6 @@ def test_links_in_an_export_stay_and_an_export_may_be_one(tmp_path: Path) -> Non
 def test_a_shard_size_is_a_size(tmp_path: Path, size: str) -> None:
     with pytest.raises(UserError, match="max_shard_size"):
         export(tmp_path / "export", max_shard_size=size)
-
-
-def test_a_tokenizer_from_a_model_directory_brings_no_weights(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    export(other)
-    (other / "tokenizer.json").write_text("{}")
-    (other / "pytorch_model.bin").touch()
-    (other / "model.safetensors.index.json").touch()
-    export(tmp_path / "export", tokenizer=other)
-    found = {path.name for path in (tmp_path / "export").iterdir()}
-    assert found == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("other", "export")]
-    assert weights[0] != weights[1], "random weights, its own"
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -226,15 +226,12 @@ def _remove(checkpoint: Path) -> None:
     remove(checkpoint)
 
 
-def prune(run: Path, keep: int, keep_every: int | None = None, saved: int | None = None) -> list[int]:
-    """Remove old checkpoints; return their steps.
-
-    It keeps the newest `keep`, multiples of `keep_every`, and `saved`, the step that was just saved.
-    """
+def prune(run: Path, keep: int, keep_every: int | None = None) -> list[int]:
+    """Remove all checkpoints but the newest `keep` and multiples of `keep_every`; return the removed steps."""
     sync(checkpoints_of(run), below=False)  # flush the names of the remaining checkpoints first
     removed = []
     for step in complete_steps(run)[:-keep]:
-        if step != saved and (keep_every is None or step % keep_every):
+        if keep_every is None or step % keep_every:
             _remove(step_directory(run, step))
             removed.append(step)
     return removed

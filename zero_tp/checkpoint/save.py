@@ -192,7 +192,7 @@ class Saver:
         if self._settings is not None:
             keep, keep_every = self._settings.keep, self._settings.keep_every
             try:
-                self.removed = directory.prune(self.run, keep, keep_every, saved=self._step)
+                self.removed = directory.prune(self.run, keep, keep_every)
             except OSError as error:  # the new checkpoint is complete
                 self.notes.append(f"older checkpoints could not be removed: {describe_problem(error, self.run)}")
         return {}

@@ -46,13 +46,6 @@ MUTANTS: dict[str, Mutant] = {
         "pass",
         ("tests/checkpoint/test_run_directory.py::test_a_checkpoint_that_is_half_removed_is_not_complete",),
     ),
-    "the-saved-step-is-pruned": Mutant(
-        "The step that was just saved is removed, because older branches have higher numbers.",
-        DIRECTORY + "prune",
-        "step != saved",
-        "True",
-        (BRANCHES + "what_was_just_saved_is_never_pruned",),
-    ),
     "left-branch-is-resumed": Mutant(
         "After going back, the next start takes the newest step of the abandoned branch.",
         DIRECTORY + "start_branch",
