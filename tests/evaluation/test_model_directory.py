@@ -171,7 +171,6 @@ EVALUATION_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda d: without(d, "config.json"), r"no config\.json"),
     "no checkpoint": (lambda d: (d / "checkpoints").mkdir(), "no complete checkpoint there"),
     "no directory": (shutil.rmtree, "no such directory"),
-    "no positions": (lambda d: changed(d, "config.json", n_positions=0), ""),
     "heads": (lambda d: of_type(d, "gemma", num_key_value_heads=8), "fails in forward: The size of tensor"),
 }
 
@@ -182,6 +181,15 @@ def test_what_cannot_be_evaluated_is_refused(model: Path, name: str) -> None:
     damage(model)
     with pytest.raises(UserError, match=message):
         evaluation(model)
+
+
+@pytest.mark.parametrize("positions", [-32, 0])
+def test_a_number_of_positions_is_positive(model: Path, positions: int) -> None:
+    opened = open_directory(model)
+    opened.config.n_positions = positions
+    for requested in (None, 8):
+        with pytest.raises(UserError, match=r"max_position_embeddings is .*, not positive"):
+            opened.sequence_length(requested)
 
 
 def test_shards_are_the_same_model(whole: Path, model: Path) -> None:
