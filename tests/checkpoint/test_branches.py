@@ -1,4 +1,4 @@
-"""Going back starts a branch; ranks agree on the checkpoint that they resume and on their inputs."""
+"""Going back starts a branch; all ranks resume the checkpoint that rank 0 finds."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_what_is_set_aside_replaces_nothing(copied: tuple[Path, Path]) -> None:
 UNREADABLE = "/run/manifest.json"
 
 
-def resumed(path: str, run: str, seen: list[str | None], given: str | None) -> str:
+def resumed(path: str, run: str, seen: list[str | None], resume_from: str | None) -> str:
     """Return the checkpoint that this rank resumes, or the error, if it reads the manifest of `seen[rank]`."""
     import torch.distributed as dist
 
@@ -160,7 +160,9 @@ def resumed(path: str, run: str, seen: list[str | None], given: str | None) -> s
 
     config = RunConfig.load(path, world_size=dist.get_world_size())
     own = seen[dist.get_rank()]
-    find = partial(resume_point.find_resume_point, Path(run), config, None if given is None else Path(given))
+    find = partial(
+        resume_point.find_resume_point, Path(run), config, None if resume_from is None else Path(resume_from)
+    )
 
     def read(checkpoint: Path) -> Manifest:
         if own == UNREADABLE:
@@ -178,24 +180,24 @@ def test_rank_0_finds_what_all_ranks_resume(ranks: Pools, copied: tuple[Path, Pa
     path, run = copied
     other, newest = tmp_path / "other" / "step_00000003", step_directory(run, 3)
 
-    def ask(second: Path | None = None, given: Path | None = None, first: str | None = None) -> list[str]:
+    def resume(second: Path | None = None, resume_from: Path | None = None, first: str | None = None) -> list[str]:
         seen = [first, None if second is None else str(second)]
-        return ranks(2).run(resumed, str(path), str(run), seen, None if given is None else str(given))
+        return ranks(2).run(resumed, str(path), str(run), seen, None if resume_from is None else str(resume_from))
 
     shutil.copytree(newest, other)
-    assert ask() == ask(other) == [str(newest)] * 2
-    assert ask(given=step_directory(run, 1)) == [str(step_directory(run, 1))] * 2
+    assert resume() == resume(other) == [str(newest)] * 2
+    assert resume(resume_from=step_directory(run, 1)) == [str(step_directory(run, 1))] * 2
     pattern = f"error: {newest}: the ranks do not read the same manifest: SHA-256 "
     with rewritten(other) as manifest:
         manifest["progress"]["optimizer_steps"] = 5
-    for problem in ask(other):
+    for problem in resume(other):
         assert problem.startswith(pattern) and problem.count("SHA-256") == 2 and "\n" not in problem, problem
     (other / MANIFEST).unlink()
-    for problem in ask(other):
+    for problem in resume(other):
         assert problem.startswith(pattern) and "; nothing on rank 1 (" in problem, problem
-    for problem in ask(given=tmp_path / "nothing"):
+    for problem in resume(resume_from=tmp_path / "nothing"):
         assert problem.startswith(f"error: {tmp_path / 'nothing'}: no complete checkpoint there"), problem
     assert (
-        ask(first=UNREADABLE)
+        resume(first=UNREADABLE)
         == [f"error: {UNREADABLE}: Permission denied; check its permissions and the free space"] * 2
     )

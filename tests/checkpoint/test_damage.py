@@ -121,8 +121,8 @@ def test_damage_is_named_and_the_checkpoint_before_is_offered(
     ranks: Pools, saved: Path, tmp_path: Path, damage: str
 ) -> None:
     path, run = copy_of(saved, tmp_path)
-    hurt, words = DAMAGES[damage]
-    hurt(step_directory(run, 2) / states_file(0, 1))
+    damage_file, words = DAMAGES[damage]
+    damage_file(step_directory(run, 2) / states_file(0, 1))
     before = step_directory(run, 1)
     pattern = rf"error: .*{words}.*; the checkpoint is damaged: use the one before with --resume-from {before}, or set "
     for problem, _ in ranks(2).run(start, str(path), str(run)):
@@ -190,5 +190,5 @@ def test_an_engine_resumes_the_checkpoint_before_a_damaged_one(ranks: Pools, sav
     results = ranks(2).run(resume_with_an_engine, str(changed(path, on_corrupt="previous")), str(run))
     reader = CheckpointReader(step_directory(run, 1), read_manifest(step_directory(run, 1)))
     for name in reader.parameters:
-        held = torch.cat([masters[name] for masters in results if name in masters])
-        assert torch.equal(held, reader.whole(name).flatten()), name
+        master = torch.cat([masters[name] for masters in results if name in masters])
+        assert torch.equal(master, reader.whole(name).flatten()), name

@@ -131,7 +131,7 @@ def first_part(path: str, run: str, saved: int) -> list[tuple[float, float]]:
 
 
 def moved(path: str, run: str, again: str, saved: int) -> list[tuple[float, float]]:
-    """Resume here, save at once as it is held here, and train on."""
+    """Resume on this grid, save again at once, and train on."""
     from zero_tp.checkpoint.resume import resume
     from zero_tp.checkpoint.save import run_saver
 
@@ -173,11 +173,11 @@ def test_a_run_moves(ranks: Pools, tmp_path: Path, source: Place, seed: int) -> 
     for target in PAIRS[source]:
         path, again = target.write(tmp_path / "target.json", draw), tmp_path / target.name
         done = ranks(target.world).run(moved, str(path), str(run), str(again), step)[0]
-        held = contents(again, step)
-        assert held.keys() == saved.keys()
+        restored = contents(again, step)
+        assert restored.keys() == saved.keys()
         for key, tensor in saved.items():
-            assert torch.equal(held[key], tensor), f"{key} at {target.name}"
-        # A bf16 module computes with rounded weights: its loss is held by the masters only as far as that goes.
+            assert torch.equal(restored[key], tensor), f"{key} at {target.name}"
+        # A bf16 module computes with rounded weights: the masters fix its loss only up to that rounding.
         exact = source.dtype == target.dtype == "fp32"
         for (loss, norm), (loss_before, norm_before) in zip(done, unmoved, strict=True):
             assert loss == pytest.approx(loss_before, rel=1e-5 if exact else 1e-2), target.name

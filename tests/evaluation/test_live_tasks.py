@@ -39,7 +39,7 @@ def write_files(directory: Path) -> dict[str, Any]:
     }
 
 
-def losses(directory: Path, asked: dict[str, Any], stage: int, live: bool) -> tuple[list[float], list[Any]]:
+def losses(directory: Path, settings: dict[str, Any], stage: int, live: bool) -> tuple[list[float], list[Any]]:
     """Of three steps with dropout, and what the tasks gave between them."""
     from zero_tp.huggingface import ZeroTPForCausalLM
     from zero_tp.models.causal_lm import CausalLM
@@ -47,7 +47,7 @@ def losses(directory: Path, asked: dict[str, Any], stage: int, live: bool) -> tu
 
     topology = cached(("live tasks", 2), lambda: Topology(2, sequence=True))
     config = GPT2Config.from_pretrained(str(directory), attn_implementation="sdpa")
-    tasks = LiveTasks(Evaluation(**asked), directory, config)
+    tasks = LiveTasks(Evaluation(**settings), directory, config)
     engine = TrainingEngine(
         config,
         topology,
@@ -72,10 +72,10 @@ def losses(directory: Path, asked: dict[str, Any], stage: int, live: bool) -> tu
 @pytest.mark.thorough
 @pytest.mark.parametrize("stage", [2, 3])
 def test_training_does_not_notice_them(ranks: Pools, tmp_path: Path, stage: int) -> None:
-    asked = write_files(tmp_path)
+    settings = write_files(tmp_path)
     model = tiny_gpt2(tmp_path / "model", [TEXT])
-    without = ranks(4).run(losses, model, asked, stage, False)
-    with_tasks = ranks(4).run(losses, model, asked, stage, True)
+    without = ranks(4).run(losses, model, settings, stage, False)
+    with_tasks = ranks(4).run(losses, model, settings, stage, True)
     assert [each for each, _ in with_tasks] == [each for each, _ in without], "bit for bit"
     figures = [each for _, each in with_tasks]
     assert all(each == figures[0] for each in figures[1:]), "ranks disagree"
@@ -103,9 +103,9 @@ def test_a_run_and_its_evaluation_as_commands(workplace: Path, tmp_path: Path) -
     assert "letters at step 2: acc " in done.stdout
 
     # The run as it is, without an export, over two ranks.
-    asked = config["zero_tp"]["evaluation"]
+    settings = config["zero_tp"]["evaluation"]
     words = ["--model", directory, "--tasks", "perplexity", "--batch-size", "2", "--tensor-parallel", "2"]
-    words += ["--data", f"perplexity={asked['task_data']['perplexity']}", "--output", str(tmp_path / "two.json")]
+    words += ["--data", f"perplexity={settings['task_data']['perplexity']}", "--output", str(tmp_path / "two.json")]
     on_two = run([*launch(2, script="eval/zero_shot.py"), *words], workplace)
     assert on_two.returncode == 0, on_two.stdout + on_two.stderr
     report = json.loads((tmp_path / "two.json").read_text())

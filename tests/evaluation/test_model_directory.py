@@ -212,10 +212,10 @@ def test_pickled_garbage(model: Path, content: bytes | str) -> None:
 
 
 def test_code_of_a_directory_is_not_run_and_nothing_asks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+    questions: list[object] = []
 
     def yes(*question: object) -> str:
-        asked.append(question)
+        questions.append(question)
         return "y"
 
     monkeypatch.setattr("builtins.input", yes)
@@ -240,7 +240,7 @@ def test_code_of_a_directory_is_not_run_and_nothing_asks(model: Path, monkeypatc
     changed(model, "tokenizer_config.json", tokenizer_class="T")
     with pytest.raises(UserError, match=r"its tokenizer can't be read: .* contains custom code"):
         open_tokenizer(model)
-    assert not asked and not (model / "ran").exists()
+    assert not questions and not (model / "ran").exists()
 
 
 def of_type(directory: Path, model_type: str, **fields: Any) -> Path:

@@ -27,8 +27,8 @@ ARTICLES = 3 if LIMIT is None else 1
 
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest) -> Path:
-    given = os.environ.get("ZERO_TP_EVALUATION_MODEL")
-    return Path(given) if given else request.getfixturevalue("smollm2")
+    named = os.environ.get("ZERO_TP_EVALUATION_MODEL")
+    return Path(named) if named else request.getfixturevalue("smollm2")
 
 
 @pytest.fixture(scope="module")
