@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from tests.support.half_precision import fp16_supported
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.checkpoint.convert import to_huggingface
-from zero_tp.checkpoint.directory import LATEST, checkpoints_of, complete_steps, step_directory
-from zero_tp.checkpoint.resume_point import ResumePoint, find_resume_point
+from zero_tp.checkpoint.directory import LATEST, checkpoints_of, complete_steps, prune, step_directory
+from zero_tp.checkpoint.resume_point import find_resume_point
 from zero_tp.config import RunConfig
-from zero_tp.errors import UserError
 
 VOCABULARY, SEQUENCE, BATCH = 101, 16, 24
 STOP, STEPS = 10, 20
@@ -115,6 +113,7 @@ def masters_of(engine: Any) -> dict[str, Tensor]:
     return {each.name: states.get(each, MASTER).clone() for each in states.fragments}
 
 
+@fp16_supported()
 def straight(path: str, run: str, save_at: list[int], last: int) -> dict[str, Any]:
     """Train, saving on the way; returns the losses, this rank's masters and the evaluation logits of the last save."""
     from zero_tp.checkpoint.save import run_saver
@@ -133,6 +132,7 @@ def straight(path: str, run: str, save_at: list[int], last: int) -> dict[str, An
     return {"steps": done, "masters": masters_of(engine), "logits": logits}
 
 
+@fp16_supported()
 def resumed(path: str, run: str, last: int) -> dict[str, Any]:
     """Resume in a fresh engine and train to `last`."""
     from zero_tp.checkpoint.resume import resume
@@ -141,7 +141,8 @@ def resumed(path: str, run: str, last: int) -> dict[str, Any]:
     checkpoint = find_resume_point(Path(run), config).checkpoint
     assert checkpoint is not None
     step = resume(engine.zero, checkpoint, config.zero_tp.training.seed)
-    return {"steps": steps_of(engine, step + 1, last), "masters": masters_of(engine), "from": step}
+    scale = None if engine.zero.loss_scale is None else engine.zero.loss_scale.value
+    return {"steps": steps_of(engine, step + 1, last), "masters": masters_of(engine), "from": step, "scale": scale}
 
 
 FIRST = [(4, 2, 1, "bf16_fp32_accumulation", "none"), (4, 2, 3, "bf16", "parameters")]
@@ -204,34 +205,27 @@ def test_a_run_goes_on_with_another_implementation_of_adam(ranks: Pools, tmp_pat
             assert found == pytest.approx(expected, rel=1e-4)
 
 
-def loss_scales(stage: int, overflows: list[bool], resume_at: int) -> tuple[list[float], list[float], dict[str, Any]]:
-    """Scales of one run straight, and of the same with a fresh engine from `resume_at` on; what is saved there."""
-    from zero_tp.zero.loss_scale import LossScale
-
-    def fresh() -> Any:
-        with fp16_supported():
-            return build_fp16(stage).zero.loss_scale
-
-    def run(scale: LossScale, overflows: list[bool]) -> list[float]:
-        scales = []
-        for overflow in overflows:
-            scale.update(overflow)
-            scales.append(scale.value)
-        return scales
-
-    straight, resumed = fresh(), fresh()
-    before = run(straight, overflows[:resume_at])
-    saved = json.loads(json.dumps(straight.state()))
-    resumed.restore(saved)
-    return before + run(straight, overflows[resume_at:]), before + run(resumed, overflows[resume_at:]), saved
-
-
-def build_fp16(stage: int) -> Any:
+def loss_scales(stage: int, overflows: list[bool], resume_at: int) -> tuple[list[float], list[float], set[str]]:
+    """Return the scales of a run, those of one that resumes at `resume_at`, and the keys of the saved state."""
     from tests.support.compare import grid
     from tests.training.test_engine import build as engine_of
 
     fp16 = {"enabled": True, "loss_scale_window": 3, "hysteresis": 2, "min_loss_scale": 1.0}
-    return engine_of(grid(2, True), stage, fp16=fp16)
+    found = []
+    with fp16_supported():
+        scales = [engine_of(grid(2, True), stage, fp16=fp16).zero.loss_scale for _ in range(2)]
+    scale, fresh = scales
+    for step, overflow in enumerate(overflows):
+        if step == resume_at:
+            state = json.loads(json.dumps(scale.state()))
+            fresh.restore(state)
+        scale.update(overflow)
+        found.append(scale.value)
+    again = found[:resume_at]
+    for overflow in overflows[resume_at:]:
+        fresh.update(overflow)
+        again.append(fresh.value)
+    return found, again, set(state)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -243,65 +237,30 @@ def test_the_loss_scale_goes_on_where_it_was(ranks: Pools, run_seed: int, stage:
         for whole, again, saved in ranks(2).run(loss_scales, stage, overflows, resume_at):
             assert whole == again
             assert len(set(whole)) > 2, "the scale has moved"
-            assert set(saved) == {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"}
-
-
-def resumed_in(path: str, run: str) -> tuple[float | None, float]:
-    """The loss scale after resuming a run, None in another dtype, and the loss of the next step."""
-    from zero_tp.checkpoint.resume import resume
-
-    with fp16_supported():
-        engine, config = build(path)
-        checkpoint = find_resume_point(Path(run), config).checkpoint
-        assert checkpoint is not None
-        step = resume(engine.zero, checkpoint, config.zero_tp.training.seed)
-        scale = engine.zero.loss_scale
-        at_start = None if scale is None else scale.value
-        return at_start, steps_of(engine, step + 1, step + 1)[0][0]
-
-
-def straight_in_fp16(path: str, run: str, save_at: int) -> dict[str, Any]:
-    with fp16_supported():
-        return straight(path, run, [save_at], save_at + 1)
+            assert saved == {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"}
 
 
 @pytest.mark.parametrize(("before", "after"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp32", "fp16")])
 def test_a_run_goes_on_in_another_dtype_with_that_dtypes_scale(
     ranks: Pools, tmp_path: Path, before: str, after: str
 ) -> None:
-    run = tmp_path / "run"
-    first = write_config(tmp_path / "before.json", 2, before)
-    whole = ranks(2).run(straight_in_fp16, str(first), str(run), 2)
-    then = write_config(tmp_path / "after.json", 1, after)
-    for (scale, loss), result in zip(ranks(2).run(resumed_in, str(then), str(run)), whole, strict=True):
-        assert scale == (2.0**10 if after == "fp16" else None)
-        assert loss == pytest.approx(result["steps"][2][0], rel=1e-2)
+    run = str(tmp_path / "run")
+    first, then = write_config(tmp_path / "before.json", 2, before), write_config(tmp_path / "after.json", 1, after)
+    whole = ranks(2).run(straight, str(first), run, [2], 3)
+    for again, result in zip(ranks(2).run(resumed, str(then), run, 3), whole, strict=True):
+        assert again["scale"] == (2.0**10 if after == "fp16" else None)
+        assert again["steps"][0][0] == pytest.approx(result["steps"][2][0], rel=1e-2)
 
 
-def test_only_the_newest_stay_and_latest_names_the_last(ranks: Pools, tmp_path: Path) -> None:
-    path = write_config(tmp_path / "run.json", 1, "fp32", 1)
-    run = tmp_path / "run"
+@pytest.mark.parametrize(("settings", "kept"), [({"keep": 2}, [2, 3]), ({"keep": 1, "keep_every": 2}, [2, 3])])
+def test_the_newest_and_milestones_stay_and_latest_names_the_last(
+    ranks: Pools, tmp_path: Path, settings: dict[str, int], kept: list[int]
+) -> None:
+    path, run = changed(write_config(tmp_path / "run.json", 1, "fp32", 1), **settings), tmp_path / "run"
     ranks(2).run(straight, str(path), str(run), [1, 2, 3], 3)
-    assert complete_steps(run) == [2, 3]
+    assert complete_steps(run) == kept
     assert (checkpoints_of(run) / LATEST).read_text().strip() == step_directory(run, 3).name
-    assert sorted(p.name for p in checkpoints_of(run).iterdir()) == [LATEST, "step_00000002", "step_00000003"]
-
-
-def test_what_cannot_be_resumed_is_refused(ranks: Pools, tmp_path: Path) -> None:
-    path = write_config(tmp_path / "run.json", 1, "fp32", 1)
-    run = tmp_path / "run"
-    ranks(2).run(straight, str(path), str(run), [1], 1)
-
-    def refused(config: str) -> str:
-        with pytest.raises(UserError) as refusal:
-            find_resume_point(run, RunConfig.load(config, world_size=2))
-        return str(refusal.value)
-
-    seed = write_config(tmp_path / "seed.json", 1, "fp32", 1, seed=8)
-    assert re.match(r"zero_tp\.training\.seed: 8, but the run of .* was started with 7", refused(str(seed)))
-    reset = json.loads(Path(path).read_text())
-    reset["zero_tp"]["data"]["document_attention"] = "reset"
-    (tmp_path / "reset.json").write_text(json.dumps(reset))
-    pattern = r'zero_tp\.data\.document_attention: "reset", but the run of .* with "continue"'
-    assert re.match(pattern, refused(str(tmp_path / "reset.json")))
-    assert find_resume_point(tmp_path / "new", RunConfig.load(path, world_size=2)) == ResumePoint()
+    names = [LATEST, *(step_directory(run, step).name for step in kept)]
+    assert sorted(p.name for p in checkpoints_of(run).iterdir()) == names
+    prune(run, 1)
+    assert complete_steps(run) == [3]

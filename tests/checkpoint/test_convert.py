@@ -1,11 +1,10 @@
-"""launch/convert.py: exports that hold one parameter in memory, and what inspect says. Checkpoints of any topology."""
+"""Exports of checkpoints of any topology, with one parameter in memory; and their description."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,11 @@ from zero_tp import commands
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.directory import MANIFEST, find_checkpoint, passed_over
 from zero_tp.checkpoint.inspect import inspect
+from zero_tp.checkpoint.resume_point import open_checkpoint
 from zero_tp.errors import UserError
 from zero_tp.evaluation import model_directory
 from zero_tp.huggingface import ZeroTPForCausalLM
 
-ROOT = Path(__file__).parents[2]
 VOCABULARY = 61  # no TP size divides it
 SIZES: dict[str, Any] = {
     "n_layer": 2,
@@ -56,18 +55,32 @@ def stored(directory: Path) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize(("tensor", "data"), [(1, 1), (2, 3), (4, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("tensor", "data", "dtype"),
+    [
+        (1, 1, "float32"),
+        (2, 3, "float32"),
+        (4, 1, "float32"),
+        (8, 2, "float32"),
+        (2, 1, "bfloat16"),
+        (2, 1, "float16"),
+    ],
+)
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_export_holds_the_masters(tmp_path: Path, tensor: int, data: int, tied: bool) -> None:
+def test_an_export_holds_the_masters(tmp_path: Path, tensor: int, data: int, dtype: str, tied: bool) -> None:
     model = config(tie_word_embeddings=tied)
     write_checkpoint(tmp_path / "run", model, tensor=tensor, data=data)
-    converted = to_huggingface(tmp_path / "run", tmp_path / "export", max_shard_size="10KB")
-    found, wanted = stored(tmp_path / "export"), expected(model)
+    converted = to_huggingface(
+        tmp_path / "run", tmp_path / "export", dtype=getattr(torch, dtype), max_shard_size="10KB"
+    )
+    found = stored(tmp_path / "export")
+    wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in expected(model).items()}
     assert found.keys() == wanted.keys(), "tied weights once"
     assert all(torch.equal(found[name], wanted[name]) for name in wanted), "without padding, bit for bit"
     assert converted.parameters == sum(tensor.numel() for tensor in wanted.values())
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == dtype
     index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == 4 * converted.parameters
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
     assert set(index["weight_map"].values()) == {path.name for path in (tmp_path / "export").glob("*.safetensors")}
     both: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
     opened, info = both
@@ -104,16 +117,6 @@ def test_flags_of_generation_without_effect_are_written_back(tmp_path: Path) -> 
         assert {key: settings.get(key) for key in (*flags, "do_sample")} == flags | {"do_sample": None}, name
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bfloat16"), (torch.float16, "float16")])
-def test_the_dtype_is_recorded(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
-    write_checkpoint(tmp_path / "run", config(), tensor=2)
-    to_huggingface(tmp_path / "run", tmp_path / "export", dtype=dtype)
-    wanted = expected(config())
-    assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == name
-    for key, tensor in stored(tmp_path / "export").items():
-        assert torch.equal(tensor, wanted[key].to(dtype)), key
-
-
 def test_memory_is_that_of_one_parameter(tmp_path: Path) -> None:
     """A checkpoint of 77 M parameters, the largest with 1 M: all of them at once would be 310 MB."""
     model = config(n_layer=24, n_embd=512, vocab_size=2000, n_positions=512)
@@ -139,7 +142,9 @@ def test_a_parameter_that_is_missing_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "export").exists()
 
 
-def test_inspect_says_what_is_there(tmp_path: Path) -> None:
+def test_inspect_describes_a_run_and_verifies_its_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no complete checkpoint there"):
+        inspect(tmp_path)
     for step in (10, 20):
         checkpoint = write_checkpoint(tmp_path / "run", config(), tensor=2, data=2, step=step)
     rows = [tuple(line.split(maxsplit=1)) for line in inspect(tmp_path / "run", verify=True).splitlines()]
@@ -150,30 +155,21 @@ def test_inspect_says_what_is_there(tmp_path: Path) -> None:
         ("complete", "steps 10, 20"),
         ("step", "20"),
         ("parameters", f"{parameters:,}"),
+        ("states", "master, exp_avg, exp_avg_sq"),
         ("files", f"4, {size / 1e6:,.3f} MB"),
         ("verified", "every checksum OK"),
     ):
         assert row in rows
-    text = inspect(checkpoint)
-    for words in ("TP 2 × DP 2, SP, ZeRO-2, fp32", "n_layer 2", "master, exp_avg, exp_avg_sq"):
-        assert words in text
-    assert all(path.name in text for path in checkpoint.glob("*.safetensors"))
-    assert "complete" not in text and "OK" not in text
-
-
-def test_the_command_names_a_damaged_file(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "run", config(), data=2)
-    command = [sys.executable, str(ROOT / "launch" / "convert.py"), "inspect", str(tmp_path / "run"), "--verify"]
-    assert "every checksum OK" in inspect(tmp_path / "run", verify=True)
     damaged = checkpoint / "states_tp00_dp0001.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    assert "every checksum OK" not in inspect(tmp_path / "run"), "nothing is read without --verify"
-    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert found.returncode == 2
-    assert found.stderr.startswith("error: ") and found.stderr.count("\n") == 1
-    assert damaged.name in found.stderr and "SHA-256" in found.stderr
+    text = inspect(checkpoint)
+    assert "TP 2 × DP 2, SP, ZeRO-2, fp32" in text and "n_layer 2" in text
+    assert all(path.name in text for path in checkpoint.glob("*.safetensors"))
+    assert "complete" not in text and "OK" not in text, "nothing is read without --verify"
+    with pytest.raises(UserError, match=rf"{damaged.name}: SHA-256"):
+        inspect(tmp_path / "run", verify=True)
 
 
 def test_a_newest_checkpoint_without_its_manifest_is_named_wherever_an_older_one_is_taken(
@@ -182,7 +178,7 @@ def test_a_newest_checkpoint_without_its_manifest_is_named_wherever_an_older_one
     run = tmp_path / "run"
     older, lost = (write_checkpoint(run, config(), step=step) for step in (1, 2))
     (lost / MANIFEST).unlink()
-    line = f"{lost}: has no {MANIFEST}, so that it is no checkpoint"
+    line = f"{lost}: not a checkpoint (no {MANIFEST})"
 
     def command(name: str, *words: str) -> list[str]:
         parser = argparse.ArgumentParser()
@@ -191,18 +187,13 @@ def test_a_newest_checkpoint_without_its_manifest_is_named_wherever_an_older_one
         return capsys.readouterr().out.splitlines()
 
     assert line in command("convert", "to-hf", str(run), "--output", str(tmp_path / "export"))
-    assert f"passed over {line}" in command("inspect", str(run))
-    assert "passed over" not in inspect(older)
-    with pytest.raises(UserError, match=rf"^{line}$"):
+    assert f"skipped     {line}" in command("inspect", str(run))
+    assert "skipped" not in inspect(older, verify=True)
+    with pytest.raises(UserError, match=f"^{re.escape(line)}$"):
         inspect(run, verify=True)
-    assert "every checksum OK" in inspect(older, verify=True)
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert model_directory.open_directory(run, tokenizer=tmp_path).note == line
-    assert not model_directory.open_directory(older, tokenizer=tmp_path).note
+    for source, notes in ((run, (line,)), (older, ())):
+        assert model_directory.open_directory(source, tokenizer=tmp_path).note == "".join(notes)
+        assert open_checkpoint(source).notes == notes
     (lost / MANIFEST).write_bytes((older / MANIFEST).read_bytes())
     assert passed_over(run, 1) == ()
-
-
-def test_what_is_no_checkpoint_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no complete checkpoint there"):
-        inspect(tmp_path)

@@ -1,9 +1,10 @@
-"""A manifest is read as it was written, or what is wrong in it is named; what it lists is compared as it is read."""
+"""A manifest is read as it was written or refused; so are its files; a run resumes only its own checkpoints."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,19 @@ from safetensors import safe_open
 from transformers import GPT2Config
 
 from tests.support.checkpoints import rewritten, write_checkpoint
-from zero_tp.checkpoint.convert import config_of, to_huggingface
-from zero_tp.checkpoint.directory import MANIFEST, Damaged, check_content, read_manifest
-from zero_tp.checkpoint.manifest import OWN_HASH, content_hash
+from zero_tp.checkpoint import convert
+from zero_tp.checkpoint.directory import MANIFEST, Damaged, check_content, read_manifest, step_directory
+from zero_tp.checkpoint.manifest import OWN_HASH, content_hash, differences, fixed_of, versions
+from zero_tp.checkpoint.resume_point import ResumePoint, find_resume_point
 from zero_tp.checkpoint.run_directory import saved_start
+from zero_tp.config import RunConfig
 from zero_tp.config.resolve import SavedStart
 from zero_tp.errors import UserError
 from zero_tp.tensors import safetensors_files as files
 
-TINY = GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=8, vocab_size=31, bos_token_id=0, eos_token_id=0)
+SIZES: dict[str, Any] = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 8, "vocab_size": 31}
+SIZES |= {"bos_token_id": 0, "eos_token_id": 0}
+TINY = GPT2Config(**SIZES)
 
 
 @pytest.fixture
@@ -49,22 +54,6 @@ def test_a_flipped_bit_of_the_manifest_is_found_or_means_the_same(checkpoint: Pa
     assert found > 200
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("progress.optimizer_steps", 5), ("model.layer_norm_epsilon", 0.1), ("sha256", None), ("format", 3), ("step", 2)],
-)
-def test_an_edited_value_is_found(checkpoint: Path, key: str, value: Any) -> None:
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
-    *blocks, name = key.split(".")
-    block = manifest
-    for each in blocks:
-        block = block[each]
-    block[name] = value
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(Damaged, match=r"manifest\.json: .*; the checkpoint is damaged"):
-        read_manifest(checkpoint)
-
-
 FREE = {("config", dict), ("model", dict), ("fixed", dict), ("corpora", dict), ("tokenizer", str)}
 """Keys and types whose values only their use can judge."""
 
@@ -86,31 +75,28 @@ def test_missing_and_wrong_keys_are_named(checkpoint: Path) -> None:
             (checkpoint / MANIFEST).write_text(text)
 
 
-def test_an_older_format_is_refused(checkpoint: Path) -> None:
-    with rewritten(checkpoint) as manifest:
-        manifest["format"] = 3
-    with pytest.raises(
-        UserError, match=r"manifest\.json: format 3, this version reads 4; use the version that wrote it"
-    ):
-        read_manifest(checkpoint)
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], bool, type[UserError], str]] = {
+    "count": (lambda m: m["progress"].update(optimizer_steps=5), False, Damaged, "sha256: "),
+    "model": (lambda m: m["model"].update(layer_norm_epsilon=0.1), False, Damaged, "sha256: "),
+    "hash": (lambda m: m.update(sha256=None), False, Damaged, "sha256: "),
+    "no hash": (lambda m: m.pop("sha256"), False, Damaged, "sha256: "),
+    "no config": (lambda m: m.pop("config"), True, Damaged, "config: "),
+    "step": (lambda m: m.update(step=2), True, Damaged, "step is 2, but the directory is step_00000001"),
+    "unknown key": (lambda m: m.update(kidns=m.pop("kinds")), True, Damaged, "kidns: unknown key; "),
+    "a rank's file": (lambda m: m["files"].pop(next(iter(m["files"]))), True, Damaged, "files: not those of tensor 2"),
+    "format": (lambda m: m.update(format=3), True, UserError, "format 3, this version reads 4; use the version that"),
+}
 
 
-@pytest.mark.parametrize("key", ["sha256", "config"])
-def test_a_manifest_needs_its_hash_and_its_config(checkpoint: Path, key: str) -> None:
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_manifest_is_refused(checkpoint: Path, edit: str) -> None:
+    change, rehash, kind, message = EDITS[edit]
     manifest = json.loads((checkpoint / MANIFEST).read_text())
-    del manifest[key]
-    if key != OWN_HASH:
+    change(manifest)
+    if rehash:
         manifest[OWN_HASH] = content_hash(manifest)
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(Damaged, match=rf"manifest\.json: {key}: "):
-        read_manifest(checkpoint)
-
-
-def test_a_manifest_that_is_read_again_is_checked_again_only_where_it_changed(checkpoint: Path) -> None:
-    path, found = checkpoint / MANIFEST, read_manifest(checkpoint)
-    assert read_manifest(checkpoint) is found
-    path.write_bytes(path.read_bytes().replace(b'"step"', b'"stop"', 1))
-    with pytest.raises(Damaged):
+    with pytest.raises(kind, match=rf"manifest\.json: {message}"):
         read_manifest(checkpoint)
 
 
@@ -120,17 +106,12 @@ def test_a_model_that_is_made_of_a_manifest_changes_nothing_of_it(checkpoint: Pa
         manifest["model"] = {"model_type": "llama", "rope_parameters": {"rope_theta": 1e4}}
     found = read_manifest(checkpoint)
     before = found.model_dump()
-    config_of(found).rope_parameters["factor"] = 2
+    convert.config_of(found).rope_parameters["factor"] = 2
     assert read_manifest(checkpoint).model_dump() == before
 
 
-def test_a_checkpoint_under_another_step_s_name_is_named(checkpoint: Path) -> None:
-    other = checkpoint.rename(checkpoint.with_name("step_00000007"))
-    with pytest.raises(
-        Damaged, match=r"step_00000007/manifest\.json: is of step 1, but its directory is step_00000007"
-    ):
-        read_manifest(other)
-    read_manifest(other.rename(other.with_name("the_best")))
+def test_a_checkpoint_may_have_another_name_but_not_another_steps(checkpoint: Path) -> None:
+    read_manifest(checkpoint.rename(checkpoint.with_name("the_best")))
 
 
 def test_any_flipped_bit_of_any_file_is_found(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
@@ -155,7 +136,7 @@ def test_an_export_of_damaged_masters_is_no_export(checkpoint: Path, tmp_path: P
     header, base = files.read_header(file)
     flip(file, base + header[name]["data_offsets"][0])
     with pytest.raises(Damaged, match=r"states_tp01_dp0001\.safetensors: SHA-256 is"):
-        to_huggingface(checkpoint, tmp_path / "export")
+        convert.to_huggingface(checkpoint, tmp_path / "export")
     assert not (tmp_path / "export").exists()
 
 
@@ -167,11 +148,73 @@ def test_a_checkpoint_carries_what_a_start_needs(checkpoint: Path) -> None:
     (run / "config.json").write_text("")
     model = read_manifest(checkpoint).model
     assert saved_start(run) == SavedStart({"scheduler": {"params": {"total_num_steps": 7}}}, model, 4)
+    (checkpoint / MANIFEST).unlink()
+    assert saved_start(run) is None
 
 
-def test_an_unknown_key_is_named(checkpoint: Path) -> None:
-    """A nearer name is looked for, also within a parent, which may have a parent."""
+def config_of(folder: Path, **changes: Any) -> RunConfig:
+    """Return the config of a run of TINY; `__` in a key stands for a dot."""
+    raw = {
+        "train_batch_size": 4,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-3}},
+        "zero_tp": {
+            "model": {"model_type": "gpt2", **SIZES},
+            "data": {"train": "nowhere/train", "sequence_length": 8},
+            "training": {"steps": 4, "seed": 7},
+        },
+    }
+    (folder / "run.json").write_text(json.dumps(raw))
+    options = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()]
+    return RunConfig.load(folder / "run.json", options, 2)
+
+
+@pytest.fixture
+def run(checkpoint: Path, tmp_path: Path) -> Path:
+    """A run of `config_of`."""
+    config = config_of(tmp_path)
     with rewritten(checkpoint) as manifest:
-        manifest["kidns"] = manifest.pop("kinds")
-    with pytest.raises(UserError, match=r"manifest\.json: kidns: unknown key; "):
-        read_manifest(checkpoint)
+        manifest |= {"fixed": fixed_of(config), "config": config.resolved(), "versions": versions()}
+    return checkpoint.parents[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"zero_tp__training__seed": 8}, r"zero_tp\.training\.seed: 8, but the run of .* was started with 7; "),
+        (
+            {"zero_tp__data__document_attention": "reset"},
+            r'zero_tp\.data\.document_attention: "reset", but the run of .* with "continue"',
+        ),
+    ],
+)
+def test_another_run_is_not_resumed(run: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        find_resume_point(run, config_of(tmp_path, **change))
+    assert find_resume_point(tmp_path / "new", config_of(tmp_path)) == ResumePoint()
+
+
+def test_what_differs_from_the_last_start_is_logged(run: Path, tmp_path: Path) -> None:
+    manifest = read_manifest(step_directory(run, 1))
+    assert differences(manifest, config_of(tmp_path), {}) == []
+    changed = config_of(
+        tmp_path,
+        scheduler__params__warmup_max_lr=0.5,
+        gradient_clipping=3.0,
+        zero_tp__data__validation="nowhere/validation",
+        zero_tp__parallel__tensor=2,
+    )
+    validation = {"a": {"tokens": 5}, "b": {}}
+    other = manifest.model_copy(update={"versions": {**manifest.versions, "torch": "1.0"}, "validation": validation})
+    lines = differences(other, changed, {"a": {"tokens": 6}, "b": {}})
+    saved = "when step 1 was saved"
+    for line in (
+        f"scheduler.params.warmup_max_lr: 0.5, was 0.001 {saved}",
+        f"gradient_clipping: 3.0, was 1.0 {saved}",
+        f'zero_tp.data.validation: {{"nowhere/validation": 1.0}}, was not set {saved}',
+        f"zero_tp.data.validation: a holds other documents or tokens than {saved}",
+    ):
+        assert line in lines
+    assert any(line.startswith("torch's version: ") and line.endswith(f'was "1.0" {saved}') for line in lines)
+    assert not any("parallel" in line for line in lines), "the line on resuming has them"

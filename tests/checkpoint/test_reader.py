@@ -34,11 +34,11 @@ def saved(folder: Path, whole: Tensor, layout: Layout, tensor: int, data: int) -
     """Write a parameter as `tensor` × `data` ranks hold it, in runs of each TP shard → a reader."""
     for tensor_rank in range(tensor):
         start = 0
-        for data_rank, held in enumerate(layout.shard(whole, tensor_rank, tensor).flatten().tensor_split(data)):
-            tensors = {tensor_name(NAME, MASTER): held.clone()} if len(held) else {}
-            starts = {NAME: start} if len(held) else {}
+        for data_rank, fragment in enumerate(layout.shard(whole, tensor_rank, tensor).flatten().tensor_split(data)):
+            tensors = {tensor_name(NAME, MASTER): fragment.clone()} if len(fragment) else {}
+            starts = {NAME: start} if len(fragment) else {}
             save_file(tensors, folder / states_file(tensor_rank, data_rank), {STARTS: json.dumps(starts)})
-            start += len(held)
+            start += len(fragment)
     return reader_of(folder, ParameterLayout(layout, tuple(whole.shape)), tensor, data)
 
 

@@ -1,56 +1,17 @@
-"""What is found where a run, a checkpoint or an export should be, and what is done to it."""
+"""A run's directory has one owner, and its checkpoints are complete or absent whatever a kill left there."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.tiers import in_tiers
-from zero_tp import files
-from zero_tp.checkpoint.directory import (
-    MANIFEST,
-    begin,
-    complete_steps,
-    prune,
-    read_manifest,
-    step_directory,
-)
-from zero_tp.checkpoint.run_directory import CONFIG, OWNER, OwnerChanged, run_directory, saved_start
+from zero_tp.checkpoint.directory import MANIFEST, begin, complete_steps, prune, step_directory
+from zero_tp.checkpoint.run_directory import OWNER, OwnerChanged, run_directory
 from zero_tp.errors import UserError
-from zero_tp.files import partial_directory
-from zero_tp.process.environment import RankEnvironment
-from zero_tp.tensors.safetensors_files import Entry
-from zero_tp.weights.export import write_native
-from zero_tp.weights.weight_files import tokenizer_of
-
-TINY = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)
-NOT_JSON = [b"", b'{"format": 1', b"\xff\xfe", b"[1]"]
-
-
-def export(directory: Path, **options: Any) -> None:
-    model = GPT2LMHeadModel(TINY)
-    entries = [
-        Entry(name, tuple(tensor.shape), tensor.dtype, partial(torch.clone, tensor))
-        for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight"
-    ]
-    write_native(directory, TINY, entries, **options)
-
-
-@pytest.mark.parametrize("content", NOT_JSON)
-def test_a_damaged_manifest_or_config_is_one_line(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / MANIFEST).write_bytes(content)
-    with pytest.raises(UserError, match=r"the checkpoint is damaged: use another one"):
-        read_manifest(tmp_path)
 
 
 def test_a_run_holds_its_directory(tmp_path: Path) -> None:
@@ -81,16 +42,7 @@ def test_on_a_file_system_without_locks_the_last_launch_owns_the_run(
                 first.check()
             second.check()
             (tmp_path / "run" / OWNER).unlink()
-            first.check()  # nobody's
-    for step in (1, 2):
-        step_directory(tmp_path, step).mkdir(parents=True)
-        (step_directory(tmp_path, step) / MANIFEST).touch()
-    assert prune(tmp_path, 1) == [1]
-
-
-def test_a_start_that_saved_nothing_freezes_nothing(tmp_path: Path) -> None:
-    (tmp_path / CONFIG).write_text("{}")
-    assert saved_start(tmp_path) is None
+            first.check()  # no owner
 
 
 def test_a_checkpoint_that_is_half_removed_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,192 +67,3 @@ def test_what_lies_where_a_save_writes_goes(tmp_path: Path, put: Callable[[Path]
     (written := begin(tmp_path)).joinpath("states").touch()
     assert written.parent == checkpoints / ".writing" and not written.parent.is_symlink()
     assert {path.name for path in written.iterdir()} == {"states"} and (checkpoints / "step_00000004").is_dir()
-
-
-def test_an_export_replaces_only_a_model(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "config.json").write_text("{}")
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    (notes / "thesis.txt").touch()
-    for directory in (run, notes, notes / "thesis.txt"):
-        with pytest.raises(UserError, match="not replaced"):
-            export(directory, overwrite=True)
-        assert directory.exists()
-    (tmp_path / "empty").mkdir()
-    export(tmp_path / "empty", overwrite=True)
-    export(tmp_path / "empty", overwrite=True)
-
-
-@pytest.mark.parametrize(
-    ("mask", "directories", "files"), in_tiers([(0o077, 0o700, 0o600), (0o022, 0o755, 0o644)], [(0o077, 0o700, 0o600)])
-)
-def test_an_export_follows_the_umask_and_copies_a_tokenizer_alone(
-    tmp_path: Path, mask: int, directories: int, files: int
-) -> None:
-    tokenizer = tmp_path / "tokenizer"
-    tokenizer.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "id_rsa", "notes.json", "config.json"):
-        (tokenizer / name).write_text("{}")
-        (tokenizer / name).chmod(0o640)
-    before = os.umask(mask)
-    try:
-        export(tmp_path / "model", tokenizer=tokenizer)
-    finally:
-        os.umask(before)
-    written = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
-    assert written == dict.fromkeys(
-        ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"), files
-    )
-    assert (tmp_path / "model").stat().st_mode & 0o777 == directories
-
-
-def test_an_export_takes_the_place_of_a_model_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "model"
-    export(target)
-    before = {path.name: path.read_bytes() for path in target.iterdir()}
-    (target / "model-00001-of-00002.safetensors").write_bytes(b"old")
-    (target / "README.md").write_text("mine")
-    (target / "figures").mkdir()
-    (target / "figures" / "loss.png").touch()
-
-    def killed(*_: object) -> None:
-        assert (target / "model.safetensors").read_bytes() == before["model.safetensors"]
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(files, "replace_directory", killed)
-        export(target, overwrite=True)
-    assert {name: (target / name).read_bytes() for name in before} == before
-    export(target, overwrite=True)
-    after = {path.name for path in target.iterdir()}
-    assert after == {*before, "README.md", "figures"} and (target / "figures" / "loss.png").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_a_person_s_directories_outlive_an_export_that_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, replaced = tmp_path / "model", tmp_path / ".model.replaced"
-    export(target)
-    (target / "figures").mkdir()
-    (target / "figures" / "loss.png").touch()
-    replace_directory = files.replace_directory
-
-    def ended(written: Path, output: Path) -> None:
-        replace_directory(written, output)
-        raise SystemExit
-
-    with monkeypatch.context() as patched, pytest.raises(SystemExit):
-        patched.setattr(files, "replace_directory", ended)
-        export(target, overwrite=True)
-    assert (target / "figures" / "loss.png").exists() and not replaced.exists()
-    replaced.mkdir()  # as SIGKILL leaves it there
-    (target / "figures").rename(replaced / "figures")
-    (replaced / "model.safetensors").write_bytes(b"old")
-    export(target, overwrite=True)
-    assert (target / "figures" / "loss.png").exists() and not replaced.exists()
-    with partial_directory(target), pytest.raises(UserError, match="another process writes it now"):
-        export(target, overwrite=True)
-
-
-def test_an_output_that_was_about_to_be_replaced_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, replaced = tmp_path / "model", tmp_path / ".model.replaced"
-    export(target)
-    before = {path.name: path.read_bytes() for path in target.iterdir()}
-    replace = os.replace
-
-    def killed(source: Path, destination: Path) -> None:
-        if source.name == ".model.partial":
-            raise KeyboardInterrupt
-        replace(source, destination)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(os, "replace", killed)
-        export(target, overwrite=True)
-    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
-    target.rename(replaced)  # as SIGKILL between the two renames leaves it
-    files.clear_partial(target)
-    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_links_in_an_export_stay_and_an_export_may_be_one(tmp_path: Path) -> None:
-    target, link = tmp_path / "model", tmp_path / "link"
-    export(target)
-    (target / "notes").symlink_to("nowhere")
-    link.symlink_to(target.name)
-    export(link, overwrite=True)
-    assert link.is_symlink() and os.readlink(target / "notes") == "nowhere"
-    assert {path.name for path in tmp_path.iterdir()} == {"model", "link"}
-    (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(OSError, match="Not a directory"):
-        export(tmp_path / "loop", overwrite=True)
-
-
-@pytest.mark.parametrize("size", ["nonsense", "0", "-1GB", ""])
-def test_a_shard_size_is_a_size(tmp_path: Path, size: str) -> None:
-    with pytest.raises(UserError, match="max_shard_size"):
-        export(tmp_path / "export", max_shard_size=size)
-
-
-def test_a_tokenizer_from_a_model_directory_brings_no_weights(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    export(other)
-    (other / "tokenizer.json").write_text("{}")
-    (other / "pytorch_model.bin").touch()
-    (other / "model.safetensors.index.json").touch()
-    export(tmp_path / "export", tokenizer=other)
-    found = {path.name for path in (tmp_path / "export").iterdir()}
-    assert found == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("other", "export")]
-    assert weights[0] != weights[1], "random weights, its own"
-
-
-def test_a_process_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS"):
-        monkeypatch.setenv(name, "")  # so that what is set below is taken back
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("WORLD_SIZE", "4")  # left in the shell
-    environment = RankEnvironment.of_this_process()
-    assert environment.world == 1
-    environment.export()
-    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
-
-
-@pytest.mark.parametrize(("cores", "ranks", "expected"), [(16, 8, "2"), (4, 8, "1"), (192, 2, "32")])
-def test_ranks_of_a_machine_share_its_cores_when_they_compile(
-    cores: int, ranks: int, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHINDUCTOR_COMPILE_THREADS"):
-        monkeypatch.setenv(name, "")  # so that what is set below is taken back
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    environment = RankEnvironment(rank=0, world=2 * ranks, local_rank=0, local_world=ranks)
-    environment.export()
-    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == expected
-
-
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no tokenizer"):
-        tokenizer_of(tmp_path, None)
-    (tmp_path / "tokenizer.json").touch()
-    assert tokenizer_of(tmp_path, None) == tmp_path
-
-
-def test_an_exports_tokenizer_knows_the_models_positions(tmp_path: Path) -> None:
-    tokenizer = tmp_path / "tokenizer"
-    tokenizer.mkdir()
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "ß"}
-    (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
-    export(tmp_path / "model", tokenizer=tokenizer)
-    positions = json.loads((tmp_path / "model" / "config.json").read_text())["n_positions"]
-    written = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text(encoding="utf-8"))
-    assert written == settings | {"model_max_length": positions}
-    (tokenizer / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json: not valid JSON"):
-        export(tmp_path / "other", tokenizer=tokenizer)
-    assert not (tmp_path / "other").exists()

@@ -110,12 +110,14 @@ def test_mistakes(tmp_path: Path) -> None:
     file = tmp_path / "wrong.jsonl"
     for line, message in [
         ('{"question": "a b"}', r"wrong\.jsonl:1: no key 'text'; the keys found are 'question'"),
-        ('{"context": "a b"}', "'context' and 'continuation' go together; the keys found are context"),
-        ('{"text": "word"}', "needs two words"),
-        ("", "no passage in it"),
+        ('{"context": "a b"}', "'context' and 'continuation' go together; its keys are context"),
+        ('{"text": "word"}', "needs at least two words"),
+        ("", "it has no passage"),
     ]:
         file.write_text(line)
         with pytest.raises(UserError, match=message):
             lambada_passages(file, "text", None)
-    with pytest.raises(UserError, match=r"lambada_openai can't be had .* --data lambada=FILE \(lambada_test\.jsonl\)"):
+    with pytest.raises(
+        UserError, match=r"lambada_openai can't be loaded .* --data lambada=FILE \(lambada_test\.jsonl\)"
+    ):
         lambada_passages(None, "text", None)

@@ -11,6 +11,7 @@ import torch
 from transformers import GPT2Config
 
 from tests.support.launched import launch, metrics_of, run, script
+from tests.support.lm_eval_tasks import task_file
 from tests.support.pool_rank import cached
 from tests.support.pools import Pools
 from tests.support.tiny_models import tiny_gpt2
@@ -19,17 +20,6 @@ from zero_tp.config.schema import Evaluation
 from zero_tp.evaluation.live_tasks import LiveTasks
 from zero_tp.topology import Topology
 
-LETTERS = """\
-task: letters
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{file}"}}}}
-output_type: multiple_choice
-test_split: test
-doc_to_text: "{{{{text}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: 0
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
-"""
 TEXT = "Some words of a text, and more of them for the model to read. "
 
 
@@ -39,7 +29,9 @@ def write_files(directory: Path) -> dict[str, Any]:
     texts.write_text("".join(json.dumps({"text": TEXT * count}) + "\n" for count in (1, 5, 3)))
     questions.write_text("".join(json.dumps({"text": "A" * n, "choices": ["B", "C"]}) + "\n" for n in (1, 2, 4)))
     tasks.mkdir()
-    (tasks / "letters.yaml").write_text(LETTERS.format(file=questions))
+    fields = {"doc_to_text": "{{text}}", "doc_to_choice": "{{choices}}", "doc_to_target": 0}
+    letters = task_file("letters", questions, "multiple_choice", {"acc": "mean"}, **fields)
+    (tasks / "letters.yaml").write_text(letters)
     return {
         "tasks": ["perplexity", "letters"],
         "task_data": {"perplexity": str(texts)},
@@ -47,7 +39,7 @@ def write_files(directory: Path) -> dict[str, Any]:
     }
 
 
-def losses(directory: Path, asked: dict[str, Any], stage: int, live: bool) -> tuple[list[float], list[Any]]:
+def losses(directory: Path, settings: dict[str, Any], stage: int, live: bool) -> tuple[list[float], list[Any]]:
     """Of three steps with dropout, and what the tasks gave between them."""
     from zero_tp.huggingface import ZeroTPForCausalLM
     from zero_tp.models.causal_lm import CausalLM
@@ -55,7 +47,7 @@ def losses(directory: Path, asked: dict[str, Any], stage: int, live: bool) -> tu
 
     topology = cached(("live tasks", 2), lambda: Topology(2, sequence=True))
     config = GPT2Config.from_pretrained(str(directory), attn_implementation="sdpa")
-    tasks = LiveTasks(Evaluation(**asked), directory, config)
+    tasks = LiveTasks(Evaluation(**settings), directory, config)
     engine = TrainingEngine(
         config,
         topology,
@@ -80,10 +72,10 @@ def losses(directory: Path, asked: dict[str, Any], stage: int, live: bool) -> tu
 @pytest.mark.thorough
 @pytest.mark.parametrize("stage", [2, 3])
 def test_training_does_not_notice_them(ranks: Pools, tmp_path: Path, stage: int) -> None:
-    asked = write_files(tmp_path)
+    settings = write_files(tmp_path)
     model = tiny_gpt2(tmp_path / "model", [TEXT])
-    without = ranks(4).run(losses, model, asked, stage, False)
-    with_tasks = ranks(4).run(losses, model, asked, stage, True)
+    without = ranks(4).run(losses, model, settings, stage, False)
+    with_tasks = ranks(4).run(losses, model, settings, stage, True)
     assert [each for each, _ in with_tasks] == [each for each, _ in without], "bit for bit"
     figures = [each for _, each in with_tasks]
     assert all(each == figures[0] for each in figures[1:]), "ranks disagree"
@@ -111,9 +103,9 @@ def test_a_run_and_its_evaluation_as_commands(workplace: Path, tmp_path: Path) -
     assert "letters at step 2: acc " in done.stdout
 
     # The run as it is, without an export, over two ranks.
-    asked = config["zero_tp"]["evaluation"]
+    settings = config["zero_tp"]["evaluation"]
     words = ["--model", directory, "--tasks", "perplexity", "--batch-size", "2", "--tensor-parallel", "2"]
-    words += ["--data", f"perplexity={asked['task_data']['perplexity']}", "--output", str(tmp_path / "two.json")]
+    words += ["--data", f"perplexity={settings['task_data']['perplexity']}", "--output", str(tmp_path / "two.json")]
     on_two = run([*launch(2, script="eval/zero_shot.py"), *words], workplace)
     assert on_two.returncode == 0, on_two.stdout + on_two.stderr
     report = json.loads((tmp_path / "two.json").read_text())

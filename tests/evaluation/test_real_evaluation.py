@@ -7,14 +7,13 @@ ZERO_TP_EVALUATION_MODEL names. ZERO_TP_EVALUATION_LIMIT takes the first N examp
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.harness import Results, assert_same, native_model, ours, parallel_model, reference
-from tests.support.lm_eval_tasks import CHOSEN, write_tasks
+from tests.support.lm_eval_tasks import CHOSEN
 from tests.support.pools import Pools
 from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.topology import Topology
@@ -28,13 +27,8 @@ ARTICLES = 3 if LIMIT is None else 1
 
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest) -> Path:
-    given = os.environ.get("ZERO_TP_EVALUATION_MODEL")
-    return Path(given) if given else request.getfixturevalue("smollm2")
-
-
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory, shared_file: Callable[[str], Path]) -> Path:
-    return write_tasks(tmp_path_factory.mktemp("tasks"), shared_file)
+    named = os.environ.get("ZERO_TP_EVALUATION_MODEL")
+    return Path(named) if named else request.getfixturevalue("smollm2")
 
 
 @pytest.fixture(scope="module")
@@ -51,23 +45,14 @@ def answers(directory: Path, tasks: Path, tensor: int, native: bool) -> Results:
     return ours(eval_model, tasks, list(CHOSEN), LIMIT) | ours(eval_model, tasks, ["wikitext_local"], ARTICLES)
 
 
-def test_one_process(model: Path, tasks: Path, expected: Results) -> None:
-    assert assert_same(answers(model, tasks, 1, native=True), expected) > ARTICLES
-
-
-def test_data_parallel(ranks: Pools, model: Path, tasks: Path, expected: Results) -> None:
-    first, second = ranks(2).run(answers, model, tasks, 1, True, timeout=HOUR)
-    assert first == second
-    assert assert_same(first, expected) > ARTICLES
-
-
-@pytest.mark.parametrize("kind", ["alone", "divides the heads"])
-def test_tensor_parallel(ranks: Pools, model: Path, tasks: Path, expected: Results, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["transformers", "transformers, DP 2", "zero_tp", "zero_tp, TP"])
+def test_equals_lm_evals_own_adapter(ranks: Pools, model: Path, tasks: Path, expected: Results, kind: str) -> None:
     heads = open_directory(model).config.num_attention_heads
-    tensor = 1 if kind == "alone" else next(size for size in (3, 2) if heads % size == 0)
-    if tensor == 1:
-        found = [answers(model, tasks, 1, native=False)]
+    tensor = next(size for size in (3, 2) if heads % size == 0) if kind.endswith("TP") else 1
+    world, native = 2 if kind.endswith("DP 2") else tensor, kind.startswith("transformers")
+    if world == 1:
+        found = [answers(model, tasks, tensor, native)]
     else:
-        found = ranks(tensor).run(answers, model, tasks, tensor, False, timeout=HOUR)
-    assert all(each == found[0] for each in found[1:])
+        found = ranks(world).run(answers, model, tasks, tensor, native, timeout=HOUR)
+    assert all(results == found[0] for results in found[1:])
     assert assert_same(found[0], expected) > ARTICLES

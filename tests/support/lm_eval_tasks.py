@@ -1,10 +1,10 @@
-"""Task files of lm-eval for the test sets beside the repository, one for each kind of request. A test writes them where
-it wants, since they name their data."""
+"""Task files of lm-eval for the shared test sets, one for each kind of request."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,81 +12,79 @@ from typing import Any
 MULTIPLE_CHOICE = ("copa_local", "openbook_local", "winograd_local")
 CHOSEN = ("lambada_local", *MULTIPLE_CHOICE, "letters_local")
 
-_CHOICE = """\
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{file}"}}}}
-output_type: multiple_choice
-test_split: test
-doc_to_text: "{text}"
-doc_to_choice: "{choice}"
-doc_to_target: "{target}"
-metric_list:
-  - {{metric: acc, aggregation: mean, higher_is_better: true}}
-  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
-"""
 
-_LAMBADA = """\
-task: lambada_local
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{file}"}}}}
-output_type: loglikelihood
-test_split: test
-doc_to_text: "{{{{context}}}}"
-doc_to_target: "{{{{' ' + continuation}}}}"
-metric_list:
-  - {{metric: perplexity, aggregation: perplexity, higher_is_better: false}}
-  - {{metric: acc, aggregation: mean, higher_is_better: true}}
-"""
+def task_file(name: str, file: Path, output_type: str, metrics: dict[str, str], **fields: Any) -> str:
+    """Return a task file of lm-eval, as JSON, which is YAML; `!function …` becomes a tag.
 
-_WIKITEXT = """\
-task: wikitext_local
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{file}"}}}}
-output_type: loglikelihood_rolling
-test_split: test
-doc_to_text: ""
-doc_to_target: !function wikitext.wikitext_detokenizer
-process_results: !function wikitext.process_results
-metric_list:
-  - metric: word_perplexity
-  - metric: byte_perplexity
-  - metric: bits_per_byte
-"""
-
-_GENERATE = """\
-task: generate_local
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{file}"}}}}
-output_type: generate_until
-test_split: test
-doc_to_text: "{{{{query}}}}"
-doc_to_target: "{{{{choices[gold]}}}}"
-generation_kwargs: {{until: ["."], max_gen_toks: 12, do_sample: {sample}, temperature: {temperature}}}
-metric_list:
-  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
-"""
+    Args:
+        metrics: aggregations by metric.
+        fields: `doc_to_text`, `doc_to_target` and others.
+    """
+    content = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(file)}},
+        "test_split": "test",
+        "output_type": output_type,
+        "metric_list": [
+            {"metric": metric, "aggregation": aggregation, "higher_is_better": aggregation == "mean"}
+            for metric, aggregation in metrics.items()
+        ],
+        **fields,
+    }
+    return re.sub(r'"(!function [\w.]+)"', r"\1", json.dumps(content))
 
 
 def write_tasks(directory: Path, shared_file: Callable[[str], Path], *, sample: bool = False) -> Path:
     """Write `lambada_local`, `copa_local`, `openbook_local`, `winograd_local` (several contexts, one continuation),
-    `letters_local` (one-token answers), `wikitext_local` (lm-eval's definition) and `generate_local`. Gives the
+    `letters_local` (one-token answers), `wikitext_local` (lm-eval's definition) and `generate_local`; return the
     directory."""
     copa, openbook = shared_file("data/copa.jsonl"), shared_file("data/openbook_qa.jsonl")
-    question = {"text": "{{query}}", "choice": "{{choices}}", "target": "{{gold}}"}
-    letters = {"text": "{{query}} A or B? Answer:", "choice": "['A', 'B']", "target": "{{gold}}"}
-    winograd = {"text": "{{gold}}", "choice": "{{context_options}}", "target": "{{continuation}}"}
+    lambada, winograd = shared_file("data/lambada_openai_first1000.jsonl"), shared_file("data/winograd_wsc.jsonl")
     pages = directory / "pages.jsonl"
+
+    def choice(name: str, file: Path, text: str, choices: str, target: str) -> str:
+        metrics = {"acc": "mean", "acc_norm": "mean"}
+        fields = {"doc_to_text": text, "doc_to_choice": choices, "doc_to_target": target}
+        return task_file(name, file, "multiple_choice", metrics, **fields)
+
     files = {
-        "lambada_local": _LAMBADA.format(file=shared_file("data/lambada_openai_first1000.jsonl")),
-        "copa_local": _CHOICE.format(name="copa_local", file=copa, **question),
-        "openbook_local": _CHOICE.format(name="openbook_local", file=openbook, **question),
-        "winograd_local": _CHOICE.format(
-            name="winograd_local", file=shared_file("data/winograd_wsc.jsonl"), **winograd
+        "lambada_local": task_file(
+            "lambada_local",
+            lambada,
+            "loglikelihood",
+            {"perplexity": "perplexity", "acc": "mean"},
+            doc_to_text="{{context}}",
+            doc_to_target="{{' ' + continuation}}",
         ),
-        "letters_local": _CHOICE.format(name="letters_local", file=copa, **letters),
-        "wikitext_local": _WIKITEXT.format(file=pages),
-        "generate_local": _GENERATE.format(file=copa, sample=str(sample).lower(), temperature=0.7 if sample else 0.0),
+        "copa_local": choice("copa_local", copa, "{{query}}", "{{choices}}", "{{gold}}"),
+        "openbook_local": choice("openbook_local", openbook, "{{query}}", "{{choices}}", "{{gold}}"),
+        "winograd_local": choice("winograd_local", winograd, "{{gold}}", "{{context_options}}", "{{continuation}}"),
+        "letters_local": choice("letters_local", copa, "{{query}} A or B? Answer:", "['A', 'B']", "{{gold}}"),
+        "wikitext_local": task_file(
+            "wikitext_local",
+            pages,
+            "loglikelihood_rolling",
+            {},
+            doc_to_text="",
+            doc_to_target="!function wikitext.wikitext_detokenizer",
+            process_results="!function wikitext.process_results",
+            metric_list=[{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")],
+        ),
+        "generate_local": task_file(
+            "generate_local",
+            copa,
+            "generate_until",
+            {"exact_match": "mean"},
+            doc_to_text="{{query}}",
+            doc_to_target="{{choices[gold]}}",
+            generation_kwargs={
+                "until": ["."],
+                "max_gen_toks": 12,
+                "do_sample": sample,
+                "temperature": 0.7 if sample else 0.0,
+            },
+        ),
     }
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():

@@ -171,7 +171,7 @@ def test_a_new_run_starts_from_another_one(workplace: Path, finished: Output) ->
     parent = read_manifest(find_checkpoint(workplace / "child")).parent
     assert parent is not None and parent.step == step
     inspected = run([sys.executable, "-m", "zero_tp", "inspect", "child"], workplace)
-    assert f"which had seen {step * 8 * 64:,} tokens" in inspected.stdout, inspected.stderr
+    assert f"trained on {step * 8 * 64:,} tokens" in inspected.stdout, inspected.stderr
     again = pretrain(2, workplace, *words, "--from", "runs/small")
     assert again.returncode == 0 and "the run is at step 2" in again.stdout, again.stdout + again.stderr
     other = pretrain(2, workplace, *words, "--from", "child")

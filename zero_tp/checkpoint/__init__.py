@@ -1,1 +1,1 @@
-"""Runs are saved and resumed here."""
+"""Save and resume runs."""

@@ -1,6 +1,6 @@
 """Export a checkpoint to a native Hugging Face directory.
 
-One process without DeepSpeed does it, with one parameter in memory at a time.
+It takes one process without DeepSpeed, and one parameter in memory at a time.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Converted:
     """The result of an export.
 
     Attributes:
-        tokenizer: the directory that was copied, if there was one.
-        causal: the model continues a text.
-        notes: a line on each newer directory of the run that is no checkpoint.
+        tokenizer: the directory that was copied, or None.
+        causal: whether the model is a causal language model.
+        notes: see `passed_over`.
     """
 
     checkpoint: Path
@@ -41,7 +41,7 @@ class Converted:
 
 def config_of(manifest: Manifest) -> PretrainedConfig:
     """Return the Hugging Face config of a checkpoint's model."""
-    fields = copy.deepcopy(manifest.model)  # of which transformers takes and changes parts
+    fields = copy.deepcopy(manifest.model)  # transformers changes nested fields in place
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 

@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints: each is complete or absent.
+"""The directory of a run's checkpoints: each checkpoint is complete or absent.
 
 Ranks write into a temporary directory. Rank 0 writes the manifest there, renames the directory and replaces `latest`.
 """
@@ -33,12 +33,7 @@ _STEP = re.compile(r"step_(\d{8,})")
 
 
 class Damaged(UserError):
-    """A file of a checkpoint is missing or not as it was written.
-
-    Attributes:
-        file, problem: its path, and what is wrong with it.
-        checkpoint: the directory of the checkpoint.
-    """
+    """A file of a checkpoint is missing or has changed since it was written."""
 
     def __init__(self, file: Path, problem: str):
         super().__init__(f"{file}: {problem}; the checkpoint is damaged: use another one")
@@ -68,17 +63,17 @@ def complete_steps(run: Path) -> list[int]:
 def refresh_view(run: Path) -> None:
     """Make this machine see checkpoints that other machines have written to a network file system.
 
-    For `VIEW_SECONDS`, NFS may show the old content of a directory. A change by this machine makes it ask the server.
+    NFS may show a directory's old content for `VIEW_SECONDS`. A change by this machine makes it ask the server.
     """
     if checkpoints_of(run).is_dir():
         tempfile.NamedTemporaryFile(dir=checkpoints_of(run), prefix=".probe.").close()
 
 
 def passed_over(source: Path, step: int) -> tuple[str, ...]:
-    """Return a line on each newer step of a run without a manifest, which no save leaves; none of a checkpoint."""
+    """Return a line on each newer step directory of a run that has no manifest; () if `source` is a checkpoint."""
     newer = [step_directory(source, number) for number in _steps(source) if number > step]
     lost = [path for path in newer if not (path / MANIFEST).is_file()]
-    return tuple(f"{path}: has no {MANIFEST}, so that it is no checkpoint" for path in lost)
+    return tuple(f"{path}: not a checkpoint (no {MANIFEST})" for path in lost)
 
 
 def _steps(run: Path) -> list[int]:
@@ -87,12 +82,7 @@ def _steps(run: Path) -> list[int]:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest. Its files are not checked: see `check_sizes` and `check_content`.
-
-    Raises:
-        Damaged: it can't be read, has another hash than it says, or is of another step.
-        UserError: it is not a checkpoint, or of another format.
-    """
+    """Return the manifest, checked against its own hash. Its files are not: see `check_sizes` and `check_content`."""
     path = checkpoint / MANIFEST
     try:
         manifest = _parsed(read_regular(path))
@@ -105,18 +95,18 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except (InvalidJson, OSError) as error:
         raise Damaged(path, str(error)) from error
     if _STEP.fullmatch(checkpoint.name) and checkpoint.name != _name(manifest.step):
-        raise Damaged(path, f"is of step {manifest.step}, but its directory is {checkpoint.name}")
+        raise Damaged(path, f"step is {manifest.step}, but the directory is {checkpoint.name}")
     return manifest
 
 
 @lru_cache(maxsize=1)
 def _parsed(content: bytes) -> Manifest:
-    """Parse a manifest; a start reads the same one several times."""
+    """Parse a manifest. Cached: a start reads the same one several times."""
     return parse_manifest(parse_object(content))
 
 
 def check_sizes(checkpoint: Path, files: Mapping[str, ManifestFile]) -> None:
-    """Check that these files exist and have the sizes of the manifest, with one stat each."""
+    """Check that the files exist with the sizes that the manifest lists; one stat per file."""
     for name, listed in files.items():
         file = checkpoint / name
         with _unreadable_is_damaged(file):
@@ -128,19 +118,16 @@ def check_sizes(checkpoint: Path, files: Mapping[str, ManifestFile]) -> None:
 
 
 def check_content(checkpoint: Path, files: Mapping[str, ManifestFile], *, progress: bool = True) -> None:
-    """Check sizes, then read these files and compare their SHA-256s with the manifest's.
-
-    Args:
-        progress: show a bar on a terminal.
+    """Check sizes, then read the files and compare their SHA-256s with the manifest's.
 
     Raises:
-        Damaged: one has another size or content, is missing, or cannot be read.
+        Damaged: a file is missing, cannot be read, or has another size or content.
     """
     from zero_tp.tensors.safetensors_files import read_hashed
 
     check_sizes(checkpoint, files)
     total = sum(listed.bytes for listed in files.values())
-    disable = None if progress else True
+    disable = None if progress else True  # None: a bar on a terminal only
     with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=disable, leave=False) as bar:
         for name, listed in sorted(files.items()):
             file = checkpoint / name
@@ -162,9 +149,9 @@ def _unreadable_is_damaged(file: Path) -> Iterator[None]:
 
 
 def begin(run: Path) -> Path:
-    """Remove the files of a killed save; make a new temporary directory for the ranks. One rank calls it.
+    """Remove the files of a killed save and make a new temporary directory for the ranks. Rank 0 calls it.
 
-    Its name is new, because another machine may still resolve an old name to the last save's directory for a minute.
+    The name is random: another machine's cache may resolve an old name to the previous save's directory.
     """
     remove(checkpoints_of(run) / TEMPORARY)
     temporary = checkpoints_of(run) / TEMPORARY / secrets.token_hex(8)
@@ -180,31 +167,28 @@ def commit(
     files: dict[str, Written],
     check_owner: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Write the manifest and rename the temporary directory. One rank calls it, after all have written.
+    """Write the manifest and rename the temporary directory. Rank 0 calls it, after all ranks have written.
 
     Args:
         files: every file that the ranks wrote and flushed.
-        check_owner: called before the checkpoint and `latest` are renamed; raises if the run is another launch's.
+        check_owner: called before the checkpoint and `latest` are renamed; raises if another launch owns the run.
 
     Returns:
-        A line if something failed after the rename; the checkpoint is complete all the same.
-
-    Raises:
-        RuntimeError: a rank's file is not visible here.
-        ConfigError, InvalidJson: the manifest would not be readable.
-        OSError: the disk is full or gone.
+        A line if something failed after the rename, when the checkpoint is already complete.
     """
     for name, written in files.items():
         path = temporary / name
-        if not wait_until_visible(partial(_is_whole, path, written.size), run):
-            raise RuntimeError(f"{path}: not there as its rank wrote it; is the run directory shared by all nodes?")
+        if not wait_until_visible(partial(_has_size, path, written.size), run):
+            raise RuntimeError(
+                f"{path}: missing or incomplete on rank 0's node; is the run directory on shared storage?"
+            )
     listed = {
         name: {"bytes": written.size, "sha256": written.sha256, "parts": list(written.parts)}
         for name, written in files.items()
     }
-    whole = {"format": FORMAT, "step": step, **manifest, "files": listed}
-    text = json.dumps({**whole, OWN_HASH: content_hash(whole)}, indent=1)
-    parse_manifest(parse_json(text))  # before the checkpoint counts as saved
+    content = {"format": FORMAT, "step": step, **manifest, "files": listed}
+    text = json.dumps({**content, OWN_HASH: content_hash(content)}, indent=1)
+    parse_manifest(parse_json(text))  # a manifest that cannot be read back fails the save
     write_atomically(temporary / MANIFEST, text)
     sync(temporary, below=False)
     final = step_directory(run, step)
@@ -224,7 +208,7 @@ def commit(
     return []
 
 
-def _is_whole(path: Path, size: int) -> bool:
+def _has_size(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
 
 
@@ -242,41 +226,35 @@ def _remove(checkpoint: Path) -> None:
     remove(checkpoint)
 
 
-def prune(run: Path, keep: int, keep_every: int | None = None, saved: int | None = None) -> list[int]:
-    """Remove old checkpoints; return their steps.
-
-    The newest `keep` stay, those at multiples of `keep_every`, and `saved`, the step that was just saved.
-    """
-    sync(checkpoints_of(run), below=False)  # the names of those that stay are on the disk
+def prune(run: Path, keep: int, keep_every: int | None = None) -> list[int]:
+    """Remove all checkpoints but the newest `keep` and multiples of `keep_every`; return the removed steps."""
+    sync(checkpoints_of(run), below=False)  # flush the names of the remaining checkpoints first
     removed = []
     for step in complete_steps(run)[:-keep]:
-        if step != saved and (keep_every is None or step % keep_every):
+        if keep_every is None or step % keep_every:
             _remove(step_directory(run, step))
             removed.append(step)
     return removed
 
 
 def start_branch(run: Path, step: int) -> list[str]:
-    """Set aside the checkpoints newer than `step`, from which the run resumes: they belong to an abandoned branch.
+    """Set aside the checkpoints newer than `step`, from which the run resumes; return a line on each.
 
-    One rank calls it before the run's files are cut at `step`. The newest is moved last, so that a kill before that
-    leaves a run that resumes from it.
-
-    Returns:
-        A line on each.
+    Rank 0 calls it before the run's logs are truncated at `step`. The newest is moved last: after a kill before that,
+    the run still resumes from it.
     """
     notes = []
     for newer in complete_steps(run):
         if newer > step:
             aside = set_aside(step_directory(run, newer), "abandoned")
-            notes.append(f"step {newer} is of the branch that was left at step {step}: set aside as {aside}")
+            notes.append(f"step {newer} belongs to the branch abandoned at step {step}: set aside as {aside}")
     return notes
 
 
-def set_aside(checkpoint: Path, why: str = "damaged") -> Path:
-    """Rename a checkpoint to an unused name, so that no run resumes from it; return the new path.
+def set_aside(checkpoint: Path, reason: str = "damaged") -> Path:
+    """Rename a checkpoint to an unused name that no run resumes from; return the new path.
 
-    `latest` then names the newest of the others, or is removed with the last one.
+    `latest` then names the newest remaining checkpoint; it is removed if none remains.
     """
     run = checkpoint.parent.parent
     others = [step for step in complete_steps(run) if step_directory(run, step) != checkpoint]
@@ -284,17 +262,17 @@ def set_aside(checkpoint: Path, why: str = "damaged") -> Path:
         write_atomically(checkpoints_of(run) / LATEST, _name(others[-1]) + "\n")
     else:
         (checkpoints_of(run) / LATEST).unlink(missing_ok=True)
-    aside, count = checkpoint.with_name(f"{why}_{checkpoint.name}"), 1
+    aside, count = checkpoint.with_name(f"{reason}_{checkpoint.name}"), 1
     while os.path.lexists(aside):
         count += 1
-        aside = checkpoint.with_name(f"{why}_{checkpoint.name}.{count}")
+        aside = checkpoint.with_name(f"{reason}_{checkpoint.name}.{count}")
     os.replace(checkpoint, aside)
     sync(checkpoint.parent, below=False)
     return aside
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a directory is a run or a complete checkpoint; any other can only be a Hugging Face model's."""
+    """Return whether a directory is a run or a complete checkpoint."""
     return checkpoints_of(path).is_dir() or (path / MANIFEST).is_file()
 
 

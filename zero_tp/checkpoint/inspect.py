@@ -1,4 +1,4 @@
-"""`inspect` describes a checkpoint by its manifest; only `--verify` reads its files."""
+"""Describe a checkpoint by its manifest; only `--verify` reads its files."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ def inspect(source: Path, *, verify: bool = False) -> str:
     """Describe `source`, a run (its newest checkpoint) or a checkpoint, as a table.
 
     Args:
-        verify: also read every file from end to end and compare its checksum, under a progress bar.
-
-    Raises:
-        Damaged: names the first file that is missing, of another size, or with `verify` of other content.
-        UserError: neither a run nor a checkpoint; with `verify` also a newer directory without a manifest.
+        verify: also compare every file's checksum, and refuse a run with a newer directory that is no checkpoint.
     """
     checkpoint = find_checkpoint(source)
     manifest = read_manifest(checkpoint)
@@ -46,16 +42,15 @@ def inspect(source: Path, *, verify: bool = False) -> str:
         *([("complete", "steps " + ", ".join(f"{step:,}" for step in steps))] if steps else []),
         ("step", f"{manifest.step:,}"),
         ("saved at", str(Parallelism.saved(manifest))),
-        *([("parent", f"{parent.checkpoint}, which had seen {parent.tokens:,} tokens")] if parent else []),
+        *([("parent", f"{parent.checkpoint}, trained on {parent.tokens:,} tokens")] if parent else []),
         ("model", f"{model['model_type']}: " + ", ".join(f"{name} {model[name]:,}" for name in SIZES if name in model)),
         ("parameters", f"{sum(math.prod(entry.shape) for entry in manifest.parameters.values()):,}"),
-        ("each has", ", ".join(manifest.kinds)),
+        ("states", ", ".join(manifest.kinds)),
         ("tokenizer", manifest.tokenizer or "none"),
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
-        ("manifest", "its content has the hash that it says"),
         ("files", f"{len(files)}, {_size(sum(file.bytes for file in files.values()))}"),
         *(("", f"{name}  {_size(file.bytes)}") for name, file in sorted(files.items())),
-        *(("passed over", line) for line in lost),
+        *(("skipped", line) for line in lost),
         *([("verified", "every checksum OK")] if verify else []),
     ]
     return "\n".join(f"{name:<11} {one_line(text)}" for name, text in rows)

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: one JSON file with a schema, which holds the hash of its own content.
+"""The manifest of a checkpoint: one JSON file with a schema and the hash of its own content.
 
-It records what the run is, which no resume may change, and how it was computed, which any resume may change.
+It records the keys that no resume may change (`fixed_of`) and the parallelism, which any resume may change.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 FORMAT = 4
 OWN_HASH = "sha256"
-SPLIT = ("zero_tp.parallel", "zero_optimization.stage", "bf16.enabled", "fp16.enabled")
+PARALLELISM_KEYS = ("zero_tp.parallel", "zero_optimization.stage", "bf16.enabled", "fp16.enabled")
 """Keys of a config that `Parallelism` covers."""
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 def states_file(tensor_rank: int, data_rank: int) -> str:
-    """Name a rank's file, whose metadata `starts` holds each parameter's first element in the TP shard."""
+    """Return the name of a rank's file."""
     return f"states_tp{tensor_rank:02d}_dp{data_rank:04d}.safetensors"
 
 
 class ManifestFile(ConfigModel):
-    """A file's bytes and hash: the SHA-256 of the SHA-256s of its `parts` of 8 MiB (`safetensors_files.py`)."""
+    """A file's size and hash: the SHA-256 of the SHA-256s of its 8 MiB `parts` (`safetensors_files.py`)."""
 
     bytes: Count
     sha256: Digest
@@ -44,7 +44,7 @@ class ManifestFile(ConfigModel):
 
 
 class ShardedParameter(ConfigModel):
-    """A parameter that is split by `parallel.layout.Sharded`; `shape` is the whole one."""
+    """A parameter split over TP (`parallel.layout.Sharded`); `shape` is that of the whole parameter."""
 
     layout: Literal["Sharded"]
     dim: Count
@@ -76,7 +76,8 @@ class Parent(ConfigModel):
     """The checkpoint of another run that a run was started from (see parent.py).
 
     Attributes:
-        sha256: of its manifest. tokens: number that its weights were trained on, including its own parents.
+        sha256: the manifest's.
+        tokens: number of tokens that its weights were trained on, its own parents' included.
     """
 
     checkpoint: str
@@ -105,9 +106,9 @@ class Manifest(ConfigModel):
     Attributes:
         tensor … dtype: see `Parallelism`.
         model, generation: Hugging Face's configs.
-        kinds: of each parameter's tensors: its master and the optimizer's states.
+        kinds: names of each parameter's tensors: the master and the optimizer's states.
         fixed, corpora: the keys and corpora that no resume may change (see `fixed_of`).
-        config: the resolved config of the start that saved it.
+        config: the resolved config that the run was started with.
         sha256: of the manifest's content (see `content_hash`).
     """
 
@@ -135,7 +136,7 @@ class Manifest(ConfigModel):
 
 
 def content_hash(manifest: dict[str, Any]) -> str:
-    """Return the SHA-256 of a manifest's JSON, without its own hash, with sorted keys and no blanks."""
+    """Return the SHA-256 of a manifest's compact JSON with sorted keys, without its own hash."""
     content = {key: value for key, value in manifest.items() if key != OWN_HASH}
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
@@ -143,14 +144,9 @@ def content_hash(manifest: dict[str, Any]) -> str:
 
 
 def parse_manifest(raw: dict[str, Any]) -> Manifest:
-    """Parse the JSON object of a manifest.
-
-    Raises:
-        ConfigError: its hash is not that of its content, another version wrote it (key "format"), a key is missing,
-            unknown or of another type, or its files are not those of its ranks.
-    """
+    """Parse the JSON object of a manifest. A ConfigError names the wrong key: "format" if another version wrote it."""
     if OWN_HASH in raw and raw[OWN_HASH] != (sha256 := content_hash(raw)):
-        raise ConfigError(OWN_HASH, f"of its content it is {sha256[:12]}…, not {shown(raw[OWN_HASH])[1:13]}…")
+        raise ConfigError(OWN_HASH, f"the content's is {sha256[:12]}…, not {shown(raw[OWN_HASH])[1:13]}…")
     if raw.get("format") != FORMAT:
         raise ConfigError("format", f"format {shown(raw.get('format'))}, this version reads {FORMAT}")
     manifest = validate(Manifest, raw, "")
@@ -162,7 +158,7 @@ def parse_manifest(raw: dict[str, Any]) -> Manifest:
 
 
 class Parallelism(NamedTuple):
-    """The split of a run over ranks, and its dtype; a resume may change all of it."""
+    """The parallelism and dtype of a run; a resume may change all of it."""
 
     tensor: int
     data: int
@@ -180,7 +176,7 @@ class Parallelism(NamedTuple):
         return cls(*(getattr(manifest, name) for name in cls._fields))
 
     def __str__(self) -> str:
-        """Write it as `TP 2 × DP 2, SP, ZeRO-2, bf16`."""
+        """Return it as `TP 2 × DP 2, SP, ZeRO-2, bf16`."""
         sequence = ", SP" if self.sequence else ""
         return f"TP {self.tensor} × DP {self.data}{sequence}, ZeRO-{self.zero_stage}, {self.dtype}"
 
@@ -192,19 +188,19 @@ def fixed_of(config: RunConfig) -> dict[str, Any]:
     return {
         "zero_tp.model": {key: block.model[key] for key in sorted(block.model)},
         "zero_tp.training.seed": block.training.seed,
-        # Pairs, because the order of the corpora decides which samples a step sees.
+        # A list, because the order of the corpora decides which samples a step sees.
         "zero_tp.data.train": [[prefix, weight] for prefix, weight in block.data.train.items()],
         "zero_tp.data.sequence_length": block.data.sequence_length,
         "zero_tp.data.document_attention": block.data.document_attention,
         "train_batch_size": config.global_batch,
-        # Its implementation may change, as offload may.
+        # The optimizer's implementation may change, like offload.
         "optimizer": {**optimizer, "params": {key: params[key] for key in params if key not in IMPLEMENTATION}},
         **({} if block.masked is None else {"zero_tp.objective": block.masked.model_dump()}),
     }
 
 
 def versions(packages: Sequence[str] = ("torch", "deepspeed", "transformers")) -> dict[str, str]:
-    """Return the versions of libraries that are installed, by default those that compute."""
+    """Return the versions of installed packages."""
     installed = {}
     for package in packages:
         with contextlib.suppress(PackageNotFoundError):
@@ -213,26 +209,26 @@ def versions(packages: Sequence[str] = ("torch", "deepspeed", "transformers")) -
 
 
 def differences(manifest: Manifest, config: RunConfig, validation: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a line on each key of the config, library and validation corpus that has changed since the checkpoint.
+    """Return a line on each config key, library and validation corpus that changed since the checkpoint.
 
-    `Parallelism`'s keys are left out.
+    Keys of `Parallelism` are omitted: the line on resuming has them.
 
     Args:
         validation: identities of the validation corpora by prefix.
     """
     saved = f"when step {manifest.step} was saved"
-    changed = [prefix for prefix, was in manifest.validation.items() if validation.get(prefix, was) != was]
+    changed = [prefix for prefix, old in manifest.validation.items() if validation.get(prefix, old) != old]
     before = {**manifest.config, **{f"{name}'s version": version for name, version in manifest.versions.items()}}
     now = {**config.resolved(), **{f"{name}'s version": version for name, version in versions().items()}}
     return [
-        *(f"{key}: {value}, was {was} {saved}" for key, value, was in _differing("", now, before)),
+        *(f"{key}: {value}, was {old} {saved}" for key, value, old in _differing("", now, before)),
         *(f"zero_tp.data.validation: {prefix} holds other documents or tokens than {saved}" for prefix in changed),
     ]
 
 
 def _differing(path: str, now: Any, before: Any) -> Iterator[tuple[str, str, str]]:
     """Yield (key, value now, value before) of each difference, at the deepest key that has one."""
-    if path in SPLIT:
+    if path in PARALLELISM_KEYS:
         return
     if isinstance(now, dict) and isinstance(before, dict):
         for key in (*before, *(key for key in now if key not in before)):
@@ -255,16 +251,15 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
     train = config.zero_tp.data.train
     for key, value in fixed_of(config).items():
         if key not in manifest.fixed:
-            raise UserError(f"{checkpoint}: its manifest does not say fixed.{key}; the checkpoint is damaged")
+            raise UserError(f"{checkpoint}: its manifest lacks fixed.{key}; the checkpoint is damaged")
         before = manifest.fixed[key]
         as_saved = [[prefix, weight] for prefix, weight in zip(manifest.corpora, train.values(), strict=False)]
         has_moved = key == "zero_tp.data.train" and len(as_saved) == len(train) and before == as_saved
         if before != value and not has_moved:
-            key, now, was = next(_differing(key, value, before))
+            key, now, old = next(_differing(key, value, before))
             raise UserError(
-                f"{key}: {now}, but the run of {checkpoint} was started with {was}; "
-                f"start it with that, or start a new run from its weights with --from {checkpoint} and another "
-                "--output-dir"
+                f"{key}: {now}, but the run of {checkpoint} was started with {old}; "
+                f"set it back, or start a new run from these weights with --from {checkpoint} and another --output-dir"
             )
 
 

@@ -1,4 +1,4 @@
-"""Start a new run from another run's checkpoint: weights, moments and update count; its own config says the rest."""
+"""Start a new run from another run's checkpoint: weights, moments and update count; its config sets everything else."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-ORDER = ("training.seed", "data.sequence_length")
+SAMPLE_ORDER = ("training.seed", "data.sequence_length")
 """With the corpora, these keys decide the order of the samples."""
-CHANGES = 5
-"""Lines on what differs from the parent, at most."""
 INHERITED = "kept: weights, moments, the optimizer's count of updates, and in fp16 the loss scale"
 RESTARTED = "restarted: the schedule, the samples and dropout, from step 1"
 
@@ -33,8 +31,8 @@ def find_parent(source: Path, config: RunConfig, model: PretrainedConfig) -> Res
     """Find the checkpoint that a new run starts from. No communication.
 
     Args:
-        source: a run, whose newest checkpoint is meant, or a checkpoint.
-        model: of the new run.
+        source: a checkpoint, or a run (its newest checkpoint).
+        model: config of the new run's model.
     """
     parent = open_checkpoint(source)
     assert parent.checkpoint is not None and parent.manifest is not None
@@ -45,38 +43,38 @@ def find_parent(source: Path, config: RunConfig, model: PretrainedConfig) -> Res
 
 
 def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) -> None:
-    """Check that the weights mean the same in the new model: only what makes no weight another may differ."""
+    """Check that only fields differ that give no weight another meaning."""
     saved, known = manifest.model, fields_of(model.model_type)
-    turned = "rope_parameters" in known.known()
+    rotary = "rope_parameters" in known.known()
     free = {*known.dropouts, *known.irrelevant, *TOKEN_IDS, *ROPE, *WINDOWS, "initializer_range"}
-    free |= {"max_position_embeddings"} if turned else set()
+    free |= {"max_position_embeddings"} if rotary else set()
     names = ("model_type", *inspect.get_annotations(type(model)), *known.undeclared)
     for name in names:
         value, before = getattr(model, name, None), saved.get(name)
         if name not in free and value != before:
-            may = ["dropout", *(["rope", "max_position_embeddings", "windows"] if turned else [])]
+            allowed = ["dropout", *(["rope", "max_position_embeddings", "windows"] if rotary else [])]
             problem = f"{shown(value)}, but the model of {checkpoint} has {shown(before)}"
-            raise ConfigError(f"{MODEL_KEY}.{name}", problem, f"--from keeps the model, but for {', '.join(may)}")
+            raise ConfigError(f"{MODEL_KEY}.{name}", problem, f"--from allows changes of {', '.join(allowed)}")
 
 
 def _check_optimizer(checkpoint: Path, manifest: Manifest, config: RunConfig) -> None:
-    """Check that the new optimizer has the states that were saved. What it does with them is its own."""
+    """Check that the new optimizer has the states that were saved. Its hyperparameters may differ."""
     if "optimizer" not in manifest.fixed:
         raise UserError(
-            f"{checkpoint}: a Trainer saved it, without its optimizer and batch; export it, and start from the "
-            f"weights with {MODEL_KEY}.from_pretrained"
+            f"{checkpoint}: saved by a Trainer, without optimizer and batch in its manifest; export it, and start from "
+            f"the weights with {MODEL_KEY}.from_pretrained"
         )
     now, before = config.resolved()["optimizer"]["type"], manifest.fixed["optimizer"]["type"]
     if len({str(name).lower().replace("adamw", "adam") for name in (now, before)}) > 1:
         problem = f"{shown(now)} has other states than {shown(before)}, with which {checkpoint} was saved"
-        raise ConfigError("optimizer.type", problem, "--from keeps the moments: use that one")
+        raise ConfigError("optimizer.type", problem, "--from keeps the moments; use the same optimizer")
 
 
 def check_child(source: Path, run: Path, manifest: Manifest) -> None:
-    """Check that a run that resumes was started from `source`, which was passed again."""
+    """Check a `--from` that was passed again: the resumed run was started from it."""
     if manifest.parent is None:
         raise UserError(
-            f"--from {source}: {run} is at step {manifest.step} already, and was not started from it; give another "
+            f"--from {source}: {run} is already at step {manifest.step} and was not started from it; give another "
             "--output-dir to start a new run"
         )
     checkpoint, requested = Path(manifest.parent.checkpoint), source.resolve()
@@ -87,10 +85,7 @@ def check_child(source: Path, run: Path, manifest: Manifest) -> None:
 
 
 def init_from_parent(zero: ZeroEngine, checkpoint: Path) -> None:
-    """Load masters, moments and the counts of their updates. Collective.
-
-    The schedule, the counters, the learning rate and the random streams stay those of a new run.
-    """
+    """Load masters, moments and their update counts; everything else stays as in a new run. Collective."""
     manifest = restore_states(zero, checkpoint)
     zero.restore_updates(manifest.progress.model_dump())
 
@@ -98,7 +93,7 @@ def init_from_parent(zero: ZeroEngine, checkpoint: Path) -> None:
 def describe_parent(
     parent: ResumePoint, config: RunConfig, corpora: Mapping[str, Any], validation: dict[str, dict[str, Any]]
 ) -> list[str]:
-    """Return lines on what a run keeps of its parent, and on each key of the config that differs.
+    """Return lines on what a run inherits from its parent, and on each config key that differs.
 
     Args:
         corpora, validation: of the new run, by prefix.
@@ -109,17 +104,9 @@ def describe_parent(
     tokens = Parent.of(checkpoint, manifest).tokens
     moved = "" if before == now else f", saved at {before} → {now}"
     lines = [f"started from {checkpoint}, {tokens:,} tokens{moved}", *parent.notes, INHERITED, RESTARTED]
-    lines += _shorten(differences(manifest, config, validation))
+    lines += differences(manifest, config, validation)
     block, fixed = config.zero_tp, manifest.fixed
-    order_before = (list(manifest.corpora.values()), *(fixed.get(f"zero_tp.{key}") for key in ORDER))
+    order_before = (list(manifest.corpora.values()), *(fixed.get(f"zero_tp.{key}") for key in SAMPLE_ORDER))
     if order_before == (list(corpora.values()), block.training.seed, block.data.sequence_length):
-        lines.append("its samples come again in the same order; another zero_tp.training.seed gives another one")
+        lines.append("the parent's samples repeat in the same order; another zero_tp.training.seed changes it")
     return lines
-
-
-def _shorten(changes: list[str]) -> list[str]:
-    """Return at most `CHANGES` lines; the last one names the keys of all that have none."""
-    if len(changes) <= CHANGES:
-        return changes
-    others = ", ".join(change.partition(": ")[0] for change in changes[CHANGES - 1 :])
-    return [*changes[: CHANGES - 1], f"also changed (config.json of both runs has the values): {others}"]

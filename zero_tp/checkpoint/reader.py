@@ -1,7 +1,7 @@
 """Read masters and moments from a checkpoint in the shards of any topology.
 
-The manifest's layouts say how each parameter was split. One parameter is in memory at a time. Content is not compared
-with its hash here: verify a checkpoint before you read it (`check_content`, `verify_checkpoint`).
+The manifest has the layout of each parameter. One parameter is in memory at a time. Hashes are not compared here:
+verify a checkpoint before you read it (`check_content`, `verify_checkpoint`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from zero_tp.strict_json import parse_json
 from zero_tp.topology import Topology
 from zero_tp.zero.states import MASTER
 
-STARTS = "starts"
-RANDOM = "random"  # streams are named RANDOM/…
+STARTS = "starts"  # metadata of a file: the first element in the TP shard of each parameter's fragment
+RANDOM = "random"  # prefix of the random streams' names
 
 
 def tensor_name(parameter: str, kind: str) -> str:
@@ -57,20 +57,13 @@ class ParameterLayout:
         return {"layout": type(self.layout).__name__, **vars(self.layout), "shape": list(self.shape)}
 
     def same_split(self, other: ParameterLayout) -> bool:
-        """Return whether both give every TP rank of one size the same elements."""
+        """Return whether both give each TP rank the same elements at any TP size."""
         both_replicated = isinstance(self.layout, Replicated) and isinstance(other.layout, Replicated)
         return both_replicated or self.layout == other.layout
 
 
 class StatesFile:
-    """One rank's file of a checkpoint, mapped into memory.
-
-    Attributes:
-        starts: the first element of each parameter's fragment in the TP shard.
-
-    Raises:
-        Damaged: from every method; the file cannot be read, or lacks a tensor.
-    """
+    """One rank's file of a checkpoint, mapped into memory."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -81,7 +74,7 @@ class StatesFile:
             raise Damaged(path, f"cannot be read ({first_line(error)})") from error
 
     def elements(self, parameter: str, kind: str, start: int, stop: int) -> Tensor:
-        """Return those of elements [start, stop) of the TP shard that are here from `start` on; nothing is copied."""
+        """Return a view of elements [start, stop) of the TP shard, as many as this file has from `start` on."""
         first = self.starts.get(parameter)
         if first is None or start < first:
             return torch.empty(0)
@@ -95,18 +88,19 @@ class StatesFile:
 class CheckpointReader:
     """Reads the tensors of one checkpoint. As a `WeightSource` it gives a new model the fp32 masters.
 
-    Every method raises Damaged if a file is missing, cannot be read or lacks elements.
-
     Attributes:
-        parameters: every parameter by name.
-        tensor, data: the sizes that saved it.
+        parameters: the saved layouts by name.
+        tensor, data: the TP and DP sizes that saved it.
+
+    Raises:
+        Damaged: from every method that reads: a file is missing, cannot be read or lacks elements.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, data_rank: int = 0):
         """Prepare to read; files are opened on first use.
 
         Args:
-            data_rank: whose file of a TP rank is read first. If it has all that is wanted, no other is opened.
+            data_rank: the DP rank whose file is read first; others are opened only for elements that it lacks.
         """
         self.directory = directory
         self.tensor, self.data = manifest.tensor, manifest.data
@@ -139,8 +133,8 @@ class CheckpointReader:
         """Write this rank's shard of a parameter's master into `local`."""
         wanted, saved = ParameterLayout(layout, tuple(whole)), self.parameters.get(name)
         if saved is None or saved.shape != wanted.shape:
-            there = "no such parameter" if saved is None else f"{saved.shape}"
-            raise UserError(f"{self.directory}: {name}: expected shape {wanted.shape}, found {there}")
+            problem = "no such parameter" if saved is None else f"shape {saved.shape}, expected {wanted.shape}"
+            raise UserError(f"{self.directory}: {name}: {problem}")
         piece = self.piece(name, MASTER, wanted, topology.tensor_rank, topology.tensor)
         local.copy_(piece.view(local.shape))
 
@@ -154,18 +148,18 @@ class CheckpointReader:
         start: int = 0,
         numel: int | None = None,
     ) -> Tensor:
-        """Return elements [start, start + numel) of the flattened shard of `rank` of `size` TP ranks, fp32 [numel].
+        """Return elements [start, start + numel) of the flattened shard of TP rank `rank` of `size`, fp32 [numel].
 
         Args:
-            wanted: the parameter's layout there; its whole shape is the same.
-            numel: by default all from `start` on.
+            wanted: the parameter's layout at that TP size, with the same whole shape.
+            numel: by default, all from `start` on.
         """
         if numel is None:
             numel = math.prod(wanted.layout.local_shape(wanted.shape, size)) - start
         saved = self.parameters[name]
         if saved.same_split(wanted) and (size == self.tensor or isinstance(saved.layout, Replicated)):
             return self._elements(name, kind, rank if size == self.tensor else 0, start, numel)
-        # As [outer, rows, inner], where the layouts split the rows; only those outer and rows that the piece touches.
+        # View shards as [outer, rows, inner]: layouts split the rows. Read only the indices that the piece needs.
         dim = saved.layout.dim if isinstance(saved.layout, Sharded) else wanted.layout.dim
         shape = wanted.layout.local_shape(wanted.shape, size)
         rows, inner = shape[dim], math.prod(shape[dim + 1 :])
@@ -176,7 +170,7 @@ class CheckpointReader:
         for holder in range(1 if isinstance(saved.layout, Replicated) else self.tensor):
             for saved_start, saved_stop, saved_place in _row_ranges(saved, dim, holder, self.tensor):
                 for own_start, own_stop, own_place in _row_ranges(wanted, dim, rank, size):
-                    shift = own_place - own_start - low  # from a row of the whole to a row of the block
+                    shift = own_place - own_start - low  # from a row of the whole parameter to a row of the block
                     first = max(saved_start, own_start, -shift)
                     last = min(saved_stop, own_stop, high - low - shift)
                     if first < last:
@@ -186,7 +180,7 @@ class CheckpointReader:
         return block.flatten()[start - offset - low * inner :][:numel]
 
     def _rows(self, name: str, kind: str, holder: int, dim: int, outer: range, first: int, count: int) -> Tensor:
-        """Return `count` rows from `first` on of a saved shard [all outer, rows, inner] → [outer, count, inner]."""
+        """Return rows [first, first + count) of a saved shard for these outer indices → [outer, count, inner]."""
         saved = self.parameters[name]
         shape = saved.layout.local_shape(saved.shape, self.tensor)
         inner = math.prod(shape[dim + 1 :])
@@ -197,18 +191,11 @@ class CheckpointReader:
 
     def whole(self, name: str, kind: str = MASTER) -> Tensor:
         """Return the whole parameter's master or state, without padding, fp32."""
-        saved = self.parameters[name]
-        if isinstance(saved.layout, Replicated):
-            return self._shard(name, kind, 0)
-        return saved.layout.unshard([self._shard(name, kind, rank) for rank in range(self.tensor)])
-
-    def _shard(self, name: str, kind: str, tensor_rank: int) -> Tensor:
-        saved = self.parameters[name]
-        shape = saved.layout.local_shape(saved.shape, self.tensor)
-        return self._elements(name, kind, tensor_rank, 0, math.prod(shape)).view(shape)
+        shape = self.parameters[name].shape
+        return self.piece(name, kind, ParameterLayout(Replicated(), shape), 0, 1).view(shape)
 
     def _elements(self, name: str, kind: str, tensor_rank: int, start: int, numel: int) -> Tensor:
-        """Return elements of a saved shard, from the files of all data-parallel ranks that hold some."""
+        """Return elements of a saved shard from the files of the DP ranks that have them."""
         stop = start + numel
         pieces = [self._file(tensor_rank, self._first).elements(name, kind, start, stop)]
         position = start + len(pieces[0])
@@ -217,14 +204,14 @@ class CheckpointReader:
             index = bisect_right(holders, position, key=itemgetter(0)) - 1
             pieces.append(holders[max(index, 0)][1].elements(name, kind, position, stop) if holders else torch.empty(0))
             if not len(pieces[-1]):
-                problem = f"{name} ({kind}) ends in the files at element {position}, not {stop}"
+                problem = f"the files lack elements [{position}, {stop}) of {name} ({kind})"
                 raise Damaged(self.directory / MANIFEST, problem)
             position += len(pieces[-1])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _row_ranges(parameter: ParameterLayout, dim: int, rank: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, place): rows of the whole along `dim` that a TP rank holds, and their row in its shard."""
+    """Yield (start, stop, place): rows along `dim` that a TP rank holds, and their first row in its shard."""
     if isinstance(parameter.layout, Replicated):
         yield 0, parameter.shape[dim], 0
         return

@@ -1,9 +1,8 @@
 """Resume a run from a checkpoint of any topology: TP and DP sizes, SP, ZeRO stage, dtype and offload may all differ.
 
-Each rank reads the pieces of masters and moments that it holds now, one parameter at a time, and the module is filled
-from the masters, as after an optimizer step. On the topology that saved, everything is restored bit for bit, the random
-streams too; on another, masters and moments are moved exactly, and dropout draws from new streams, as it does on
-another kind of device.
+Each rank reads its pieces of masters and moments, one parameter at a time; the module is filled from the masters, as
+after an optimizer step. On the same topology everything is restored bit for bit. On another topology or kind of device,
+masters and moments are still exact, but dropout draws from new random streams.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ def resume(zero: ZeroEngine, checkpoint: Path, seed: int) -> int:
     """Restore masters, moments, counts, schedule, loss scale and random streams. Collective.
 
     Args:
-        checkpoint: verified already, as `broadcast_resume_point` does.
-        seed: of the run, for new random streams on another grid.
+        checkpoint: already verified (`broadcast_resume_point`).
+        seed: the run's, for new random streams on another grid.
 
     Returns:
         The checkpoint's step.
@@ -39,12 +38,7 @@ def resume(zero: ZeroEngine, checkpoint: Path, seed: int) -> int:
 
 
 def restore_states(zero: ZeroEngine, checkpoint: Path) -> Manifest:
-    """Restore masters and moments, fill the module with them, and return the manifest. Collective.
-
-    Raises:
-        Damaged: a file cannot be read, or elements are missing.
-        UserError: the model has other parameters than the checkpoint.
-    """
+    """Restore masters and moments, fill the module from them, and return the manifest. Collective."""
     manifest = read_manifest(checkpoint)
     reader = CheckpointReader(checkpoint, manifest, zero.topology.data_rank)
     wanted = {name: ParameterLayout.of(parameter) for name, parameter in zero.model.named_parameters()}
@@ -59,17 +53,17 @@ def restore_states(zero: ZeroEngine, checkpoint: Path) -> Manifest:
 def _check_parameters(checkpoint: Path, saved: dict[str, ParameterLayout], wanted: dict[str, ParameterLayout]) -> None:
     for name in sorted(saved.keys() ^ wanted.keys()):
         where = "the model" if name in wanted else "the checkpoint"
-        raise UserError(f"{checkpoint}: only {where} has a parameter {name}; resume the model that was saved")
+        raise UserError(f"{checkpoint}: only {where} has the parameter {name}; resume with the model that was saved")
     for name, parameter in wanted.items():
         if saved[name].shape != parameter.shape:
-            raise UserError(f"{checkpoint}: {name} is {saved[name].shape}, the model's {parameter.shape}")
+            raise UserError(f"{checkpoint}: {name} has shape {saved[name].shape}, in the model {parameter.shape}")
 
 
 @torch.no_grad()
 def _read_states(
     zero: ZeroEngine, manifest: Manifest, reader: CheckpointReader, wanted: dict[str, ParameterLayout]
 ) -> None:
-    """Read the masters and moments that this rank holds, on the grid that saved them from its own file alone."""
+    """Read this rank's masters and moments; on the grid that saved them, its own file has them all."""
     states, topology = zero.states(), zero.topology
     pieces = [(fragment, kind) for fragment in states.fragments for kind in manifest.kinds]
     disable = None if topology.rank == 0 else True
@@ -80,7 +74,7 @@ def _read_states(
 
 
 def _restore_streams(zero: ZeroEngine, checkpoint: Path, manifest: Manifest, seed: int) -> None:
-    """Restore the streams where the grid and the kind of device are the same; elsewhere seed new ones by the step."""
+    """Restore the random streams on the same grid and kind of device; else seed new ones by the step."""
     topology, streams = zero.topology, zero.model.streams
     split_sequence = manifest.sequence and manifest.tensor > 1
     before = (manifest.tensor, manifest.data, split_sequence)

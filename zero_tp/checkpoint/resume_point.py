@@ -1,4 +1,4 @@
-"""Find the checkpoint that a run resumes from: rank 0 finds it, all ranks verify it and load the same one."""
+"""Find the checkpoint that a run resumes from: rank 0 chooses it, all ranks verify it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ResumePoint:
 
     Attributes:
         checkpoint, manifest: None for a new run.
-        notes: a line about each newer directory that is damaged or incomplete.
+        notes: a line on each newer directory that is damaged or incomplete.
     """
 
     checkpoint: Path | None = None
@@ -39,19 +39,13 @@ class ResumePoint:
 
 
 Check = Callable[[Path, Manifest], None]
-"""Raises UserError if a checkpoint and its manifest do not fit what else the run reads."""
+"""Raises UserError if a checkpoint and its manifest do not fit the run's other inputs."""
 
 
 def find_resume_point(run: Path, config: RunConfig, resume_from: Path | None = None) -> ResumePoint:
-    """Find the newest complete checkpoint of a run. No communication: rank 0 calls it.
+    """Find the newest complete checkpoint of a run, or `resume_from`, and check that this config may resume it.
 
-    Args:
-        resume_from: the checkpoint to resume from instead.
-
-    Raises:
-        Damaged: the manifest is damaged.
-        UserError: another model or run saved the checkpoint, or `resume_from` is no checkpoint.
-        OSError: the directory cannot be read.
+    No communication: rank 0 calls it.
     """
     if resume_from is None:
         directory.refresh_view(run)
@@ -64,7 +58,7 @@ def find_resume_point(run: Path, config: RunConfig, resume_from: Path | None = N
 
 
 def open_checkpoint(source: Path) -> ResumePoint:
-    """Return the checkpoint `source`, or the newest of the run `source`. Its files are not verified."""
+    """Return `source` if it is a checkpoint, else the newest checkpoint of the run `source`. Files are not verified."""
     checkpoint = directory.find_checkpoint(source)
     manifest = read_manifest(checkpoint)
     return ResumePoint(checkpoint, manifest, directory.passed_over(source, manifest.step))
@@ -75,14 +69,13 @@ def broadcast_resume_point(
 ) -> ResumePoint:
     """Return on every rank the resume point that `find` returns on rank 0, verified. Collective.
 
-    Every other rank reads the manifest itself and compares its hash; on a network file system it waits up to
-    `VIEW_SECONDS` for it. Then all check their machine's other files with `check`, and their share of the checkpoint's.
+    Every other rank reads the manifest itself and compares its hash; on a network file system it waits for it up to
+    `VIEW_SECONDS`. Then all ranks run `check` on their machine's other files and verify their share of the checkpoint.
 
     Raises:
-        Damaged: on every rank, for the manifest or the first damaged file (see `verify_checkpoint`).
-        UserError: on every rank; `find` or `check` raised it, or a rank does not read the same manifest.
+        UserError, Damaged: on every rank; from `find`, `check` or `verify_checkpoint`, or the manifests differ.
     """
-    manifest: Manifest | None = None  # until it is found on rank 0, and read on the others
+    manifest: Manifest | None = None
 
     def describe() -> tuple[Path | None, str, tuple[str, ...]]:
         nonlocal manifest
@@ -103,7 +96,7 @@ def broadcast_resume_point(
 
 
 def _read_when_visible(checkpoint: Path, sha256: str) -> Manifest | None:
-    """Return the manifest, read when this machine sees the one with this hash, or after the wait; None: unreadable."""
+    """Wait until this machine sees the manifest with this hash; return what it reads then, None if nothing."""
     manifest: Manifest | None = None
 
     def is_visible() -> bool:
@@ -119,10 +112,10 @@ def _read_when_visible(checkpoint: Path, sha256: str) -> Manifest | None:
 def verify_checkpoint(checkpoint: Path, manifest: Manifest) -> None:
     """Compare all files of a checkpoint with their hashes; each rank reads its share of them. Collective.
 
-    On the grid that saved it, a rank's share is its own file, which is in the page cache when it is loaded.
+    On the grid that saved it, a rank verifies the file that it will load, which is in the page cache by then.
 
     Raises:
-        Damaged: on every rank, naming the first file that is missing or not as it was written.
+        Damaged: on every rank; names the first damaged file.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     names = [states_file(saver % manifest.tensor, saver // manifest.tensor) for saver in range(len(manifest.files))]
@@ -137,18 +130,12 @@ def find_intact_resume_point(
     check: Check = lambda checkpoint, manifest: None,
     check_owner: Callable[[], None] = lambda: None,
 ) -> ResumePoint:
-    """Find a verified checkpoint; with `on_corrupt` "previous" set damaged ones aside and go back. Collective.
+    """Find a checkpoint and verify it; with `on_corrupt` "previous", set damaged ones aside and go back. Collective.
 
     Args:
-        resume_from: see `find_resume_point`. check: see `broadcast_resume_point`.
+        resume_from: see `find_resume_point`. A damaged one is never replaced by another.
+        check: see `broadcast_resume_point`.
         check_owner: raises OwnerChanged on rank 0 if another launch owns the run directory.
-
-    Returns:
-        The resume point, with a line about each damaged checkpoint that was set aside.
-
-    Raises:
-        UserError: on every rank, if the checkpoint is damaged and `on_corrupt` is "stop", it was asked for by name, or
-            none is before it; see `find_resume_point` and `broadcast_resume_point`.
     """
     notes: tuple[str, ...] = ()
     may_go_back = resume_from is None and config.zero_tp.checkpoint.on_corrupt == "previous"

@@ -1,4 +1,4 @@
-"""A run's directory: its lock, its owner, its config, and what would be resumed from it."""
+"""A run's directory: its lock, its owner and its config."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CONFIG, LOCK, OWNER, PROCESS = "config.json", ".lock", "owner.json", "rank0.pid"
 
 
 def saved_start(run: Path, resume_from: Path | None = None) -> SavedStart | None:
-    """Return the config, model and updates of the checkpoint to resume; None for a new run.
+    """Return the config, model and number of updates of the checkpoint to resume; None for a new run.
 
     Args:
         resume_from: a checkpoint or run to resume from, instead of this run's newest readable checkpoint.
     """
     newest_first = [step_directory(run, step) for step in reversed(complete_steps(run))]
     for source in newest_first if resume_from is None else [resume_from, *newest_first]:
-        with contextlib.suppress(UserError):  # reported when the run resumes
+        with contextlib.suppress(UserError):  # the start reports it
             manifest = read_manifest(find_checkpoint(source))
             counters = manifest.progress.counters
             updates = counters["global_steps"] - counters["skipped_steps"]
@@ -45,8 +45,8 @@ class OwnerChanged(UserError):
 class RunOwner:
     """Own a run directory by a random token in RUN/owner.json.
 
-    A lock keeps a second launch on the same machine out, but some network file systems grant it to each machine by
-    itself. A launch on another machine therefore takes the run over, and this one ends before it writes again.
+    A lock refuses a second launch on the same machine. Some network file systems have no locks between machines, so a
+    launch on another machine takes the run over, and this one ends before its next write.
     """
 
     def __init__(self, run: Path) -> None:
@@ -55,24 +55,19 @@ class RunOwner:
         write_atomically(run / OWNER, json.dumps(owner) + "\n")
 
     def check(self) -> None:
-        """Check the token before a checkpoint or `latest` is renamed. A file that is gone is nobody's.
-
-        Raises:
-            OwnerChanged: another launch has written its own.
-            OSError: the file cannot be read.
-        """
+        """Raise OwnerChanged if another launch has written its token. A missing file has no owner."""
         owner = read_owner(self.run)
         if owner is not None and owner.get("token") != self.token:
-            who = f"process {owner.get('pid')} on {owner.get('host')}"
+            process = f"process {owner.get('pid')} on {owner.get('host')}"
             raise OwnerChanged(
-                f"{self.run}: another launch ({who}) has taken the run over; this one writes nothing more"
+                f"{self.run}: another launch ({process}) has taken the run over; this one writes nothing more"
             )
 
 
 def read_owner(run: Path) -> dict[str, object] | None:
-    """Return RUN/owner.json, None if there is none or it is not an object."""
+    """Return RUN/owner.json; None if it is missing or not an object."""
     try:
-        with (run / OWNER).open("rb") as file:  # opening asks a network file system's server for the newest version
+        with (run / OWNER).open("rb") as file:  # opening fetches the newest version on a network file system
             owner = parse_json(file.read(2**16))
     except (FileNotFoundError, InvalidJson):
         return None
@@ -81,16 +76,13 @@ def read_owner(run: Path) -> dict[str, object] | None:
 
 @contextlib.contextmanager
 def run_directory(run: Path) -> Iterator[RunOwner]:
-    """Make a run's directory and own it while the block runs; `rank0.pid` there names this process, for signals.
-
-    Rank 0 enters it, before any rank is connected.
-    """
+    """Make a run's directory, own it and write `rank0.pid` (for signals). Rank 0 enters it before ranks connect."""
     with contextlib.ExitStack() as stack:
         try:
             checkpoints_of(run).mkdir(parents=True, exist_ok=True)
             lock(stack.enter_context((run / LOCK).open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
             owner = RunOwner(run)
-            # By a new file: this machine may still see one that another has removed, which it could not open.
+            # Replaced, not opened: this machine may still see a file that another machine has removed.
             write_atomically(run / PROCESS, f"{os.getpid()}\n")
             stack.callback((run / PROCESS).unlink, missing_ok=True)
         except BlockingIOError:
@@ -103,6 +95,6 @@ def run_directory(run: Path) -> Iterator[RunOwner]:
 
 
 def write_config(run: Path, resolved: dict[str, Any]) -> None:
-    """Replace the run's config at once; it is on the disk then."""
+    """Replace the run's config atomically and flush it."""
     write_atomically(run / CONFIG, json.dumps(resolved, indent=2) + "\n")
     sync(run, below=False)

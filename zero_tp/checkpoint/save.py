@@ -1,7 +1,7 @@
 """Save checkpoints: every rank writes its file, then rank 0 commits them under the step's name.
 
-Ranks report to each other through the process group's key-value store. Collectives are left to training, which
-continues while a save runs in the background.
+Ranks report to each other through the process group's key-value store, because training may run collectives while a
+save runs in the background.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Saver:
     """Saves checkpoints into one run directory, one at a time.
 
     Attributes:
-        notes: on rank 0, problems that cost no checkpoint: what failed after one was complete.
+        notes: on rank 0, problems after a checkpoint was complete.
         removed: on rank 0, the steps that the last save removed.
     """
 
@@ -57,10 +57,9 @@ class Saver:
         """Set up the ranks' common store of messages. Collective.
 
         Args:
-            describe: returns the manifest, but for its format, step, files and hash.
-            timeout_minutes: the longest that a rank may take to write.
-            settings: which checkpoints stay, and whether a save runs in the background; by default all stay, and
-                training waits.
+            describe: returns the manifest without format, step, files and hash.
+            timeout_minutes: limit of a rank's writing.
+            settings: the config's `checkpoint`; by default all checkpoints stay, and training waits for a save.
             check_owner: raises OwnerChanged on rank 0 if another launch owns the run directory.
         """
         self.zero, self.run, self.topology = zero, run, zero.topology
@@ -78,7 +77,7 @@ class Saver:
         self._is_reported = True
 
     def save(self, step: int) -> None:
-        """Save a checkpoint of `step`, or start to in the background. Collective; `outcome` returns how it ended."""
+        """Save a checkpoint of `step`, or start to in the background. Collective; `outcome` returns the result."""
         self.wait()
         self._count, self._step, self._is_reported, self.removed = self._count + 1, step, False, []
         if self.topology.rank == 0:
@@ -101,16 +100,15 @@ class Saver:
             self.wait()
 
     def _begin(self) -> dict[str, Any]:
-        for key in ("begin", "outcome"):  # every rank has read those of two saves ago
+        for key in ("begin", "outcome"):  # all ranks have read the messages of the save before last
             self._store.delete_key(f"{self._count - 2}/{key}")
-        self._check_owner()  # before another launch's files are removed
+        self._check_owner()  # `begin` removes temporary files, which may be another launch's
         return {"directory": directory.begin(self.run).name}
 
     def wait(self) -> None:
-        """Wait until the last save has ended on all ranks.
+        """Wait until the last save has ended on all ranks. UserError: it took longer than twice the time-out.
 
-        Raises:
-            UserError: it took longer than twice the time-out: once to write, once for the others to report.
+        One time-out is for this rank's writing, one for the other ranks' messages.
         """
         if self._thread is None:
             return
@@ -122,9 +120,9 @@ class Saver:
         self._collect("outcome", deadline)
 
     def outcome(self) -> tuple[int, str] | None:
-        """Return (step, the problem or "") once for each save that has ended.
+        """Return (step, error or "") once per save; None before the save has ended.
 
-        It returns on every rank after `wait`, and on rank 0 while a save runs in the background.
+        During a save in the background, only rank 0 sees that it has ended; after `wait`, every rank does.
 
         Raises:
             OwnerChanged: another launch owns the run directory.
@@ -156,13 +154,15 @@ class Saver:
         while not self._store.check([path]):
             waited = time.monotonic() - start
             if start + waited > deadline:
-                raise self._late(f"rank {key} has not written" if key.isdigit() else f"rank 0 has not said its {key}")
-            time.sleep(max(POLL_SECONDS, min(LONGEST_POLL_SECONDS, waited / 20)))  # a thousand ranks ask one store
+                raise self._late(
+                    f"rank {key} has not written" if key.isdigit() else f"rank 0 has not reported its {key}"
+                )
+            time.sleep(max(POLL_SECONDS, min(LONGEST_POLL_SECONDS, waited / 20)))  # a thousand ranks poll one store
         message: dict[str, Any] = json.loads(self._store.get(path))
         return message
 
     def _write(self, entries: list[Entry], metadata: dict[str, str], manifest: dict[str, Any]) -> None:
-        """Write this rank's file and report it; rank 0 then waits for all ranks and commits, or gives up."""
+        """Write this rank's file and report it; rank 0 waits for all ranks, then commits or abandons them."""
         written = self._attempt(lambda: {"file": self._file.name, **vars(write_tensors(self._file, entries, metadata))})
         self._post(str(self.topology.rank), written)
         if self.topology.rank:
@@ -173,10 +173,10 @@ class Saver:
         self._post("outcome", outcome)
 
     def _attempt(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what `work` returns, or its error as a message to all ranks."""
+        """Return the result of `work`, or its error as a message to all ranks."""
         try:
             return work()
-        except Exception as error:  # on a thread: all ranks receive and report it
+        except Exception as error:  # all ranks receive and report it
             return {"error": describe_problem(error, self.run), "taken_over": isinstance(error, OwnerChanged)}
 
     def _finish(self, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class Saver:
         deadline = self._deadline()
         for rank in range(self.topology.world):
             written = self._collect(str(rank), deadline)
-            self._store.delete_key(f"{self._count}/{rank}")  # nobody else reads it
+            self._store.delete_key(f"{self._count}/{rank}")  # only rank 0 reads it
             if "error" in written:
                 raise OSError(0, f"rank {rank}: {written['error']}")
             files[written["file"]] = Written(written["size"], written["sha256"], written["parts"])
@@ -192,7 +192,7 @@ class Saver:
         if self._settings is not None:
             keep, keep_every = self._settings.keep, self._settings.keep_every
             try:
-                self.removed = directory.prune(self.run, keep, keep_every, saved=self._step)
+                self.removed = directory.prune(self.run, keep, keep_every)
             except OSError as error:  # the new checkpoint is complete
                 self.notes.append(f"older checkpoints could not be removed: {describe_problem(error, self.run)}")
         return {}
@@ -212,9 +212,9 @@ def run_saver(
     """Return the saver of a training run. Collective.
 
     Args:
-        tokenizer: for exports, recorded in the manifest: a directory, or a name on the hub with its commit.
-        corpora, validation: identities of the corpora by prefix (see `PackedSamples.identities`), recorded too.
-        parent: the checkpoint that the run was started from, recorded too.
+        tokenizer: recorded for exports: a directory, or a hub name with its commit.
+        corpora, validation: recorded identities of the corpora by prefix (see `PackedSamples.identities`).
+        parent: recorded: the checkpoint that the run was started from.
         check_owner: see `Saver`.
     """
 
@@ -236,7 +236,7 @@ def run_saver(
 
 
 def describe_problem(error: Exception, run: Path) -> str:
-    """Describe why a rank could not write into a run's directory."""
+    """Describe in one line why a rank could not write."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError):
@@ -245,7 +245,7 @@ def describe_problem(error: Exception, run: Path) -> str:
 
 
 def own_entries(zero: ZeroEngine) -> tuple[list[Entry], dict[str, str]]:
-    """Return (tensors, metadata) of the file that this rank writes into a checkpoint."""
+    """Return (tensors, metadata) of this rank's file."""
     states, entries, starts = zero.states(), [], dict[str, int]()
     kinds = states.kinds()
     for fragment in states.fragments:
@@ -281,7 +281,7 @@ def _read(states: OptimizerStates, fragment: Fragment, kind: str, share: slice) 
 def _copy_to_host(entry: Entry) -> Entry:
     """Return the entry with a copy of its data, which later steps do not change.
 
-    A device copies it into page-locked memory between this step and the next; the host waits when it writes the copy.
+    From a device, the copy to page-locked memory is asynchronous; the writing thread waits for it.
     """
     data = entry.read().detach()
     copy = Deferred(data.clone() if data.device.type == "cpu" else data)

@@ -1,1 +1,1 @@
-"""Models are evaluated zero-shot here."""
+"""Zero-shot evaluation."""

@@ -1,4 +1,4 @@
-"""Score rows of tokens by a model of zero_tp or of transformers, in batches that the data-parallel ranks share.
+"""Score rows of tokens with a model of zero_tp or transformers; data-parallel ranks share the batches.
 
 Shapes: b batch, n tokens of a row, k alternatives.
 """
@@ -33,7 +33,7 @@ R = TypeVar("R")
 Scorer = Callable[[Tensor, Tensor], TokenScores]
 """Scores a batch: int64 input ids [b, n] and labels [b, n, k] → scores [b, n, k], 0 and False where a label is -100.
 
-Labels are already shifted: `labels[i, j]` are tokens after `input_ids[i, j]`. Collective over the grid."""
+Labels are already shifted: `labels[i, j]` are candidates for the token after `input_ids[i, j]`. Collective over TP."""
 
 
 class Score(NamedTuple):
@@ -64,7 +64,7 @@ def pad(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
 
 
 class ParallelScorer:
-    """Scores by a `ZeroTPForCausalLM`, or by the DeepSpeed engine around it."""
+    """Scorer of a `ZeroTPForCausalLM`, or of the DeepSpeed engine around it."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -75,11 +75,10 @@ class ParallelScorer:
 
 
 class HuggingFaceScorer:
-    """Scores by a Hugging Face causal language model.
+    """Scorer of a Hugging Face causal language model.
 
-    If the model accepts `logits_to_keep`, it computes logits only at positions that some row scores. A batch whose fp32
-    logits would take more than `logits_bytes` goes through the model in smaller groups, of one row at least. Logits are
-    converted to fp32 in chunks of 128 positions.
+    With `logits_to_keep`, the model computes logits only at positions that some row scores. A batch whose fp32 logits
+    exceed `logits_bytes` is split into smaller forwards. Logits are converted to fp32 in chunks of 128 positions.
     """
 
     POSITIONS = 128
@@ -109,18 +108,18 @@ class HuggingFaceScorer:
 
 @dataclass(frozen=True)
 class EvalModel:
-    """A model with its tokenizer, on the ranks that share its rows.
+    """A model and its tokenizer on a grid of ranks.
 
     Batches are formed before they are distributed to the data-parallel ranks, so every DP size computes the same sums.
-    ZeRO-3 needs equally many forwards on every rank: ranks without a batch repeat the last one, which counts once.
+    ZeRO-3 needs equally many forwards on every rank: a rank without a batch repeats the last one and drops the result.
 
     Attributes:
-        module: has `generate`, for tasks that generate text.
+        module: the model itself; tasks that generate text call its `generate`.
         tokenizer: has a bos or an eos token.
-        positions: tokens of a window, and of the longest context.
+        positions: the longest window or context, in tokens.
         batch_size: rows of a batch.
         topology: the grid; by default one process.
-        lock_step: ranks must run equally many forwards while they generate, too (ZeRO-3).
+        lock_step: generation too needs the same number of forwards on every rank (ZeRO-3).
         quiet: no progress bar.
     """
 
@@ -137,7 +136,7 @@ class EvalModel:
 
     @property
     def prefix_token(self) -> int:
-        """Return the token before a text: bos, or eos if the tokenizer has no bos."""
+        """The token before a text: bos, or eos if the tokenizer has no bos."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         token = eos if bos is None else bos
         assert isinstance(token, int)
@@ -152,8 +151,8 @@ class EvalModel:
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Tokenize (context, continuation) as lm-eval does.
 
-        Both are tokenized together and split after the context's tokens; spaces between belong to the continuation.
-        The context has the tokenizer's special tokens; an empty context is the prefix token.
+        Both are tokenized together and split after as many tokens as the context alone has. Spaces between belong to
+        the continuation. The context gets the tokenizer's special tokens; an empty one becomes the prefix token.
         """
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
@@ -164,10 +163,10 @@ class EvalModel:
         return before, both[len(before) :]
 
     def require_same_requests(self, requests: Iterable[bytes]) -> None:
-        """Check that all ranks have the same requests. Collective.
+        """Check that all ranks have the same requests: files may differ between machines. Collective.
 
         Raises:
-            UserError: on every rank; a task's data or the tokenizer differ on another machine.
+            UserError: on every rank.
         """
         if self.topology.world > 1:
             digest = hashlib.sha256()
@@ -178,15 +177,15 @@ class EvalModel:
     def map_batches(
         self, function: Callable[[T], R], batches: Sequence[T], size: Callable[[T], int], title: str
     ) -> list[R]:
-        """Compute `function` of every batch, each on one DP rank; every rank gets all, in order. Collective.
+        """Apply `function` to each batch on one DP rank; return all results, in order, on every rank. Collective.
 
         Args:
-            size: tokens of a batch, for the progress bar on rank 0's terminal.
-            title: of the bar.
+            size: returns the tokens of a batch, for the progress bar on rank 0's terminal.
+            title: the bar's.
         """
         ranks, rank = self.topology.data, self.topology.data_rank
         results: list[R] = []
-        # None disables it if stderr is no terminal; `sys.stderr` is redirected while lm-eval runs.
+        # None: a bar on a terminal only. `sys.stderr` is redirected while lm-eval runs.
         disable = True if self.quiet or self.topology.rank else None
         total = sum(map(size, batches))
         with tqdm(
@@ -205,12 +204,9 @@ class EvalModel:
 
     @torch.no_grad()  # inference_mode's tensors could not be used in training, and ZeRO-3 gathers parameters here
     def score(self, rows: Sequence[Row], title: str = "") -> list[list[Score]]:
-        """Score every row: its targets, then each alternative. Every rank gets all, in order. Collective.
+        """Return the scores of every row (its targets, then each alternative), in order, on every rank. Collective.
 
-        Long rows come first: rows of a batch have similar lengths, and too little memory shows at once.
-
-        Raises:
-            UserError: see `require_same_requests`.
+        Rows are sorted by length, longest first: less padding, and the first batch shows whether memory suffices.
         """
         self.require_same_requests(row.tokens.tobytes() + repr((row.scored, row.alternatives)).encode() for row in rows)
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
@@ -227,7 +223,7 @@ class EvalModel:
     def _score(self, rows: Sequence[Row]) -> list[list[Score]]:
         input_ids, labels = pad(rows)
         nll, greedy = self.scorer(input_ids.to(self.device), labels.to(self.device))
-        # A row with alternatives has one target, so each alternative's sum is that of its one label.
+        # A row with alternatives has one scored target, so each column sums one label.
         sums = nll.double().sum(1).tolist()
         arg_max = (greedy | (labels == IGNORE_INDEX).to(greedy.device)).all(1).tolist()
         return [

@@ -22,7 +22,7 @@ def _percent(value: float | None) -> str:
 
 _count, _rate = "{:,}".format, "{:,.0f}".format
 
-# Column, key of the result, format. zero_tp's tasks have all columns that their result has, lm-eval's the last 6.
+# Column, key of the result, format. The table of lm-eval's tasks has the last 6 only; lm-eval formats their metrics.
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("accuracy", "accuracy", _percent),
     ("±", "accuracy_standard_error", _percent),
@@ -44,7 +44,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """Return a heading and a line for each of zero_tp's own tasks, then lm-eval's table."""
+    """Return a table for each of zero_tp's own tasks, then lm-eval's table."""
     parts: list[str] = [note] if (note := report["model"].get("note")) else []
     harness: dict[str, dict[str, Any]] = {}
     rows: list[tuple[str, ...]] = []
@@ -69,15 +69,11 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def write_samples(path: Path, report: dict[str, Any]) -> list[Path]:
-    """Move the samples of a report into files next to `path`, JSON lines for each task as lm-eval has them.
-
-    Raises:
-        UserError: a file can't be written.
-    """
+    """Move the samples of a report into files next to `path`: JSON lines in lm-eval's format, a file per task."""
     written = []
     for result in report["tasks"].values():
         for task, samples in result.pop("samples", {}).items():
-            # A task file may call it anything, such as `../mine`.
+            # Quoted, because a task file may name a task `../mine`.
             file = path.with_name(f"{path.stem}_samples_{quote(task, safe='')}.jsonl")
             write_named(file, "".join(json.dumps(sample) + "\n" for sample in samples))
             written.append(file)

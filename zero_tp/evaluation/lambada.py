@@ -1,4 +1,4 @@
-"""LAMBADA (arXiv 1606.06031): does the model predict a passage's last word?
+"""LAMBADA (arXiv 1606.06031): accuracy of predicting a passage's last word.
 
 A passage is correct if all sub-words of the word are the arg-max under teacher forcing (arXiv 1909.08053, section 5.2
 and appendix E.2). Texts are tokenized as lm-eval does.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Passage(NamedTuple):
-    """The text before the last word, without the space between, and the word."""
+    """A passage without its last word and the space before it, and that word."""
 
     context: str
     word: str
@@ -39,7 +39,7 @@ class LambadaTask(Task):
         self.passages, self.origin = lambada_passages(file, options.text_key, options.limit)
 
     def figures(self, model: EvalModel) -> dict[str, Any]:
-        """Compute the figures (see `Task.figures`); `truncated` are passages longer than the model's positions."""
+        """Compute the figures; `truncated` counts passages longer than the model's positions."""
         pairs = [model.encode_pair(context, " " + word) for context, word in self.passages]
         rows, truncated = continuation_rows(pairs, model.positions)
         scores = [scores[0] for scores in model.score(rows, self.name)]
@@ -61,10 +61,7 @@ class LambadaTask(Task):
 def lambada_passages(path: Path | None, text_key: str, limit: int | None) -> tuple[list[Passage], Origin]:
     """Read the passages of a file, or OpenAI's variant of the test split from the hub.
 
-    A file has JSON lines, with `context` and `continuation` or with the whole passage as text, or a passage a line.
-
-    Raises:
-        UserError: another kind of file, or no passage.
+    A file has JSON lines with `context` and `continuation`, JSON lines with the whole passage, or one passage per line.
     """
     if path is None:
         records, origin = read_hub("lambada", "EleutherAI/lambada_openai", "default", "lambada_test.jsonl")
@@ -75,7 +72,7 @@ def lambada_passages(path: Path | None, text_key: str, limit: int | None) -> tup
         lines = (line for text in read_documents(path) for line in text.splitlines() if line.strip())
         passages = [_passage_of_text(line, str(path)) for line in islice(lines, limit)]
     if not passages:
-        raise UserError(f"{path}: no passage in it")
+        raise UserError(f"{path}: it has no passage")
     return passages, file_origin(path)
 
 
@@ -84,7 +81,7 @@ def _passage_of_record(record: dict[str, Any], where: str, text_key: str) -> Pas
     if not any(present):
         return _passage_of_text(text_of(record, where, text_key), where)
     if not all(present):
-        raise UserError(f"{where}: 'context' and 'continuation' go together; the keys found are {', '.join(record)}")
+        raise UserError(f"{where}: 'context' and 'continuation' go together; its keys are {', '.join(record)}")
     return Passage(text_of(record, where, "context").rstrip(), text_of(record, where, "continuation").strip())
 
 
@@ -92,5 +89,5 @@ def _passage_of_text(text: str, where: str) -> Passage:
     """Split a whole passage before its last word."""
     parts = text.strip().rsplit(maxsplit=1)
     if len(parts) < 2:
-        raise UserError(f"{where}: a passage needs two words at least")
+        raise UserError(f"{where}: a passage needs at least two words")
     return Passage(*parts)

@@ -1,4 +1,4 @@
-"""Zero-shot tasks on the model that is training, without a copy of it and without an effect on training."""
+"""Zero-shot tasks on the live model during training, without a copy of it and without an effect on training."""
 
 from __future__ import annotations
 
@@ -23,20 +23,17 @@ if TYPE_CHECKING:
 
 
 class LiveTasks(Callback):
-    """Evaluate the zero-shot tasks of a run at every evaluation.
+    """Evaluate a run's zero-shot tasks after each validation.
 
     Args:
         block: `zero_tp.evaluation` of the run's config.
         tokenizer: directory of the run's tokenizer.
         model_config: the model's Hugging Face config.
-
-    Raises:
-        UserError: see `make_tasks`; the run has no tokenizer, or one that does not fit the model.
     """
 
     def __init__(self, block: Evaluation, tokenizer: Path | None, model_config: PretrainedConfig) -> None:
         if tokenizer is None:
-            raise UserError("zero_tp.evaluation.tasks: they need a tokenizer; set zero_tp.tokenizer to its directory")
+            raise UserError("zero_tp.evaluation.tasks: tasks need a tokenizer; set zero_tp.tokenizer to its directory")
         include = Path(block.task_include_path) if block.task_include_path else None
         data = {task: Path(file) for task, file in block.task_data.items()}
         try:
@@ -46,8 +43,8 @@ class LiveTasks(Callback):
             for task in self._tasks:
                 task.check(model_config.max_position_embeddings)
         except UserError as error:
-            # The command has options where the file has keys.
-            message = f"zero_tp.evaluation.tasks: {error} (--data is zero_tp.evaluation.task_data here)"
+            # The error names the command's option.
+            message = f"zero_tp.evaluation.tasks: {error} (instead of --data, set zero_tp.evaluation.task_data)"
             raise UserError(message) from error
 
     def on_evaluate(self, state: TrainState) -> None:
@@ -57,10 +54,10 @@ class LiveTasks(Callback):
             state.print(f"{task} at step {state.step}: {values}")
         flat = {f"{task}/{name}": value for task, figures in results.items() for name, value in figures.items()}
         state.log({"step": state.step, **flat})
-        gc.collect()  # thousands of requests, which refer to each other
+        gc.collect()  # thousands of lm-eval requests in reference cycles
 
     def evaluate(self, engine: TrainingEngine, batch_size: int) -> dict[str, dict[str, float | None]]:
-        """Return the figures to log of each task, in forwards of `batch_size` rows. Collective over all ranks."""
+        """Return the figures to log by task. Collective."""
         model = EvalModel(
             ParallelScorer(engine.engine),
             engine.model,

@@ -1,8 +1,8 @@
 """lm-eval's `LM` interface for an `EvalModel`, on every rank of its grid.
 
-`LMEvalModel` derives from lm-eval's Hugging Face adapter and takes tokenization, rolling windows and the
-post-processing of generated text from it. lm-eval sees one process everywhere: every rank builds all requests,
-`EvalModel` distributes batches to the data-parallel ranks, and every rank gets all the answers.
+`LMEvalModel` inherits tokenization, rolling windows and the post-processing of generated text from lm-eval's Hugging
+Face adapter. lm-eval sees a single process: every rank builds all requests, `EvalModel` distributes the batches over
+the data-parallel ranks, and every rank gets all answers.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from zero_tp.evaluation.rows import Row, continuation_rows
 
 
 class LMEvalModel(HFLM):
-    """An lm-eval `LM` of an `EvalModel`. Every rank of its grid makes one and passes it the same requests.
+    """An lm-eval `LM` of an `EvalModel`. Every rank passes it the same requests.
 
     Attributes:
-        tokens: scored or generated so far; tokens_computed: read by the model.
-        truncated: requests whose context was longer than the model's positions.
-        computing: the model is scoring; stays True if that failed.
+        tokens: number of tokens scored or generated so far.
+        tokens_computed: number of tokens read by the model, without padding.
+        truncated: number of requests that were longer than the model's positions.
+        computing: whether the model is scoring; stays True if that fails.
     """
 
     def __init__(self, model: EvalModel, title: str = ""):
-        # A stand-in, because lm-eval would tie the weights of a live model again.
-        stand_in = SimpleNamespace(
+        # Not the model itself: lm-eval would tie the weights of a live model again.
+        facade = SimpleNamespace(
             config=model.config, device=torch.device(model.device), name_or_path="", generate=self._generate
         )
         super().__init__(
-            pretrained=stand_in,
+            pretrained=facade,
             backend="causal",
             tokenizer=copy.deepcopy(model.tokenizer),  # lm-eval sets its padding token
             max_length=model.positions,
-            batch_size=sys.maxsize,  # requests come whole: `EvalModel` and `generate_until` form the batches
+            batch_size=sys.maxsize,  # `EvalModel` and `generate_until` form the batches
         )
         self.eval_model, self.title, self.computing = model, title, False
         self.tokens = self.tokens_computed = self.truncated = 0
@@ -50,9 +51,9 @@ class LMEvalModel(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, override_bs: Any = None
     ) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, arg-max) of each request (texts, context, continuation).
+        """Return (log-likelihood, is greedy) of each request (texts, context, continuation).
 
-        Requests of one token after the same context share a forward.
+        One-token continuations of the same context share a row.
         """
         rows, truncated = continuation_rows([request[1:] for request in requests], self.max_length)
         rows, places = merge_single_tokens(rows)
@@ -65,20 +66,16 @@ class LMEvalModel(HFLM):
         return [(-scores[row][choice].nll, scores[row][choice].greedy) for row, choice in places]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """Return each request's text, up to its stop sequences. Requests of a batch have the same options.
-
-        Raises:
-            UserError: the model can't generate, or its positions leave no room for the context.
-        """
+        """Return each request's generated text, up to its stop sequences. A batch has requests of equal options."""
         if not callable(getattr(self.eval_model.module, "generate", None)):
-            raise UserError(f"{type(self.eval_model.module).__name__} can't generate text, which a task asks for")
+            raise UserError(f"{type(self.eval_model.module).__name__} can't generate text, which a task requests")
         arguments = [request.args for request in requests]
         for _, options in arguments:
             length = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
             if length >= self.max_length:
                 raise UserError(
                     f"a task generates {length:,} tokens, and the model's {self.max_length:,} positions leave no room "
-                    "for a question; set generation_kwargs.max_gen_toks in its task file"
+                    "for a prompt; set generation_kwargs.max_gen_toks in its task file"
                 )
         self.eval_model.require_same_requests([repr(arguments).encode()])
         order = Collator(
@@ -96,13 +93,13 @@ class LMEvalModel(HFLM):
 
     def _generate_batch(self, numbered: tuple[int, Sequence[tuple[str, dict[str, Any]]]]) -> list[str]:
         number, batch = numbered
-        torch.manual_seed(DEFAULT_OTHER_SEED + number)  # samples don't depend on the rank
+        torch.manual_seed(DEFAULT_OTHER_SEED + number)  # sampled text must not depend on the rank
         requests = [SimpleNamespace(args=arguments) for arguments in batch]
         texts: list[str] = super().generate_until(requests, disable_tqdm=True)
         return texts
 
     def _generate(self, input_ids: torch.Tensor, max_length: int, **options: Any) -> torch.Tensor:
-        """Continue [b, n] → [b, n + generated] by the model's own `generate`, whatever its settings' length is."""
+        """Call the model's `generate`: [b, n] → [b, n + new]. `max_new_tokens` overrides the model's own setting."""
         self.tokens_computed += input_ids.numel()
         generated: torch.Tensor = self.eval_model.module.generate(
             input_ids=input_ids,
@@ -117,9 +114,9 @@ def merge_single_tokens(rows: Sequence[Row]) -> tuple[list[Row], list[tuple[int,
     """Merge rows that score one token after the same context into one row with alternatives.
 
     Returns:
-        The merged rows, and for each input row (merged row, which of its scores).
+        The merged rows, and for each input row the indices (merged row, score in it).
     """
-    merged: dict[bytes | int, tuple[Row, list[int]]] = {}  # the first row of a context, and the tokens to score
+    merged: dict[bytes | int, tuple[Row, list[int]]] = {}  # a context's first row, and the tokens to score after it
     places: list[tuple[bytes | int, int]] = []
     for number, row in enumerate(rows):
         key = row.tokens[:-1].tobytes() if row.scored == 1 else number

@@ -50,31 +50,30 @@ from zero_tp.weights.weight_files import is_regular
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 BOOTSTRAP = 1000
-"""Samples of the standard errors that have no formula; lm-eval's 100,000 take minutes in one process."""
+"""Bootstrap samples for standard errors without a formula; lm-eval's 100,000 take minutes in one process."""
 
 LM_EVAL_TASKS = Path(lm_eval.tasks.__file__).parent
 NOT_METRICS = ("alias", "name", "sample_len", "sample_count")
-OWN_TASK_FILE = {
+MULTIPLE_CHOICE_CONFIG = {
     "task": MULTIPLE_CHOICE,
     "output_type": "multiple_choice",
     "test_split": "test",
     **dict(zip(("doc_to_text", "doc_to_choice", "doc_to_target"), CHOICE_FIELDS, strict=True)),
     "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")],
 }
-"""The task file of `multiple_choice`."""
 IN_REPORT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
 
 
 @contextlib.contextmanager
 def lm_eval_settings(*, sandbox: bool = False) -> Iterator[None]:
-    """Run lm-eval's code with its seeds, without its output, and in this process; restore the caller's random states.
+    """Run lm-eval's code with its seeds, in this process, and restore the random states afterwards.
 
-    Output of lm-eval and datasets goes to stderr if the block fails.
+    Output of lm-eval and datasets is shown only if the block fails.
 
     Args:
         sandbox: see `task_files_as_data`.
     """
-    os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's bootstrap would fork this process with its connections
+    os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's bootstrap would fork a process with open connections
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
@@ -91,19 +90,19 @@ def lm_eval_settings(*, sandbox: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def task_files_as_data() -> Iterator[None]:
-    """Have lm-eval load task files that are not its own, with all that they include, without running code.
+    """Patch lm-eval so that other people's task files, and the files that they include, run no code.
 
-    A function or a metric of another package raises a UserError. Templates run in jinja2's sandbox: in lm-eval's own
-    environment a template can run any Python.
+    A `!function` or a metric of another package raises a UserError. Templates run in jinja2's sandbox, because in
+    lm-eval's own environment a template can reach any Python.
     """
     environment = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters |= lm_eval.utils.env.filters
     load_yaml, get_metric = _factory.load_yaml, lm_eval.api.task.get_metric
-    if_trusted = "--allow-task-code (in Python allow_task_code=True) allows it, if you trust the source"
+    remedy = "--allow-task-code (in Python allow_task_code=True) allows it, if you trust the source"
 
     def load_as_data(file: Path, **options: Any) -> Any:
         def refuse(function: str, _: Path) -> NoReturn:
-            raise UserError(f"{file}: it runs Python (!function {function}); {if_trusted}")
+            raise UserError(f"{file}: it runs Python (!function {function}); {remedy}")
 
         if file.resolve().is_relative_to(LM_EVAL_TASKS.resolve()):
             return load_yaml(file, **options)
@@ -115,7 +114,7 @@ def task_files_as_data() -> Iterator[None]:
 
     def get_own_metric(name: str, hf_evaluate_metric: bool = False) -> Any:
         if hf_evaluate_metric or name not in metric_registry:
-            raise UserError(f"the metric {shown(name)} is none of lm-eval's own, and would run code; {if_trusted}")
+            raise UserError(f"the metric {shown(name)} is not one of lm-eval's and would run code; {remedy}")
         return get_metric(name)
 
     with (
@@ -127,19 +126,15 @@ def task_files_as_data() -> Iterator[None]:
 
 
 def open_task_directory(path: Path) -> TaskManager:
-    """Index the task files of `--include-path`, without lm-eval's own.
-
-    Raises:
-        UserError: no such directory, no task in it, or a file that lm-eval can't index and would skip.
-    """
+    """Index the task files of `--include-path`, without lm-eval's own. A file that lm-eval would skip is refused."""
     if not path.is_dir():
         raise UserError(f"--include-path {path}: no such directory")
     index: dict[str, Entry] = {}
     for file in sorted(path.rglob("*.yaml")):
-        is_regular(file)  # reading a pipe would wait for its writer
+        is_regular(file)  # a pipe would block
         try:
             config = _yaml_loader.load_yaml(file, resolve_func=False)
-            if config.keys() & {"task", "group", "class"}:  # other files are there to be included
+            if config.keys() & {"task", "group", "class"}:  # other files are only included
                 _check_names(config)
                 TaskIndex.process_cfg(config, file, index)
         except Exception as error:  # YAML, the file system and lm-eval raise anything
@@ -151,11 +146,7 @@ def open_task_directory(path: Path) -> TaskManager:
 
 
 def _check_names(config: Mapping[str, Any]) -> None:
-    """Check that the names in a task file are strings, which lm-eval takes them to be.
-
-    Raises:
-        TypeError: names the first other value.
-    """
+    """Check that the names in a task file are strings, which lm-eval does not check."""
     key = "group" if "group" in config and "class" not in config else "task"
     tags = config.get("tag") or []
     for name in (config.get(key, ""), *(tags if isinstance(tags, list) else [tags])):
@@ -164,9 +155,9 @@ def _check_names(config: Mapping[str, Any]) -> None:
 
 
 def find_task_manager(names: Sequence[str], directory: TaskManager | None) -> TaskManager:
-    """Return the directory's index if it has all `names` as tasks, else one with lm-eval's too, which takes seconds.
+    """Return the directory's index if it has all `names` as tasks, else one with lm-eval's tasks too (takes seconds).
 
-    Groups and tags of a directory may name lm-eval's tasks.
+    Groups and tags need that one: they may name lm-eval's tasks.
     """
     if directory is not None and set(names) <= set(directory.all_subtasks):
         return directory
@@ -174,14 +165,11 @@ def find_task_manager(names: Sequence[str], directory: TaskManager | None) -> Ta
 
 
 class LMEvalTask(Task):
-    """A task, group or tag of lm-eval, with its documents; or `multiple_choice`, whose file has all that it needs.
+    """A task, group or tag of lm-eval with its documents, or `multiple_choice`.
 
     Args:
-        manager: an index that has the task; an empty one: the task is `multiple_choice`.
-        file: the evaluated split; None: what the task file names.
-
-    Raises:
-        UserError: its data can't be loaded, or its task file runs Python, which isn't allowed.
+        manager: an index that has the task; for `multiple_choice`, an empty one.
+        file: the evaluated split; None: the data set of the task file.
     """
 
     def __init__(self, name: str, manager: TaskManager, options: TaskOptions, file: Path | None):
@@ -196,7 +184,7 @@ class LMEvalTask(Task):
             with lm_eval_settings(sandbox=self.sandbox):
                 self.loaded = manager.load([name]) if file is None else _load_with_file(name, manager, file)
                 if not self.loaded["tasks"]:
-                    raise UserError("a group without tasks; write their names as a list: task: [NAME, ...]")
+                    raise UserError("a group without tasks; write its tasks as a list: task: [NAME, ...]")
                 for task in self.loaded["tasks"].values():
                     _check_documents(task, options.limit)
                     self._set_fewshot(task)
@@ -211,7 +199,7 @@ class LMEvalTask(Task):
             ) from error
 
     def _set_fewshot(self, task: Any) -> None:
-        """Set the number of examples as lm-eval's `simple_evaluate` does: 0 in a task file is not overridden."""
+        """Set the number of examples as lm-eval's `simple_evaluate` does: 0 in a task file takes precedence."""
         in_task_file, option = task.get_config("num_fewshot"), self.options.num_fewshot
         if option is not None and in_task_file != 0:
             task.set_config(key="num_fewshot", value=option)
@@ -219,12 +207,12 @@ class LMEvalTask(Task):
             task.set_config(key="num_fewshot", value=0)
 
     def figures(self, model: EvalModel) -> dict[str, Any]:
-        """Return the metrics as lm-eval names them, and its whole result under `lm_eval`, for its table."""
+        """Compute the metrics under lm-eval's names, and under `lm_eval` what its table needs."""
         chat = self.options.apply_chat_template
         if chat and not model.tokenizer.chat_template:
             raise UserError("--apply-chat-template: the model's tokenizer has no chat template; leave it out")
         for task in self.loaded["tasks"].values():
-            task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # an earlier evaluation has drawn from it
+            task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # an earlier evaluation advanced it
         with lm_eval_settings(sandbox=self.sandbox):
             lm = LMEvalModel(model, self.name)
             try:
@@ -240,7 +228,7 @@ class LMEvalTask(Task):
             except UserError:
                 raise
             except Exception as error:  # jinja, metrics, filters and a task's own code raise anything
-                # A RuntimeError may be a lost peer, which the failing rank reports.
+                # A RuntimeError may be a lost peer; the failing rank reports the cause.
                 if lm.computing or (model.topology.world > 1 and isinstance(error, RuntimeError)):
                     raise
                 raise UserError(
@@ -260,7 +248,7 @@ class LMEvalTask(Task):
         }
 
     def figures_to_log(self, result: Mapping[str, Any]) -> dict[str, float | None]:
-        """Return every metric but standard errors. `acc,none` is logged as `acc`; other filters stay in the name."""
+        """Return every metric but standard errors. `acc,none` becomes `acc`; other filters stay in the name."""
         return {
             metric.removesuffix(",none"): value
             for metric, value in result["metrics"].items()
@@ -268,7 +256,7 @@ class LMEvalTask(Task):
         }
 
     def _origin(self, task: Any) -> Origin:
-        """Return a task's data set, with a SHA-256 of the documents that were used."""
+        """Return a task's data set and the SHA-256 of the evaluated documents."""
         origin = {"dataset": task.DATASET_PATH, "name": task.DATASET_NAME}
         if files := (task.get_config("dataset_kwargs") or {}).get("data_files"):
             origin["data_files"] = files
@@ -276,34 +264,30 @@ class LMEvalTask(Task):
 
 
 def _load_with_file(name: str, manager: TaskManager, file: Path) -> dict[str, Any]:
-    """Load a task of lm-eval's, or `multiple_choice`, that reads its evaluated split from a file."""
+    """Load a task of lm-eval's, or `multiple_choice`, with a file as its evaluated split."""
     entry = manager.task_index.get(name)
-    config = entry.cfg or {} if entry else OWN_TASK_FILE
+    config = entry.cfg or {} if entry else MULTIPLE_CHOICE_CONFIG
     split = next((key for key in ("test_split", "validation_split") if config.get(key)), None)
     if not isinstance(config.get("task"), str) or split is None:
-        raise UserError("it is a group of tasks; give files to its tasks with --data")
+        raise UserError("a group of tasks takes no file; give --data for its tasks")
     kind = "json" if document_kind(file) == "jsonl" else "text"
     data = {"dataset_path": kind, "dataset_name": None, "dataset_kwargs": {"data_files": {config[split]: str(file)}}}
     others = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
     task = {**others, split: config[split], "task": name, "num_fewshot": 0, **data}
-    # A group of this task alone is lm-eval's way to override keys of a task file.
-    spec = {"group": f"{name} of a file", "task": [task]} if entry else OWN_TASK_FILE | task
+    # In lm-eval, only a group can override keys of a task file.
+    spec = {"group": f"{name} of a file", "task": [task]} if entry else MULTIPLE_CHOICE_CONFIG | task
     return {"tasks": manager.load([spec])["tasks"], "groups": {}, "group_map": {}}
 
 
 def _fields_of(entry: Entry | None, *, allow_code: bool) -> list[str]:
-    """Return the fields of a document that the functions and the templates of a task file read, sorted.
-
-    Args:
-        allow_code: import its functions; else only its templates count.
-    """
+    """Return the document fields that a task file's templates, and with `allow_code` its functions, read; sorted."""
     if entry is None:
         return list(CHOICE_FIELDS)
     config = _yaml_loader.load_yaml(entry.yaml_path, resolve_func=allow_code)
     parts = ("process_docs",) if config.get("process_docs") else ("doc_to_text", "doc_to_target", "doc_to_choice")
     fields = set[str]()
     for value in (config.get(part) for part in parts):
-        if callable(value):  # it reads them as `doc["question"]`
+        if callable(value):  # fields as in `doc["question"]`
             fields |= set(re.findall(r"""\w\[["'](\w+)["']\]""", inspect.getsource(value)))
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and text.isidentifier():
@@ -314,11 +298,7 @@ def _fields_of(entry: Entry | None, *, allow_code: bool) -> list[str]:
 
 
 def _check_documents(task: Any, limit: int | None) -> None:
-    """Make the requests of every document without examples, so a wrong one is reported before the model is loaded.
-
-    Raises:
-        UserError: a document does not fit the task file.
-    """
+    """Build every document's requests, so that a wrong document is reported before the model is loaded."""
     for number, document in enumerate(islice(task.eval_docs, limit), 1):
         try:
             context = task.fewshot_context(document, num_fewshot=0)

@@ -1,6 +1,6 @@
-"""Find and open what `--model` names: a Hugging Face directory, a training run, or one of its checkpoints.
+"""Find and open `--model`: a Hugging Face directory, a training run, or one of its checkpoints.
 
-To find it needs neither torch nor transformers, so that a wrong path is reported at once.
+Finding it imports neither torch nor transformers, so a wrong path is reported at once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | 
 
     Args:
         allow_pickle: accept pickled weights.
-        tokenizer: a directory to take the tokenizer from, instead of the model's own.
-
-    Raises:
-        UserError: no such directory; or it lacks config, weights or tokenizer.
+        tokenizer: directory of another tokenizer than the model's own.
     """
     path = resolve(path, "--model", allow_pickle=allow_pickle)
     if not path.is_dir():
@@ -42,7 +39,7 @@ def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | 
         check_sizes(checkpoint, manifest.files)
         tokenizer = tokenizer_of(tokenizer, manifest.tokenizer)
         if tokenizer is None:
-            raise UserError(f"--model {path}: the run has no tokenizer: say where it is with --tokenizer DIR")
+            raise UserError(f"--model {path}: the run has no tokenizer; give one with --tokenizer DIR")
         return ModelDirectory(checkpoint, manifest, tokenizer, note="; ".join(passed_over(path, manifest.step)))
     if not (path / "config.json").is_file():
         raise UserError(
@@ -55,13 +52,13 @@ def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | 
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """A directory whose files make a causal language model with a tokenizer; each is opened when it is first used.
+    """The files of a causal language model and its tokenizer; each is opened on first use.
 
     Attributes:
         path: a Hugging Face directory, or a checkpoint's.
-        manifest: of the checkpoint; None of a Hugging Face directory. Everything that differs between them asks this.
+        manifest: the checkpoint's; None for a Hugging Face directory.
         tokenizer_path: directory of the tokenizer.
-        note: a line for the person who evaluates it; may be empty.
+        note: a line to print with the results, or "".
         allow_pickle: accept pickled weights.
     """
 
@@ -73,12 +70,12 @@ class ModelDirectory:
 
     @property
     def step(self) -> int | None:
-        """Return the checkpoint's step; None of a Hugging Face directory."""
+        """Return the checkpoint's step; None for a Hugging Face directory."""
         return None if self.manifest is None else self.manifest.step
 
     @cached_property
     def config(self) -> PretrainedConfig:
-        """Return the model's config. UserError: there is no causal language model."""
+        """Return the config of the model, which must be a causal language model."""
         from zero_tp.architectures import ARCHITECTURES
         from zero_tp.checkpoint.convert import config_of
         from zero_tp.weights.load import open_config
@@ -87,14 +84,14 @@ class ModelDirectory:
         architecture = ARCHITECTURES.get(config.model_type)
         if architecture is not None and not architecture.causal:
             raise UserError(
-                f"{self.path}: {config.model_type} is an encoder, whose tokens see those after them: it neither "
-                "continues a text nor is scored by tasks of causal models; its run's validation has its masked accuracy"
+                f"{self.path}: {config.model_type} is an encoder, not a causal language model; it can neither continue "
+                "a text nor run these tasks; an encoder's training run logs its masked accuracy"
             )
         return config
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer. UserError: it does not fit the model."""
+        """Return the tokenizer, which must fit the model."""
         from zero_tp.data.tokenizer import open_tokenizer
 
         tokenizer = open_tokenizer(self.tokenizer_path)
@@ -102,17 +99,13 @@ class ModelDirectory:
         return tokenizer
 
     def sequence_length(self, requested: int | None) -> int:
-        """Return the tokens of a window: `requested`, or all positions that the config has.
-
-        Raises:
-            UserError: more than the model has; or its config has none, or an impossible number.
-        """
+        """Return the tokens of a window: `requested`, or the model's positions."""
         positions: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         if positions is not None and positions < 1:
-            raise UserError(f"{self.path}: its config's max_position_embeddings is {positions}, not positive")
+            raise UserError(f"{self.path}: max_position_embeddings is {positions}, not positive")
         length = positions if requested is None else requested
         if length is None:
-            raise UserError(f"{self.path}: its config doesn't say how many positions it has: give --sequence-length")
+            raise UserError(f"{self.path}: its config has no max_position_embeddings; give --sequence-length")
         if positions is not None and length > positions:
             raise UserError(f"--sequence-length {length:,}: the model has {positions:,} positions")
         return length
@@ -126,11 +119,7 @@ class ModelDirectory:
         batch_size: int = 8,
         sequence_length: int | None = None,
     ) -> EvalModel:
-        """Load the model: a checkpoint, and any model over TP ranks, as zero_tp's; else as transformers' own class.
-
-        Raises:
-            UserError: weights are missing or damaged, no such device, or the architecture can't be split over TP ranks.
-        """
+        """Load the model: with TP and from checkpoints as zero_tp's class, else as transformers' own."""
         import torch
 
         from zero_tp.evaluation.eval_model import EvalModel, HuggingFaceScorer, ParallelScorer
@@ -150,9 +139,9 @@ class ModelDirectory:
         )
 
     def load_module(self, dtype: torch.dtype | Literal["auto"], device: str, topology: Topology) -> Any:
-        """Load the model alone, as `load` does; "auto" is the dtype of a Hugging Face directory, else fp32.
+        """Load the module alone. "auto": the dtype of a Hugging Face directory's weights, fp32 for a checkpoint.
 
-        Each rank reads its own slices, of a checkpoint's fp32 masters or of the weights.
+        Each rank reads only its own slices.
         """
         if self.manifest is None and topology.tensor == 1:
             return self._load_native(dtype, device)
@@ -190,27 +179,23 @@ class ModelDirectory:
                 model(torch.zeros(1, 1, dtype=torch.long, device=device))
         except (MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # an architecture that is unknown here raises anything
+        except Exception as error:  # another architecture can raise anything
             raise UserError(
-                f"{self.path}: the model that its config.json describes computes nothing: {first_line(error)}"
+                f"{self.path}: the model of its config.json fails in forward: {first_line(error)}"
             ) from error
         return model
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, path: Path) -> None:
-    """Check that a causal model can use `path`'s tokenizer.
-
-    Raises:
-        UserError: it is empty, has neither a bos nor an eos token, or has more tokens than the model.
-    """
+    """Check that a causal model can use the tokenizer of `path`."""
     if not len(tokenizer):
-        raise UserError(f"{path}: no tokenizer in it")
+        raise UserError(f"{path}: it has no tokenizer")
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-        raise UserError(f"{path}: its tokenizer has neither a bos nor an eos token to stand before a text")
+        raise UserError(f"{path}: its tokenizer has neither a bos nor an eos token to put before a text")
     vocabulary = config.get_text_config().vocab_size
     largest = max(len(tokenizer) - 1, *tokenizer.get_vocab().values())
     if largest >= vocabulary:
         raise UserError(
             f"{path}: its tokenizer has {len(tokenizer):,} tokens with ids up to {largest:,}, the model only "
-            f"{vocabulary:,}: they don't belong together"
+            f"{vocabulary:,}; give the model's own tokenizer"
         )

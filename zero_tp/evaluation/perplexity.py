@@ -1,11 +1,11 @@
 """Perplexity of a text under a causal language model, by sliding windows; WikiText-103's as in arXiv 1909.08053.
 
-Each document is scored by itself, after the tokenizer's bos token (eos if it has none). So every token is a target, and
-the model sees what it saw in training, where an eos precedes each document.
+Each document is scored separately, after the tokenizer's bos token (eos if it has none). So every token is a target, as
+in training, where an eos precedes each document.
 
-Windows of s tokens advance by o, the overlap (arXiv 1909.08053, appendix E.1): the first window scores all its targets,
-each later one only its last o, which have at least s - o tokens of context. With o = s windows don't overlap and each
-token is read once; with o = 1 every token but the first s has the longest context, at s times the cost.
+Windows of s tokens advance by o, the overlap (arXiv 1909.08053, appendix E.1). The first window scores all its targets,
+each later one only its last o, which have at least s - o tokens of context. With o = s each token is read once; with
+o = 1 every token but the first s has the longest context, at s times the cost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sliding_windows(tokens: Tokens, sequence_length: int, overlap: int) -> Itera
     """Yield rows that together score each of `tokens[1:]` exactly once; `tokens[0]` is context only."""
     assert 1 <= overlap <= sequence_length
     targets = len(tokens) - 1
-    start, scored = 0, 0  # `scored` targets are done; the window reads tokens start … start + s - 1
+    start, scored = 0, 0  # the window reads tokens [start, start + s); `scored` targets are done
     while scored < targets:
         end = min(start + sequence_length, targets)
         yield Row(tokens[start : end + 1], end - scored)
@@ -45,21 +45,18 @@ def sliding_windows(tokens: Tokens, sequence_length: int, overlap: int) -> Itera
 def perplexity(
     documents: Iterable[str], model: EvalModel, *, overlap: int | None = None, title: str = "perplexity"
 ) -> dict[str, Any]:
-    """Return the perplexity of `documents`, each scored by itself, in windows of the model's positions.
+    """Return the perplexity of `documents`, each scored separately, in windows of the model's positions.
 
-    Collective: every rank passes the same documents. Memory: the tokens of all documents, 8 bytes each, and one batch.
+    Collective: every rank passes the same documents. Memory: 8 bytes per token of all documents, and one batch.
 
     Args:
-        overlap: o, 1 … s; None: s.
-        title: of the progress bar.
+        overlap: o, from 1 to s; by default s.
+        title: the progress bar's.
 
     Returns:
         `nll`, the summed negative log-likelihood in nats; its divisors `tokens`, `words`, `characters` (code points)
-        and `bytes` (UTF-8); `documents` that have tokens; `windows`; `tokens_computed`, those that the model read
-        without padding; and the quotients. Those per token depend on the tokenizer, the others don't.
-
-    Raises:
-        UserError: the documents have no token.
+        and `bytes` (UTF-8); `documents` with tokens; `windows`; `tokens_computed`, read by the model without padding;
+        and the quotients. Only those per token depend on the tokenizer.
     """
     counts = dict.fromkeys(("tokens", "words", "characters", "bytes", "documents"), 0)
     rows: list[Row] = []
@@ -75,8 +72,8 @@ def perplexity(
         tokens = np.concatenate(([model.prefix_token], ids))
         rows += sliding_windows(tokens, model.positions, overlap or model.positions)
     if not rows:
-        raise UserError(f"{title}: the tokenizer finds no token in the text; give another text or tokenizer")
-    # fsum rounds once, so the order of the batches doesn't matter.
+        raise UserError(f"{title}: the text has no token; give another text or tokenizer")
+    # fsum rounds once, so the order does not matter.
     nll = math.fsum(scores[0].nll for scores in model.score(rows, title))
     return {
         "nll": nll,
@@ -92,7 +89,7 @@ def perplexity(
 
 
 class PerplexityTask(Task):
-    """Perplexity of any text, each document by itself."""
+    """Perplexity of any text, each document separately."""
 
     name = "perplexity"
     logged = ("perplexity", "word_perplexity", "bits_per_byte")
@@ -116,12 +113,12 @@ class PerplexityTask(Task):
 
 
 def original_tokens(text: str) -> int:
-    """Return T_o: tokens between single spaces. The file has spaces around line breaks, so each of these counts."""
+    """Return T_o: tokens between single spaces. The file has spaces around line breaks, so a line break is a token."""
     return len(text.strip().split(" "))
 
 
 def detokenize(text: str) -> str:
-    """Return the text without the spaces and the `@-@` of tokenization. lm-eval's function does Megatron-LM's steps."""
+    """Return the text before WikiText's tokenization, by lm-eval's function, which follows Megatron-LM's steps."""
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
     detokenized: str = wikitext_detokenizer({"page": text})
@@ -129,26 +126,22 @@ def detokenize(text: str) -> str:
 
 
 def wikitext_split(path: Path | None, text_key: str) -> tuple[str, Origin]:
-    """Read the tokenized text of one split: a file with one text, or the test split from the hub.
-
-    Raises:
-        UserError: no text, or several, or the hub's can't be loaded.
-    """
+    """Read the tokenized text of one split: a file with one text, or the test split from the hub."""
     if path is not None:
         texts, origin = read_texts(path, text_key)
         if len(texts) > 1:
             raise UserError(
-                f"{path}: {len(texts):,} texts, where wikitext103 is one: give the split's own file, "
-                "such as wiki.test.tokens with .txt for its ending"
+                f"{path}: {len(texts):,} texts, but wikitext103 is one; give the split's original file, such as "
+                "wiki.test.tokens renamed to .txt"
             )
         return texts[0], origin
     records, origin = read_hub("wikitext103", "Salesforce/wikitext", "wikitext-103-v1", "wiki.test.tokens")
-    # The hub's lines are the file's, except that it strips blank lines of their space.
+    # The hub's lines are the file's, except that blank lines lack their space.
     text = "".join(record["text"] or " \n" for record in records)
     if original_tokens(text) != WIKITEXT_TEST_TOKENS:
         raise UserError(
             f"wikitext103: the hub's test split has {original_tokens(text):,} tokens, not the "
-            f"{WIKITEXT_TEST_TOKENS:,} of the original file: give that with --data wikitext103=FILE"
+            f"{WIKITEXT_TEST_TOKENS:,} of the original file; give that with --data wikitext103=FILE"
         )
     return text, origin
 
@@ -158,7 +151,7 @@ class WikitextTask(PerplexityTask):
 
     The tokenized text is detokenized and scored in overlapping windows. The NLL is divided by T_o, the tokens of the
     original file (`perplexity`); by T_o - 1, as the paper's released code does (`perplexity_released_code`); and by T,
-    the sub-words (`perplexity_subword`). The released code leaves the first sub-word unscored; here it is scored.
+    the sub-words (`perplexity_subword`). The released code does not score the first sub-word; this task does.
     """
 
     name = "wikitext103"

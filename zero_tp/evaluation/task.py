@@ -1,4 +1,4 @@
-"""A task of zero-shot evaluation: its options, its data, its interface. Reading its data needs no torch."""
+"""The interface, options and data of zero-shot tasks. Needs no torch."""
 
 from __future__ import annotations
 
@@ -22,20 +22,16 @@ if TYPE_CHECKING:
     from zero_tp.evaluation.eval_model import EvalModel
 
 Origin = dict[str, Any]
-"""Where data are from, in a report: the path or data set, and a SHA-256."""
+"""The source of a task's data in a report: the path or data set, and a SHA-256."""
 
 MULTIPLE_CHOICE, CHOICE_FIELDS = "multiple_choice", ("query", "choices", "gold")
-"""A task of lm-eval's kind without a task file: the fields of its file."""
+"""The task that evaluates a file of one's own questions, and the fields of that file."""
 LEAST = {"batch_size": 1, "sequence_length": 1, "limit": 1, "overlap": 1, "num_fewshot": 0}
 MOST = 2**31 - 1
 
 
 def require_lm_eval(what: str) -> None:
-    """Check that lm-eval, which is optional, is installed, without importing it: that takes seconds.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Check that the optional lm-eval is installed, without importing it, which takes seconds."""
     if find_spec("lm_eval") is None:
         raise UserError(f"{what} needs lm-eval, which is not installed: pip install -c constraints.txt -e .[eval]")
 
@@ -48,11 +44,11 @@ class TaskOptions:
         text_key: key of the text in JSON lines.
         overlap: tokens that a window advances by; None: the task's own.
         limit: examples (documents) of a task; None: all.
-        num_fewshot: of lm-eval's tasks; None: as in the task file.
+        num_fewshot: examples before each question of lm-eval's tasks; None: as in the task file.
         include_path: a directory of lm-eval task files.
-        allow_task_code: they may run Python.
-        apply_chat_template: put their requests into the tokenizer's chat template.
-        log_samples: return each request with the model's answer.
+        allow_task_code: these files may run Python.
+        apply_chat_template: format the requests of lm-eval's tasks with the tokenizer's chat template.
+        log_samples: add each request of lm-eval's tasks and the model's answer to the result.
     """
 
     text_key: str = "text"
@@ -84,10 +80,10 @@ class Task(ABC):
     logged: ClassVar[tuple[str, ...]] = ()
 
     def check(self, positions: int) -> None:  # noqa: B027  # most tasks fit every model
-        """Raise a UserError if the options don't fit a model that reads so many tokens."""
+        """Raise a UserError if the options don't fit a model of so many positions."""
 
     def run(self, model: EvalModel) -> dict[str, Any]:
-        """Return the figures as JSON values. Collective; all ranks get the same."""
+        """Return the figures as JSON values, the same on all ranks. Collective."""
         result: dict[str, Any] = as_json(self.figures(model))
         return result
 
@@ -95,8 +91,7 @@ class Task(ABC):
     def figures(self, model: EvalModel) -> dict[str, Any]:
         """Compute the figures.
 
-        Every task has `data` (its origin and SHA-256), `tokens`, the number scored, and `tokens_computed`, the number
-        that the model read, without padding.
+        Every task has `data` (its origin), `tokens` (scored) and `tokens_computed` (read by the model without padding).
         """
 
     def figures_to_log(self, result: Mapping[str, Any]) -> dict[str, float | None]:
@@ -105,14 +100,14 @@ class Task(ABC):
 
 
 def as_json(value: Any) -> Any:
-    """Return the value as JSON values: None for a number that isn't finite, text for what JSON has no form for."""
+    """Return JSON values: None for a number that isn't finite, `str` of objects that JSON has no type for."""
     return to_jsonable_python(
         value, inf_nan_mode="null", fallback=lambda other: other.item() if isinstance(other, np.generic) else str(other)
     )
 
 
 def hash_records(records: Iterable[Any]) -> str:
-    """Return the SHA-256 of records, each a line of JSON with sorted keys, in hexadecimal."""
+    """Return the hexadecimal SHA-256 of records, each as a line of JSON with sorted keys."""
     digest = hashlib.sha256()
     for record in records:
         digest.update(json.dumps(record, sort_keys=True, default=str).encode() + b"\n")
@@ -120,30 +115,26 @@ def hash_records(records: Iterable[Any]) -> str:
 
 
 def file_origin(path: Path) -> Origin:
-    """Return a file's path and the SHA-256 of its bytes as stored."""
+    """Return a file's path and the SHA-256 of its (compressed) bytes."""
     return {"path": str(path), "sha256": file_sha256(path)}
 
 
 def read_texts(path: Path, text_key: str, limit: int | None = None) -> tuple[list[str], Origin]:
-    """Read the texts of a file that are not blank. UserError: it can't be read, or there is none."""
+    """Read the texts of a file that are not blank."""
     texts = list(islice((text for text in read_documents(path, text_key) if text.strip()), limit))
     if not texts:
-        raise UserError(f"{path}: no text in it")
+        raise UserError(f"{path}: it has no text")
     return texts, file_origin(path)
 
 
 def require_fields(task: str, file: Path, wanted: Sequence[str]) -> None:
-    """Check the fields of the first record of a file of JSON lines; other files have none.
-
-    Raises:
-        UserError: it lacks one that the task reads.
-    """
+    """Check that the first record of a file of JSON lines has the fields that the task reads."""
     if document_kind(file) != "jsonl":
         return
     fields = list(next((record for _, record in read_objects(file)), {}))
     if lacking := [field for field in wanted if field not in fields]:
-        other = ", ".join(CHOICE_FIELDS)
-        hint = "" if task == MULTIPLE_CHOICE else f", or give a file with {other} as --tasks {MULTIPLE_CHOICE}"
+        others = ", ".join(CHOICE_FIELDS)
+        hint = "" if task == MULTIPLE_CHOICE else f", or give a file with {others} as --tasks {MULTIPLE_CHOICE}"
         raise UserError(
             f"--data {task}={file}: no field {lacking[0]}: {task} reads {', '.join(wanted)}, the file has "
             f"{', '.join(fields) or 'none'}; rename its fields{hint}"
@@ -151,14 +142,7 @@ def require_fields(task: str, file: Path, wanted: Sequence[str]) -> None:
 
 
 def read_hub(task: str, repository: str, name: str, file: str) -> tuple[list[dict[str, Any]], Origin]:
-    """Read the test split of a data set, from the hub or its cache on this machine.
-
-    Args:
-        task, file: named by the error message as `--data TASK=FILE`.
-
-    Raises:
-        UserError: the package datasets is not installed, or it can't load the data.
-    """
+    """Read the test split of a data set from the hub or its cache. The error names `task` and `file` for --data."""
     remedy = f"give the file with --data {task}=FILE ({file})"
     try:
         import datasets
@@ -169,8 +153,8 @@ def read_hub(task: str, repository: str, name: str, file: str) -> tuple[list[dic
         ) from error
     try:
         records = list(datasets.load_dataset(repository, name, split="test"))
-    except Exception as error:  # datasets and huggingface_hub raise a dozen kinds, with and without a network
+    except Exception as error:  # datasets and huggingface_hub raise a dozen types
         raise UserError(
-            f"{task}: {repository} can't be had from the Hugging Face hub ({first_line(error)}): {remedy}"
+            f"{task}: {repository} can't be loaded from the Hugging Face hub ({first_line(error)}); {remedy}"
         ) from error
     return records, {"dataset": repository, "name": name, "split": "test", "sha256": hash_records(records)}

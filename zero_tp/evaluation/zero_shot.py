@@ -1,4 +1,4 @@
-"""Zero-shot evaluation: the settings, the table of tasks, the order of the steps, the report.
+"""Zero-shot evaluation: the settings, the table of tasks, and the run of them.
 
 Options, files and the data of zero_tp's own tasks are checked before torch, transformers or lm-eval are imported, which
 takes up to half a minute.
@@ -41,11 +41,7 @@ if TYPE_CHECKING:
 
 
 def multiple_choice(file: Path | None, options: TaskOptions) -> Task:
-    """Make a task of lm-eval's kind from a file alone.
-
-    Raises:
-        UserError: there is no file, lm-eval is not installed, or the file's first record lacks a field.
-    """
+    """Make a multiple-choice task of lm-eval from a file alone."""
     needed = ", ".join(CHOICE_FIELDS)
     if file is None:
         raise UserError(f"{MULTIPLE_CHOICE} needs JSON lines with {needed}: --data {MULTIPLE_CHOICE}=FILE")
@@ -62,13 +58,13 @@ OWN_TASKS: dict[str, Callable[[Path | None, TaskOptions], Task]] = {
     WikitextTask.name: WikitextTask,
     MULTIPLE_CHOICE: multiple_choice,
 }
-"""In the order in which they are made: the last ones import lm-eval."""
+"""zero_tp's own tasks, made in this order: the last ones import lm-eval."""
 TASK_NAMES = f"{', '.join(OWN_TASKS)} and all of lm-eval's"
 LM_EVAL_OPTIONS = ("num_fewshot", "apply_chat_template", "log_samples")
-"""Options that change lm-eval's tasks alone."""
+"""Options that apply to lm-eval's tasks only."""
 PACKAGES = ("torch", "transformers", "tokenizers", "lm-eval", "datasets")
 COMPARED = 1024
-"""Elements of each parameter that ranks compare after loading."""
+"""Elements of each parameter that DP ranks compare after loading."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +72,12 @@ class EvaluationSettings(TaskOptions):
     """Options of the command, by their names.
 
     Attributes:
-        batch_size: rows at once, on each data-parallel rank.
-        sequence_length: tokens of a window and of the longest context; None: all positions the model has.
-        dtype: of the weights: float32, bfloat16 or float16.
-        device: as torch names it; None: `cuda` if there is one, else `cpu`.
+        batch_size: rows of a batch on each data-parallel rank.
+        sequence_length: the longest window or context, in tokens; None: the model's positions.
+        dtype: the weights': float32, bfloat16 or float16.
+        device: a torch device; None: `cuda` if there is one, else `cpu`.
         tensor_parallel: ranks that share one copy of the model.
-        tokenizer: a directory to take the tokenizer from, instead of the model's own.
+        tokenizer: directory of another tokenizer than the model's own.
         allow_pickle: read pickled weights if there are no safetensors.
     """
 
@@ -94,7 +90,7 @@ class EvaluationSettings(TaskOptions):
     allow_pickle: bool = False
 
     def check_ranks(self, world: int) -> None:
-        """Check what needs no device. UserError: a setting is out of range."""
+        """Check the settings on so many ranks."""
         self.check()
         if self.dtype not in DTYPES.values():
             raise UserError(f"--dtype {self.dtype}: one of {', '.join(DTYPES.values())}")
@@ -104,24 +100,24 @@ class EvaluationSettings(TaskOptions):
                 f"deepspeed --num_accelerators N starts N"
             )
         if world > 1 and self.device not in (None, "cuda", "cpu"):
-            raise UserError(f"--device {self.device}: with several ranks cuda or cpu, each rank takes its own")
+            raise UserError(f"--device {self.device}: with several ranks cuda or cpu; each rank uses its own")
 
 
 def parse_tasks(text: str) -> list[str]:
-    """Parse task names from `a,b`. UserError: none."""
+    """Parse task names from `a,b`."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
-        raise UserError(f"--tasks {text!r}: no task named; there are {TASK_NAMES}")
+        raise UserError(f"--tasks {text!r}: no task; there are {TASK_NAMES}")
     return names
 
 
 def parse_data(pairs: Iterable[str], tasks: Sequence[str]) -> dict[str, Path]:
-    """Parse TASK=PATH pairs. UserError: no such pair, a task that isn't run, or two files for a task."""
+    """Parse TASK=PATH pairs."""
     data: dict[str, Path] = {}
     for pair in pairs:
         task, equals, path = pair.partition("=")
         if not equals or not path:
-            raise UserError(f"--data {pair}: TASK=PATH is needed, such as lambada=data/lambada.jsonl")
+            raise UserError(f"--data {pair}: not TASK=PATH, such as lambada=data/lambada.jsonl")
         if task not in tasks:
             raise UserError(f"--data {pair}: {task!r} is not among --tasks {','.join(tasks)}")
         if task in data:
@@ -131,12 +127,9 @@ def parse_data(pairs: Iterable[str], tasks: Sequence[str]) -> dict[str, Path]:
 
 
 def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOptions) -> list[Task]:
-    """Make the tasks in order and read their data, those of zero_tp's own first. The model isn't needed.
+    """Make the tasks in order and read their data. The model isn't needed.
 
     A name means a task of `include_path`, else one of zero_tp's, else one of lm-eval's.
-
-    Raises:
-        UserError: an unknown task (names the nearest), options that don't fit it, or data that can't be read.
     """
     options.check()
     check_files(data[name] for name in names if name in data)
@@ -149,12 +142,12 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
 
         directory = open_task_directory(options.include_path)
     own = [name for name in OWN_TASKS if name in names and not (directory and name in directory.task_index)]
-    unfit = [name for name in LM_EVAL_OPTIONS if getattr(options, name) not in (None, False)]
-    if unfit and set(own) - {MULTIPLE_CHOICE} == set(names):
-        raise UserError(f"--{unfit[0].replace('_', '-')}: {', '.join(names)}: for tasks of lm-eval only; leave it out")
+    unused = [name for name in LM_EVAL_OPTIONS if getattr(options, name) not in (None, False)]
+    if unused and set(own) - {MULTIPLE_CHOICE} == set(names):
+        raise UserError(f"--{unused[0].replace('_', '-')}: {', '.join(names)}: for tasks of lm-eval only; leave it out")
     tasks = {name: OWN_TASKS[name](data.get(name), options) for name in own}
     if others := [name for name in names if name not in own]:
-        require_lm_eval("a task that is none of zero_tp's own")
+        require_lm_eval("a task other than zero_tp's own")
         from zero_tp.evaluation.lm_eval_tasks import LMEvalTask, find_task_manager
 
         manager = find_task_manager(others, directory)
@@ -174,18 +167,17 @@ def evaluate(
     settings: EvaluationSettings,
     environment: RankEnvironment | None = None,
 ) -> dict[str, Any]:
-    """Run the tasks; return what `zero-tp evaluate` writes as JSON. Collective, where there are several ranks.
+    """Run the tasks; return the report that `zero-tp evaluate` writes as JSON. Collective.
 
-    All checks are made, and the tasks' data are read, before ranks connect and before the weights are read.
+    Settings, paths and the tasks' data are checked before ranks connect and weights are read.
 
     Args:
         model: a Hugging Face directory, a run, or one of its checkpoints.
-        data: files by the task's name.
-        environment: of this rank; None: a single process.
+        data: files by task name.
+        environment: this rank's; None: a single process.
 
     Raises:
-        UserError: see `open_directory`, `make_tasks`; settings that don't fit the model; ranks with different
-            weights.
+        UserError: a mistake in any of these; ranks with different weights or requests.
     """
     world = environment.world if environment else 1
     settings.check_ranks(world)
@@ -229,10 +221,10 @@ def evaluate(
 def check_same_weights(model: nn.Module, topology: Topology, path: Path) -> None:
     """Check that all ranks have loaded the same model: directories may differ between machines. Collective.
 
-    Compares the beginning of each parameter over DP, and replicated parameters over TP.
+    It compares the first elements of each parameter over DP, and replicated parameters over TP.
 
     Raises:
-        UserError: on every rank; the weights differ.
+        UserError: on every rank.
     """
     from zero_tp.parallel.agreement import all_gather_object, tensor_bytes
     from zero_tp.training.guards import check_replicas
@@ -240,21 +232,21 @@ def check_same_weights(model: nn.Module, topology: Topology, path: Path) -> None
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(tensor_bytes(parameter.flatten()[:COMPARED]))
-    problem = f"--model {path}: holds other weights on other machines; put it on storage that all share"
+    problem = f"--model {path}: its weights differ between machines; put it on shared storage"
     if len(set(all_gather_object((topology.tensor_rank, digest.digest())))) > topology.tensor:
         raise UserError(problem)
     try:
         check_replicas(model, topology)
-    except UserError as error:  # its message is about training
+    except UserError as error:  # whose message is about training
         raise UserError(problem) from error
 
 
 def _choose_device(requested: str | None, world: int) -> str:
-    """Return the device to compute on. UserError: it can't compute."""
+    """Return the device to compute on, after a trial in a single process."""
     import torch
 
     device = requested or ("cuda" if torch.cuda.is_available() else "cpu")
-    if world == 1:  # of several ranks, each takes its own device
+    if world == 1:  # else each rank tries its own device
         try:
             torch.ones(1, device=device).item()
         except (RuntimeError, AssertionError, NotImplementedError) as error:

@@ -74,7 +74,7 @@ def outcome(consumer: str, ended: Ended, directory: Path, name: str) -> Any:
         files = {file: each["sha256"] for file, each in manifest["files"].items()}
         return {"loss": last["loss"], "grad_norm": last["grad_norm"], "files": files, "progress": manifest["progress"]}
     if consumer in ("verify", "inspect"):
-        return [line for line in ended.out.splitlines() if not line.startswith(("complete", "versions", "passed over"))]
+        return [line for line in ended.out.splitlines() if not line.startswith(("complete", "versions", "skipped"))]
     if consumer == "export":
         # The card tells figures of metrics.jsonl too, which is a log and no part of the checkpoint.
         paths = sorted(path for path in (directory / "export").iterdir() if path.name != "README.md")

@@ -18,7 +18,7 @@ from transformers import BertForPreTraining
 from tests.support.tiny_models import tiny_gpt2
 from zero_tp.commands import sample
 from zero_tp.data.tokenizer import open_tokenizer
-from zero_tp.errors import UserError, error_line, shown, visible
+from zero_tp.errors import UserError
 from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.weights.load import open_config, open_model
@@ -103,6 +103,11 @@ def pipe_as_shard(directory: Path) -> None:
     pipe(directory, "model-2.safetensors")
 
 
+def without(directory: Path, *names: str) -> None:
+    for name in names:
+        (directory / name).unlink()
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "both": (beside_an_index, r"two models in one directory; remove"),
     "outside": (outside, r'"\.\./model-2\.safetensors" is not the name of a file beside it'),
@@ -150,13 +155,41 @@ def test_what_is_not_one_whole_model_is_refused(model: Path, name: str, reader: 
         reader(model)
 
 
+EVALUATION_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "vocabulary": (
+        lambda d: changed(d, "config.json", vocab_size=99),
+        r"tokens with ids up to \d+, the model only 99; ",
+    ),
+    "type": (lambda d: changed(d, "config.json", model_type="no-such-type"), "no-such-type"),
+    "not causal": (lambda d: changed(d, "config.json", model_type="t5"), "t5 is not a causal language model"),
+    "more layers": (
+        lambda d: changed(d, "config.json", n_layer=3),
+        r"weights missing in the files: transformer\.h\.2\.",
+    ),
+    "zeros": (lambda d: (d / SINGLE).write_bytes(b"\0" * 100), "weights can't be read"),
+    "no weights": (lambda d: without(d, SINGLE), "no weights"),
+    "no config": (lambda d: without(d, "config.json"), r"no config\.json"),
+    "no checkpoint": (lambda d: (d / "checkpoints").mkdir(), "no complete checkpoint there"),
+    "no directory": (shutil.rmtree, "no such directory"),
+    "heads": (lambda d: of_type(d, "gemma", num_key_value_heads=8), "fails in forward: The size of tensor"),
+}
+
+
+@pytest.mark.parametrize("name", EVALUATION_DAMAGE)
+def test_what_cannot_be_evaluated_is_refused(model: Path, name: str) -> None:
+    damage, message = EVALUATION_DAMAGE[name]
+    damage(model)
+    with pytest.raises(UserError, match=message):
+        evaluation(model)
+
+
 @pytest.mark.parametrize("positions", [-32, 0])
 def test_a_number_of_positions_is_positive(model: Path, positions: int) -> None:
     opened = open_directory(model)
     opened.config.n_positions = positions
-    for asked in (None, 8):
+    for requested in (None, 8):
         with pytest.raises(UserError, match=r"max_position_embeddings is .*, not positive"):
-            opened.sequence_length(asked)
+            opened.sequence_length(requested)
 
 
 def test_shards_are_the_same_model(whole: Path, model: Path) -> None:
@@ -179,10 +212,10 @@ def test_pickled_garbage(model: Path, content: bytes | str) -> None:
 
 
 def test_code_of_a_directory_is_not_run_and_nothing_asks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+    questions: list[object] = []
 
     def yes(*question: object) -> str:
-        asked.append(question)
+        questions.append(question)
         return "y"
 
     monkeypatch.setattr("builtins.input", yes)
@@ -207,13 +240,7 @@ def test_code_of_a_directory_is_not_run_and_nothing_asks(model: Path, monkeypatc
     changed(model, "tokenizer_config.json", tokenizer_class="T")
     with pytest.raises(UserError, match=r"its tokenizer can't be read: .* contains custom code"):
         open_tokenizer(model)
-    assert not asked and not (model / "ran").exists()
-
-
-def test_a_model_that_computes_nothing_is_refused(model: Path) -> None:
-    of_type(model, "gemma", num_key_value_heads=8)  # of 2 heads
-    with pytest.raises(UserError, match="describes computes nothing: The size of tensor"):
-        evaluation(model)
+    assert not questions and not (model / "ran").exists()
 
 
 def of_type(directory: Path, model_type: str, **fields: Any) -> Path:
@@ -242,7 +269,7 @@ ENCODERS = [("bert", sampling), ("bert", evaluation), ("roberta", sampling), ("r
 def test_an_encoder_predicts_no_next_token(model: Path, model_type: str, reader: Callable[[Path], Any]) -> None:
     """transformers has causal classes for such configs, in which a token sees those after it."""
     of_type(model, model_type)
-    with pytest.raises(UserError, match=rf"model: {model_type} is an encoder, whose tokens see those after") as caught:
+    with pytest.raises(UserError, match=rf"model: {model_type} is an encoder, ") as caught:
         reader(model)
     assert "\n" not in str(caught.value)
     of_type(model, model_type, is_decoder=True)
@@ -250,71 +277,61 @@ def test_an_encoder_predicts_no_next_token(model: Path, model_type: str, reader:
         assert reader(model)
 
 
-ROPE = {
-    "rope_theta": (0, -3, [1e4], "10000"),
-    "rope_type": (["linear"], {"linear": 2}, 5),
-    "factor": (0, -1.0, [2.0]),
+IMPOSSIBLE: dict[str, tuple[Any, ...]] = {
+    "rope_parameters.rope_theta": (0, -3, [1e4], "10000"),
+    "rope_parameters.rope_type": (["linear"], {"linear": 2}, 5),
+    "rope_parameters.factor": (0, -1.0, [2.0]),
+    "rms_norm_eps": (0.0, -1e-6),
+    "sliding_window": (0,),
 }
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma"])
-@pytest.mark.parametrize("name", ROPE)
-def test_rotary_values_that_no_model_has(model: Path, model_type: str, name: str) -> None:
-    """Whether there is a table or transformers alone computes the model."""
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [(model_type, name) for model_type in ("llama", "gemma") for name in IMPOSSIBLE if name.startswith("rope")]
+    + [("mistral", name) for name in IMPOSSIBLE if not name.startswith("rope")],
+)
+def test_values_that_no_model_has_are_refused(model: Path, model_type: str, name: str) -> None:
+    """With a table of zero_tp's, or computed by transformers alone (gemma), which computes NaN of some of them."""
     of_type(model, model_type)
-    readers = (evaluation, sampling, training) if model_type == "llama" else (evaluation, sampling)
+    readers = (evaluation, sampling) if model_type == "gemma" else (evaluation, sampling, training)
     assert all(reader(model) for reader in readers)
-    for value in ROPE[name]:
-        changed(
-            model, "config.json", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, name: value}
-        )
+    block, _, field = name.rpartition(".")
+    for value in IMPOSSIBLE[name]:
+        rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, field: value}
+        changed(model, "config.json", **({block: rope} if block else {field: value}))
         for reader in readers:
-            with pytest.raises(
-                UserError, match=rf"config\.json: rope_parameters\.{name}: .* is not (a|supported)"
-            ) as caught:
+            with pytest.raises(UserError, match=rf"config\.json: {name}: .* is not (a|supported|positive)") as caught:
                 reader(model)
             assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "value"), [("rms_norm_eps", 0.0), ("rms_norm_eps", -1e-6), ("sliding_window", 0)])
-def test_numbers_that_no_model_has(model: Path, name: str, value: float) -> None:
-    """transformers computes NaN of some of them."""
-    changed(of_type(model, "mistral"), "config.json", **{name: value})
-    for reader in (evaluation, sampling, training):
-        with pytest.raises(UserError, match=rf"config\.json: {name}: {value} is not positive"):
-            reader(model)
+TOKEN = {"content": "x", "special": True, "lstrip": False, "rstrip": False, "normalized": False}
+TOO_LARGE = 2**31 - 1
 
 
-def test_ids_beyond_every_vocabulary(model: Path) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("transformers.AutoTokenizer.from_pretrained", None)  # it would fill memory
-        token = {"content": "x", "special": True, "lstrip": False, "rstrip": False, "normalized": False}
-        for file, change in (
-            ("tokenizer.json", {"added_tokens": [{"id": 2**31 - 1, "single_word": False, **token}]}),
-            ("tokenizer_config.json", {"added_tokens_decoder": {str(2**31 - 1): token}}),
-        ):
-            before = (model / file).read_text()
-            changed(model, file, **change)
-            with pytest.raises(UserError, match=r"id .*2147483647.* is beyond every vocabulary"):
-                open_tokenizer(model)
-            (model / file).write_text(before)
-        changed(model, "tokenizer_config.json", added_tokens_decoder={"9" * 5000: token})
-        with pytest.raises(UserError, match=r"is beyond every vocabulary"):
-            open_tokenizer(model)
-    (model / "tokenizer_config.json").write_text(before)
-    before = (model / "tokenizer.json").read_text()
-    for odd in (2**31 - 1, "x", {"id": 2**31 - 1}):
-        changed(model, "tokenizer.json", added_tokens=odd, added_tokens_decoder=odd)
-        with pytest.raises(UserError, match=r"its tokenizer can't be read"):
-            open_tokenizer(model)
-    (model / "tokenizer.json").write_text(before)
-    pipe(model, "tokenizer_config.json")
-    with pytest.raises(UserError, match="not a regular file"):
+@pytest.mark.parametrize(
+    ("file", "fields"),
+    [
+        ("tokenizer.json", {"added_tokens": [{"id": TOO_LARGE, "single_word": False, **TOKEN}]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {str(TOO_LARGE): TOKEN}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"9" * 5000: TOKEN}}),
+    ],
+)
+def test_ids_beyond_every_vocabulary_are_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, file: str, fields: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)  # it would fill memory
+    changed(model, file, **fields)
+    with pytest.raises(UserError, match=r"id .*(2147483647|999).* is beyond every vocabulary"):
         open_tokenizer(model)
 
 
-def test_what_acts_on_a_terminal_is_escaped() -> None:
-    assert visible("a\x1b[31mb\u202e\x9b\n\tc\xa0\u3000é") == "a\\x1b[31mb\\u202e\\x9b\n\tc\xa0\u3000é"
-    assert error_line(UserError("key \x1b]0;x\x07 \x85 of\x00 it")) == "error: key \\x1b]0;x\\x07 of\\x00 it"
-    assert shown({"\x7f": "\x1b"}) == '{"\\x7f": "\\u001b"}'
-    assert len(error_line("x" * 10_000)) < 2_000
+@pytest.mark.parametrize("tokens", [TOO_LARGE, "x", {"id": TOO_LARGE}, None])
+def test_files_that_are_no_tokenizer_are_refused(model: Path, tokens: Any) -> None:
+    if tokens is None:
+        pipe(model, "tokenizer_config.json")
+    else:
+        changed(model, "tokenizer.json", added_tokens=tokens, added_tokens_decoder=tokens)
+    with pytest.raises(UserError, match="its tokenizer can't be read" if tokens else "not a regular file"):
+        open_tokenizer(model)
