@@ -20,7 +20,7 @@ from tests.support.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.checkpoint.directory import read_manifest, step_directory
 from zero_tp.checkpoint.manifest import Parent
-from zero_tp.checkpoint.parent import check_child, describe_parent, find_parent, init_from_parent
+from zero_tp.checkpoint.parent import CHANGES, _shorten, check_child, describe_parent, find_parent, init_from_parent
 from zero_tp.checkpoint.resume_point import ResumePoint
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
@@ -205,3 +205,10 @@ def test_what_is_no_parent_is_one_line(tmp_path: Path, parent: Path) -> None:
     check_child(step_directory(parent, 1), tmp_path / "run", child)
     with pytest.raises(UserError, match="was started from"):
         check_child(tmp_path, tmp_path / "run", child)
+
+
+def test_what_differs_from_the_parent_is_five_lines_and_names_every_key() -> None:
+    changes = [f"key{number}: 1, was 2" for number in range(8)]
+    assert _shorten(changes[:CHANGES]) == changes[:CHANGES]
+    *listed, last = _shorten(changes)
+    assert listed == changes[:4] and last.endswith(": key4, key5, key6, key7")

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 SAMPLE_ORDER = ("training.seed", "data.sequence_length")
 """With the corpora, these keys decide the order of the samples."""
+CHANGES = 5
+"""A new run prints at most so many lines on what differs from its parent."""
 INHERITED = "kept: weights, moments, the optimizer's count of updates, and in fp16 the loss scale"
 RESTARTED = "restarted: the schedule, the samples and dropout, from step 1"
 
@@ -104,9 +106,17 @@ def describe_parent(
     tokens = Parent.of(checkpoint, manifest).tokens
     moved = "" if before == now else f", saved at {before} → {now}"
     lines = [f"started from {checkpoint}, {tokens:,} tokens{moved}", *parent.notes, INHERITED, RESTARTED]
-    lines += differences(manifest, config, validation)
+    lines += _shorten(differences(manifest, config, validation))
     block, fixed = config.zero_tp, manifest.fixed
     order_before = (list(manifest.corpora.values()), *(fixed.get(f"zero_tp.{key}") for key in SAMPLE_ORDER))
     if order_before == (list(corpora.values()), block.training.seed, block.data.sequence_length):
         lines.append("the parent's samples repeat in the same order; another zero_tp.training.seed changes it")
     return lines
+
+
+def _shorten(changes: list[str]) -> list[str]:
+    """Return at most `CHANGES` lines; the last one names the keys of all that have none."""
+    if len(changes) <= CHANGES:
+        return changes
+    others = ", ".join(change.partition(": ")[0] for change in changes[CHANGES - 1 :])
+    return [*changes[: CHANGES - 1], f"also changed (config.json of both runs has the values): {others}"]
