@@ -29,7 +29,7 @@ from tests.support.native import Native, gradients, native_model, our_class, to_
 from tests.tiers import in_tiers
 from zero_tp.architectures import ARCHITECTURES, Architecture
 from zero_tp.architectures.configs import pretrained_config
-from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG
+from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG
 from zero_tp.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 
@@ -148,7 +148,7 @@ def tiny(model_type: str) -> dict[str, Any]:
 def fields_of(model_type: str) -> list[str]:
     """All that the config class has, that its file may have, and that the tables know."""
     declared = [field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])]
-    known = (*ARCHITECTURES[model_type].fields.known(), *OF_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG)
+    known = (*ARCHITECTURES[model_type].fields.known(), *IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG)
     return list(dict.fromkeys((*declared, *known)))
 
 
@@ -231,7 +231,7 @@ def compared(written: dict[str, Any], directory: Path, *, train: bool = False) -
 @EACH_TABLE
 def test_every_field_is_in_one_class(model_type: str) -> None:
     architecture = ARCHITECTURES[model_type]
-    listed = [*architecture.fields.known(), *OF_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG]
+    listed = [*architecture.fields.known(), *IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG]
     declared = [field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])]
     assert len(declared) > 20
     unclassified = [name for name in declared if name not in listed]
@@ -249,7 +249,7 @@ def test_every_field_does_what_its_class_says(model_type: str, tmp_path: Path) -
     plain_train = compared(base, tmp_path, train=True)
     tried = 0
     # Those that every file may have, all at once: a test for each would take minutes.
-    notes = {name: values_of(model_type, name)[0] for name in OF_EVERY_CONFIG if values_of(model_type, name)}
+    notes = {name: values_of(model_type, name)[0] for name in IRRELEVANT_IN_EVERY_CONFIG if values_of(model_type, name)}
     assert compared({**base, **notes}, tmp_path).equals(plain)
     for name in fields_of(model_type):
         if name in notes:
