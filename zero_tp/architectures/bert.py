@@ -74,8 +74,7 @@ def encoder_spec(config: PretrainedConfig, without_sentences: str, **overrides: 
         norm_epsilon=config.layer_norm_eps,
         position="learned",
         mlp="mlp",
-        qkv_bias=True,
-        output_bias=True,
+        attention_bias=True,
         mlp_bias=True,
         dropouts=common.dropouts(
             config,

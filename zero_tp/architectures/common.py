@@ -76,13 +76,19 @@ def fields(
 
 
 def spec(
-    config: PretrainedConfig, *, partial_rotary: bool = False, mlp: str | tuple[str, ...] = "gated", **overrides: Any
+    config: PretrainedConfig,
+    *,
+    partial_rotary: bool = False,
+    mlp: str | tuple[str, ...] = "gated",
+    attention_bias: bool = False,
+    **overrides: Any,
 ) -> TransformerSpec:
     """Return the spec of a config.
 
     Args:
         partial_rotary: the architecture supports rotating a part of each head.
         mlp: name in MLPS, one for all layers or one per layer.
+        attention_bias: biases on Q, K, V and the output projection.
         overrides: arguments of TransformerSpec that differ from Llama's.
     """
     layers, std = config.num_hidden_layers, config.initializer_range
@@ -108,15 +114,15 @@ def spec(
         "mlps": mlps,
         "experts": experts(config) if "experts" in mlps else None,
         "activation": ACTIVATIONS.get(getattr(config, "hidden_act", "")),
-        "qkv_bias": False,
-        "output_bias": False,
+        "qkv_bias": attention_bias,
+        "output_bias": attention_bias,
         "mlp_bias": False,
         "tied": config.tie_word_embeddings,
         "padding_token": config.pad_token_id,
         "init_std": std,
         "residual_std": std,
         "dropouts": dropouts(config, attention="attention_dropout"),
-        "windows": (None,) * layers,
+        "windows": (getattr(config, "sliding_window", None),) * layers,
         "attention": "eager" if config._attn_implementation == "eager" else "sdpa",
     }
     return TransformerSpec(**{**defaults, **overrides})

@@ -221,7 +221,7 @@ def _declared_fields(raw: dict[str, Any], config_class: Any, known: Fields) -> d
 
 
 def _pydantic_model(config_class: Any, known: Fields) -> type[BaseModel]:
-    """Return a pydantic model of a config class's fields, declared ones under both of their names and undeclared ones."""
+    """Return a pydantic model of a config class's fields, declared ones under both names and undeclared ones."""
     hints = inspect.get_annotations(config_class, eval_str=True)
     hints |= {alias: hints[name] for alias, name in config_class.attribute_map.items() if name in hints}
     if "rope_parameters" in hints:

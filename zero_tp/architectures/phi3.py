@@ -28,7 +28,6 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
         config,
         partial_rotary=True,
         dropouts=common.dropouts(config, residual="resid_pdrop", attention="attention_dropout"),
-        windows=(config.sliding_window,) * config.num_hidden_layers,
     )
 
 
