@@ -102,6 +102,7 @@ def test_loss_logits_and_every_gradient(ranks: Pools, world: int, sequence: bool
         ("", {"n_inner": 20, "n_layer": 1}),
         ("", {"n_head": 8, "vocab_size": 3}),  # with TP 4 a rank that holds padding only
         ("", {"n_layer": 3, "n_head": 24, "layer_norm_epsilon": 0.1}),
+        *(("", {"activation_function": name}) for name in ("gelu", "relu", "silu", "gelu_pytorch_tanh")),
     ],
 )
 def test_fields_of_the_config(ranks: Pools, padding: str, changes: dict[str, Any]) -> None:
