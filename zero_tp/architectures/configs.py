@@ -48,7 +48,7 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
     _check_names(fields, config_class, known)
     aliases: dict[str, str] = config_class.attribute_map
     _check_sizes(fields, aliases)
-    with _report_given_name(fields, aliases):
+    with _report_user_field(fields, aliases):
         known.check({aliases.get(name, name): value for name, value in fields.items()}, written=True)
     vocabulary: int = fields.get("vocab_size", config_class.vocab_size)
     for name in TOKEN_IDS:
@@ -67,7 +67,7 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
         raise ConfigError(
             key, f"{config_class.__name__} refuses it ({one_line(why, 200)})", "correct that field"
         ) from None
-    with _report_given_name(fields, aliases):
+    with _report_user_field(fields, aliases):
         check_rope_names(config, fields)
         spec = architectures.architecture_of(config).spec(config)
         experts = 0 if spec.experts is None else 2 * spec.experts.count * spec.experts.size  # one parameter
@@ -250,7 +250,7 @@ def _check_token_ids(fields: dict[str, Any], vocabulary: int) -> None:
 
 
 @contextlib.contextmanager
-def _report_given_name(fields: dict[str, Any], aliases: dict[str, str]) -> Iterator[None]:
+def _report_user_field(fields: dict[str, Any], aliases: dict[str, str]) -> Iterator[None]:
     """Report errors under the name that the file uses, the general one or the architecture's own."""
     try:
         yield
