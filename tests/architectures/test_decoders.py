@@ -1,8 +1,11 @@
-"""Every model_type split over ranks against transformers' own class in one process, for random small configs: a bare
-backward, then DeepSpeed's ZeRO, then generation."""
+"""Every decoder's model_type against transformers' own class, for random small configs.
+
+In one process and split over ranks: a bare backward, DeepSpeed's ZeRO, generation, import and export.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,23 +14,55 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.compare import check_close, grid, whole_gradients
-from tests.support.decoders import LENGTH, MODEL_TYPES, decoder, decoder_fields, tokens_for, without_router_logits
+from tests.support.compare import check_close, grid
+from tests.support.decoders import (
+    BATCH,
+    LENGTH,
+    MODEL_TYPES,
+    decoder,
+    decoder_fields,
+    tokens_for,
+    without_router_logits,
+)
 from tests.support.families import ENCODERS, FAMILIES, model_sizes
-from tests.support.native import Native, gradients, parallel_model, to_ours
+from tests.support.native import Native, check_gradients, parallel_model
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.architectures import architecture_of
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models import flash
 from zero_tp.parallel.agreement import random_numbers_of_first
 from zero_tp.parallel.layout import Replicated, audit, layout_of
+from zero_tp.topology import Topology
 
 EACH_TYPE = pytest.mark.parametrize("model_type", MODEL_TYPES)
 EACH_WORLD = pytest.mark.parametrize("world", in_tiers([2, 4], [4]))
 FEW = hypothesis.settings(max_examples=3)
 RECOMPUTED = ("attention_core", "mlp_activation", "norm")
+
+
+def compare(model: Any, reference: Any, tokens: torch.Tensor, expected: Any) -> int:
+    """Logits, loss and every gradient against those of transformers, whose backward has run; how many gradients."""
+    found = model(tokens, labels=tokens, return_logits=True)
+    check_close({"logits": found.logits}, {"logits": expected.logits.detach()})
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    found.loss.backward()
+    return check_gradients(model, reference)
+
+
+@EACH_TYPE
+@given(data=st.data())
+def test_one_process(model_type: str, data: st.DataObject) -> None:
+    fields = data.draw(decoder_fields(model_type))
+    attention = data.draw(st.sampled_from(["sdpa", "eager"]), label="attention")
+    reference = decoder(fields, data.draw(st.integers(0, 2**31), label="seed"), attention)
+    tokens = tokens_for(fields)
+    expected = reference(input_ids=tokens, labels=tokens)
+    expected.loss.backward()
+    compare(parallel_model(reference, Topology(world=1)), reference, tokens, expected)
 
 
 def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str) -> dict[str, int]:
@@ -48,14 +83,8 @@ def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str
         topology = grid(world, sequence)
         model = parallel_model(reference, topology).train()
         audit(model, topology)
-        found = model(tokens, labels=tokens, return_logits=True)
-        check_close({"logits": found.logits}, {"logits": expected.logits.detach()})
-        assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
-        found.loss.backward()
-        ours = whole_gradients(model)
-        check_close(ours, to_ours(model.config, gradients(reference)))
+        counts[f"gradients, SP {sequence}"] = compare(model, reference, tokens, expected)
         assert all(fired == 1 for fired in model.gradient_hooks.fired.values())
-        counts[f"gradients, SP {sequence}"] = len(ours)
         counts[f"hooks, SP {sequence}"] = len(model.gradient_hooks.fired)
         # The length that does not divide, which is computed without SP where no gradient is taken.
         with torch.no_grad():
@@ -174,6 +203,64 @@ def test_steps_through_zero(
     found = ranks(4).run(trained, fields, seed, tensor, sequence, stage)
     assert found == found[:1] * 4
     assert found[0][1] < found[0][0]
+
+
+@EACH_TYPE
+@hypothesis.settings(max_examples=10)
+@given(data=st.data())
+def test_import_and_export_keep_every_bit(
+    model_type: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("models")
+    reference = decoder(data.draw(decoder_fields(model_type)), data.draw(st.integers(0, 2**31), label="seed"))
+    reference.save_pretrained(folder / "theirs", max_shard_size=data.draw(st.sampled_from(["5GB", "20KB"])))
+    reference.generation_config.update(temperature=0.5, do_sample=True, eos_token_id=[0, 3])
+    reference.generation_config.save_pretrained(folder / "theirs")
+    model = ZeroTPForCausalLM.from_pretrained(folder / "theirs", Topology(world=1))
+    model.save_pretrained(folder / "ours")
+    again = AutoModelForCausalLM.from_pretrained(folder / "ours")
+    assert type(again) is type(reference)
+    assert same(again.state_dict(), reference.state_dict())
+    assert again.generation_config.to_diff_dict() == reference.generation_config.to_diff_dict()
+    assert stored_names(folder / "ours") == stored_names(folder / "theirs")
+    assert differing(again.config.to_dict(), reference.config.to_dict()) <= {"_name_or_path", "architectures"}
+
+
+def stored_names(directory: Path) -> set[str]:
+    files = [safe_open(path, framework="pt") for path in directory.glob("*.safetensors")]
+    return {name for file in files for name in file.keys()}  # noqa: SIM118 - it is no dict
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def differing(found: dict[str, Any], expected: dict[str, Any]) -> set[str]:
+    return {name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)}
+
+
+@pytest.mark.parametrize("model_type", in_tiers(MODEL_TYPES, ["gpt2", "llama", "qwen3"]))
+@hypothesis.settings(max_examples=10)
+@given(data=st.data())
+def test_generate_equals_transformers(model_type: str, data: st.DataObject) -> None:
+    """Greedy, sampled and with beams; padded on the left or not; past sliding windows and past the positions that
+    scaling reckons with, where there are no learned ones."""
+    fields = data.draw(decoder_fields(model_type)) | without_router_logits(model_type)
+    reference = decoder(fields, data.draw(st.integers(0, 2**31), label="seed"))
+    model = parallel_model(reference, Topology(world=1)).eval()
+    prompt = torch.randint(1, fields["vocab_size"], (BATCH, data.draw(st.integers(1, 9), label="prompt")))
+    asked: dict[str, Any] = {"max_new_tokens": 7 if model_type == "gpt2" else 14, "pad_token_id": 0}
+    ways: list[dict[str, Any]] = [{}, {"use_cache": False}, {"do_sample": True, "top_k": 5}, {"num_beams": 2}]
+    ways += [{"cache_implementation": "static"}, {"cache_implementation": "static", "num_beams": 2}]
+    asked |= data.draw(st.sampled_from(ways), label="way")
+    if data.draw(st.booleans(), label="padded"):
+        asked["attention_mask"] = torch.ones_like(prompt)
+        asked["attention_mask"][0, : prompt.shape[1] // 2] = 0
+    outputs = []
+    for each in (reference, model):
+        torch.manual_seed(1)
+        outputs.append(each.generate(prompt, **asked))
+    assert torch.equal(outputs[1], outputs[0])
 
 
 def generated(world: int, fields: dict[str, Any], seed: int, prompt: list[list[int]], ways: Any) -> list[Any]:

@@ -27,7 +27,7 @@ from tests.support.encoders import (
     rows_for,
     without_sentences,
 )
-from tests.support.native import check_gradients, check_widths, gradients, parallel_model, to_ours
+from tests.support.native import check_gradients, gradients, parallel_model, to_ours
 from tests.support.tiny_models import bert_fields
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
@@ -242,11 +242,6 @@ def test_names_of_old_files_and_what_has_no_weights(model_type: str, tmp_path: P
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(UserError, match=r"unexpected tensor classifier\.weight"):
         ZeroTPForPreTraining.from_pretrained(tmp_path, ALONE)
-
-
-@EACH_TYPE
-def test_a_model_drawn_from_a_seed_is_as_wide_as_transformers_draws_it(model_type: str) -> None:
-    check_widths(config_of(fields_of(model_type, hidden_size=256, vocab_size=200, intermediate_size=512)))
 
 
 def test_what_does_not_fit_is_refused() -> None:

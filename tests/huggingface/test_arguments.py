@@ -82,26 +82,35 @@ def test_attention_is_chosen(directory: Path) -> None:
         assert opened(directory, attn_implementation=given).spec.attention == expected
 
 
+FROM_PRETRAINED: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": "int8"}, r'dtype: "int8" is no floating dtype of torch; give one, such as "bfloat16", or "auto"'),
+    ({"torch_dtype": "half_precision"}, r'dtype: "half_precision" is no floating dtype'),
+    ({"dtype": 16}, r"dtype: 16 is no floating dtype"),
+    ({"attn_implementation": "flash_attention_2"}, r'attn_implementation: "flash_attention_2" is not built; give'),
+    ({"revision": "v2"}, r'revision: "v2", but .* is a directory, which has none; leave revision out'),
+    ({"device_map": "auto"}, r"from_pretrained: device_map is not supported: .* give topology and device"),
+    ({"trust_remote_code": True}, r"trust_remote_code is not supported: code that comes with a model is never run"),
+    ({"subfolder": "half"}, r"subfolder is not supported: "),
+    (
+        {"attn_pdrop": 0.5},
+        r"attn_pdrop is not supported: its arguments are directory, topology, allow_pickle, dtype, ",
+    ),
+]
+GENERATE: list[tuple[dict[str, Any], str]] = [
+    ({"cache_implementation": "paged"}, 'generate: a paged cache .* is not built; leave it out, or use "static"'),
+    ({"cache_implementation": "offloaded"}, "offloaded.* moves it from an accelerator; leave it out on a CPU"),
+    ({"cache_implementation": "offloaded_static"}, "moves it from an accelerator"),
+    ({"output_attentions": True, "return_dict_in_generate": True}, "forward: output_attentions is not supported"),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "int8"}, r'dtype: "int8" is no floating dtype of torch; give one, such as "bfloat16", or "auto"'),
-        ({"torch_dtype": "half_precision"}, r'dtype: "half_precision" is no floating dtype'),
-        ({"dtype": 16}, r"dtype: 16 is no floating dtype"),
-        ({"attn_implementation": "flash_attention_2"}, r'attn_implementation: "flash_attention_2" is not built; give'),
-        ({"revision": "v2"}, r'revision: "v2", but .* is a directory, which has none; leave revision out'),
-        ({"device_map": "auto"}, r"from_pretrained: device_map is not supported: .* give topology and device"),
-        ({"trust_remote_code": True}, r"trust_remote_code is not supported: code that comes with a model is never run"),
-        ({"subfolder": "half"}, r"subfolder is not supported: "),
-        (
-            {"attn_pdrop": 0.5},
-            r"attn_pdrop is not supported: its arguments are directory, topology, allow_pickle, dtype, ",
-        ),
-    ],
+    ("options", "message", "generates"),
+    [*((*case, False) for case in FROM_PRETRAINED), *((*case, True) for case in GENERATE)],
 )
-def test_what_from_pretrained_does_not_take_is_one_line(directory: Path, options: Any, message: str) -> None:
+def test_unsupported_arguments_are_refused(directory: Path, options: Any, message: str, generates: bool) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        opened(directory, **options)
+        opened(directory).generate(TOKENS, max_new_tokens=2, **options) if generates else opened(directory, **options)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
@@ -117,7 +126,7 @@ ON = {"inputs_embeds": torch.ones(1), "output_hidden_states": True, "output_atte
 
 @pytest.mark.parametrize("name", [*ON, "head_mask"])
 @pytest.mark.parametrize("kind", ["causal", "masked"])
-def test_what_a_forward_does_not_take_is_one_line(directory: Path, kind: str, name: str) -> None:
+def test_unsupported_arguments_of_a_forward_are_refused(directory: Path, kind: str, name: str) -> None:
     fields = {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     model = opened(directory) if kind == "causal" else parallel_model(encoder(fields, 0), Topology(world=1))
     with pytest.raises(UserError, match=rf"^\w+\.forward: {name} is not supported: ") as caught:
@@ -125,21 +134,6 @@ def test_what_a_forward_does_not_take_is_one_line(directory: Path, kind: str, na
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
     with pytest.raises(ValueError, match="return_dict=False: outputs are"):
         model(TOKENS, return_dict=False)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"cache_implementation": "paged"}, 'generate: a paged cache .* is not built; leave it out, or use "static"'),
-        ({"cache_implementation": "offloaded"}, "offloaded.* moves it from an accelerator; leave it out on a CPU"),
-        ({"cache_implementation": "offloaded_static"}, "moves it from an accelerator"),
-        ({"output_attentions": True, "return_dict_in_generate": True}, "forward: output_attentions is not supported"),
-    ],
-)
-def test_what_generate_does_not_take_is_one_line(directory: Path, options: Any, message: str) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        opened(directory).generate(TOKENS, max_new_tokens=2, **options)
-    assert "\n" not in str(caught.value)
 
 
 def test_adapters_of_peft_need_a_whole_model(directory: Path) -> None:

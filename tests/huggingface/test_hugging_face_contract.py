@@ -18,11 +18,13 @@ from tests.tiers import in_tiers
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.planning.accelerator import accelerator
+from zero_tp.topology import Topology
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 DECODER: dict[str, Any] = {**SIZES, "model_type": "llama", "vocab_size": 31, "pad_token_id": None}
 ENCODER: dict[str, Any] = {**SIZES, "model_type": "bert", "vocab_size": 31, "hidden_dropout_prob": 0.0}
 ENCODER |= {"attention_probs_dropout_prob": 0.0, "max_position_embeddings": 16}
+ONE_PROCESS = Topology(world=1)
 LOGGED = ("loss", "grad_norm", "mean_token_accuracy", "num_tokens")  # of trl
 MODELS = {
     "tied": lambda: decoder({**DECODER, "tie_word_embeddings": True}, 1),
@@ -95,7 +97,7 @@ def test_labels_are_those_of_transformers() -> None:
 
 def test_native_weights_are_loaded_by_their_names(tmp_path: Path) -> None:
     reference, other = MODELS["tied"](), decoder({**DECODER, "tie_word_embeddings": True}, 9)
-    model = parallel_model(other, grid_of_one())
+    model = parallel_model(other, ONE_PROCESS)
     names = list(reference.state_dict())
     halves = [{name: reference.state_dict()[name] for name in names[start::2]} for start in (0, 1)]
     for half in halves:  # the files of a model in shards
@@ -105,14 +107,8 @@ def test_native_weights_are_loaded_by_their_names(tmp_path: Path) -> None:
     check_close(dict(native_tensors(model)), {name: reference.state_dict()[name] for name, _ in native_tensors(model)})
 
 
-def grid_of_one() -> Any:
-    from zero_tp.topology import Topology
-
-    return Topology(world=1)
-
-
 def test_what_is_not_built_is_refused_by_name(tmp_path: Path) -> None:
-    model = parallel_model(MODELS["tied"](), grid_of_one())
+    model = parallel_model(MODELS["tied"](), ONE_PROCESS)
     for name, value in (("variant", "fp16"), ("safe_serialization", False), ("distributed_checkpoint", True)):
         with pytest.raises(UserError, match=name):
             model.save_pretrained(tmp_path / "model", **{name: value})
@@ -143,7 +139,7 @@ def split_hidden_states() -> str:
 def test_hidden_states_are_those_of_a_whole_model(ranks: Pools) -> None:
     """trl's trainers multiply them by the output layer's weight."""
     reference = MODELS["tied"]()
-    model = parallel_model(reference, grid_of_one())
+    model = parallel_model(reference, ONE_PROCESS)
     batch = {"input_ids": torch.randint(31, (2, 8)), "attention_mask": torch.tensor([[1] * 8, [0] * 3 + [1] * 5])}
     expected = reference.base_model(**batch, use_cache=False).last_hidden_state
     seen = batch["attention_mask"] == 1
@@ -176,7 +172,7 @@ def test_trl_trains_a_whole_model(tmp_path: Path) -> None:
     answers = [(" ".join(words[3 + i : 6 + i]), " ".join(words[4 + i : 8 + i])) for i in range(12)]
     rows = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in answers]
     found = []
-    for model in (MODELS["tied"](), parallel_model(MODELS["tied"](), grid_of_one())):
+    for model in (MODELS["tied"](), parallel_model(MODELS["tied"](), ONE_PROCESS)):
         options: dict[str, Any] = {"max_steps": 3, "logging_steps": 1, "report_to": [], "use_cpu": True, "bf16": False}
         options |= {"learning_rate": 1e-3, "per_device_train_batch_size": 4, "assistant_only_loss": True}
         args = SFTConfig(output_dir=str(tmp_path), disable_tqdm=True, save_strategy="no", **options)
@@ -191,7 +187,7 @@ def test_trl_trains_a_whole_model(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_others_too_keeps_their_files(tmp_path: Path) -> None:
     """As Trainer's, in which it has checkpoints and its own state."""
-    model = parallel_model(MODELS["tied"](), grid_of_one())
+    model = parallel_model(MODELS["tied"](), ONE_PROCESS)
     (tmp_path / "checkpoint-5").mkdir()
     (tmp_path / "training_args.bin").write_text("theirs")
     (tmp_path / "model-00001-of-00002.safetensors").write_text("an older model's")

@@ -24,23 +24,14 @@ from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
 
 
-def cores_of(config: RunConfig) -> set[type]:
-    model = ZeroTPForCausalLM(config.hf_config())
-    return {type(module.core) for module in model.modules() if isinstance(module, Attention)}
-
-
-@pytest.mark.parametrize("attention", list(CORES))
-def test_the_model_has_the_attention_that_the_file_asks_for(attention: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("attention", [None, *CORES])
+def test_the_model_has_the_attention_of_the_file_or_sdpa(attention: str | None, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps(RIGHT))
-    config = RunConfig.load(path, [f"zero_tp.attention={attention}"], world_size=4)
-    assert cores_of(config) == {CORES[attention]}
-
-
-def test_sdpa_is_the_default(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(RIGHT))
-    assert cores_of(RunConfig.load(path, world_size=4)) == {CORES["sdpa"]}
+    changes = [] if attention is None else [f"zero_tp.attention={attention}"]
+    model = ZeroTPForCausalLM(RunConfig.load(path, changes, world_size=4).hf_config())
+    cores = {type(module.core) for module in model.modules() if isinstance(module, Attention)}
+    assert cores == {CORES[attention or "sdpa"]}
 
 
 CUDA = torch.device("cuda")

@@ -57,11 +57,11 @@ def test_output_and_gradients(name: str, padding: str, dtype: torch.dtype, allow
     output.backward(upstream)
 
     query, key, value = exact.permute(2, 1, 3, 0, 4)
-    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     if tokens is not None:
-        seen = seen & tokens.bool()[:, None, None, :]
-        seen = seen | (torch.eye(LENGTH, dtype=torch.bool) & ~seen.any(-1, keepdim=True))
-    scores = (query @ key.transpose(-2, -1) / SIZE**0.5).masked_fill(~seen, -torch.inf)
+        visible = visible & tokens.bool()[:, None, None, :]
+        visible = visible | (torch.eye(LENGTH, dtype=torch.bool) & ~visible.any(-1, keepdim=True))
+    scores = (query @ key.transpose(-2, -1) / SIZE**0.5).masked_fill(~visible, -torch.inf)
     expected = scores.softmax(-1) @ value
     expected.backward(upstream.double())
     assert output.dtype == dtype
@@ -134,9 +134,9 @@ def test_pieces_are_what_the_mask_shows(numbers: list[list[int]], window: int | 
     # Neighbours of one number are one piece, others are not.
     apart = (documents[:, 1:] != documents[:, :-1]).long().cumsum(1)
     same = torch.nn.functional.pad(apart, (1, 0))
-    seen = (same[:, :, None] == same[:, None, :]) & torch.ones(length, length, dtype=torch.bool).tril()
-    seen &= torch.ones(length, length, dtype=torch.bool).triu(-(window or length) + 1)
-    assert torch.equal(facts.seen(torch.device("cpu")), seen[:, None])
+    visible = (same[:, :, None] == same[:, None, :]) & torch.ones(length, length, dtype=torch.bool).tril()
+    visible &= torch.ones(length, length, dtype=torch.bool).triu(-(window or length) + 1)
+    assert torch.equal(facts.visible(torch.device("cpu")), visible[:, None])
 
     def computed(kind: type) -> list[Tensor]:
         given = [each.clone().requires_grad_() for each in heads]

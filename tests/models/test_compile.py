@@ -16,9 +16,9 @@ from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.errors import UserError
-from zero_tp.models.mlp import _gated, _of_gated
-from zero_tp.models.norm import _of_rows, _of_weight, _rms_norm
-from zero_tp.models.position import _turn
+from zero_tp.models.mlp import _gated, _gated_gradient
+from zero_tp.models.norm import _rms_norm, _rows_gradient, _weight_gradient
+from zero_tp.models.position import _apply_rotary
 from zero_tp.parallel import elementwise
 from zero_tp.parallel.loss import _sums, _to_probabilities_
 from zero_tp.topology import Topology
@@ -117,8 +117,8 @@ def test_kernels_of_an_rms_norm_go_over_memory_once(monkeypatch: pytest.MonkeyPa
     try:
         for function, given in (
             (_rms_norm, (rows, weight, 1e-5)),
-            (_of_weight, (gradient, rows, scale)),
-            (_of_rows, (gradient, rows, scale, weight)),
+            (_weight_gradient, (gradient, rows, scale)),
+            (_rows_gradient, (gradient, rows, scale, weight)),
         ):
             torch._dynamo.reset()
             metrics.reset()
@@ -140,12 +140,12 @@ def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor],
     gelu = partial(F.gelu, approximate="tanh")
     return {
         "norm": (_rms_norm, [rows], [weight, 1e-5]),
-        "norm's weight": (_of_weight, [gradient, rows, scale], []),
-        "norm's rows": (_of_rows, [gradient, rows, scale], [weight]),
+        "norm's weight": (_weight_gradient, [gradient, rows, scale], []),
+        "norm's rows": (_rows_gradient, [gradient, rows, scale], [weight]),
         "gate": (_gated, [wide], [F.silu]),
-        "gate's gradient": (_of_gated, [wide, gradient], [F.silu]),
-        "another gate's": (_of_gated, [wide, gradient], [gelu]),
-        "rotation": (_turn, turning, []),
+        "gate's gradient": (_gated_gradient, [wide, gradient], [F.silu]),
+        "another gate's": (_gated_gradient, [wide, gradient], [gelu]),
+        "rotation": (_apply_rotary, turning, []),
         "softmax": (_sums, [logits], [21]),
         "probabilities": (_to_probabilities_, [logits, maximum, factor], [21]),
     }
@@ -172,7 +172,7 @@ def test_a_kernel_computes_what_is_written(
     for name, (function, rows, others) in cases(dtype, device).items():
         copies = [each.clone() for each in rows]
         with torch.no_grad():
-            run = elementwise.COMPILED.total if function is _of_weight else elementwise.COMPILED.rows
+            run = elementwise.COMPILED.total if function is _weight_gradient else elementwise.COMPILED.rows
             found, expected = run(function, copies, *others), function(*rows, *others)
         if expected is None:
             found, expected = copies[0], rows[0]

@@ -1,4 +1,4 @@
-"""Mixtures of experts over TP ranks against transformers' own classes in one process: a bare backward, no DeepSpeed."""
+"""Mixtures of experts against transformers' own classes, in one process and over TP ranks."""
 
 from __future__ import annotations
 
@@ -10,34 +10,77 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.checkpoint.test_checkpoint import VOCABULARY, batch_of, resumed, straight, write_config
-from tests.support.compare import check_close, grid, whole_gradients
-from tests.support.experts import OWN, ROUTINGS, fields, inputs, reference_model
-from tests.support.native import Native, gradients, parallel_model, to_ours
+from tests.support.compare import check_close, grid
+from tests.support.experts import LENGTH, OWN, ROUTINGS, fields, inputs, reference_model
+from tests.support.native import Native, check_gradients, parallel_model
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
+from zero_tp.architectures import ARCHITECTURES
 from zero_tp.checkpoint.convert import to_huggingface
+from zero_tp.config.model_block import check_model
+from zero_tp.config.schema import ZeroTP
+from zero_tp.errors import ConfigError
+from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.models.flops import model_flops
 from zero_tp.parallel.layout import audit
+from zero_tp.planning.memory import model_of
+from zero_tp.topology import Topology
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((model_type, {}) for model_type in OWN),
+    *(("mixtral", changes) for changes in ({"num_experts_per_tok": 1}, {"num_experts_per_tok": 7})),
+    ("mixtral", {"sliding_window": 5}),
+    ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 2}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5, "norm_topk_prob": False}),
+    ("olmoe", {"attention_bias": True, "num_key_value_heads": 4, "clip_qkv": None, "norm_topk_prob": True}),
+]
 
 
-def same_as_native(model_type: str, world: int, sequence: bool, routing: str) -> tuple[int, int]:
-    reference = reference_model(fields(model_type), 1, routing)
-    batch = inputs(61, padded=True)
-    expected = reference(**batch)
-    expected.loss.backward()
-    model = parallel_model(reference, grid(world, sequence)).train()
-    audit(model, model.topology)
-    found = model(**batch, return_logits=True)
+def compare(
+    model_type: str, topology: Topology, routing: str, padded: bool, changes: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Logits, both losses and every gradient against transformers' class; our model and its output."""
+    reference = reference_model(fields(model_type, **changes), 1, routing)
+    batch = inputs(61, padded=padded)
+    model = parallel_model(reference, topology).train()
+    expected, found = reference(**batch), model(**batch, return_logits=True)
+    # Padding that sees no token through a window has no defined output.
+    seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    check_close({"logits": found.logits[seen]}, {"logits": expected.logits.detach()[seen]})
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
     assert found.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=1e-5)
+    expected.loss.backward()
     found.loss.backward()
-    assert all(fired == 1 for fired in model.gradient_hooks.fired.values())
-    ours = whole_gradients(model)
-    check_close(ours, to_ours(model.config, gradients(reference)))
-    routers = sum(name.endswith("router.weight") for name in model.gradient_hooks.fired)
-    return routers, sum(name.endswith("shared.gate") for name in model.gradient_hooks.fired)
+    check_gradients(model, reference)
+    return model, expected
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("model_type", "changes"), CASES)
+def test_one_process(model_type: str, routing: str, padded: bool, changes: dict[str, Any]) -> None:
+    model, expected = compare(model_type, Topology(world=1), routing, padded, changes)
+    per_token = model.spec.experts.per_token
+    counts = [layer.topk(per_token).indices.flatten().bincount(minlength=7) for layer in expected.router_logits]
+    if routing == "one expert":
+        assert all(count[3] == 3 * LENGTH for count in counts)
+    elif routing == "unused expert" and per_token < 7:
+        assert all(count[3] == 0 for count in counts)
+    elif routing == "ties":
+        assert all((logits == 0).all() for logits in expected.router_logits)
+
+
+def partial_gradients(model_type: str, world: int, sequence: bool, routing: str) -> tuple[int, int]:
+    """Routers and gates of shared experts whose gradients a hook sums."""
+    model, _ = compare(model_type, grid(world, sequence), routing, True, {})
+    audit(model, model.topology)
+    fired = model.gradient_hooks.fired
+    assert all(count == 1 for count in fired.values())
+    return tuple(sum(name.endswith(end) for name in fired) for end in ("router.weight", "shared.gate"))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -51,8 +94,85 @@ def test_both_losses_and_every_gradient(
     gate too."""
     layers = 2 if model_type == "qwen2_moe" else 3
     shared = layers if sequence and model_type == "qwen2_moe" else 0
-    found = ranks(world).run(same_as_native, model_type, world, sequence, routing)
+    found = ranks(world).run(partial_gradients, model_type, world, sequence, routing)
     assert found == [(layers, shared)] * world
+
+
+def test_the_loss_is_balanced_only_where_the_config_says_so() -> None:
+    reference = reference_model(fields(output_router_logits=False), 1)
+    batch = inputs(61, padded=False)
+    model = parallel_model(reference, Topology(world=1)).train()
+    found = model(**batch)
+    assert found.aux_loss is None and model.figures == ()
+    assert found.loss.item() == pytest.approx(reference(**batch).loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("mixtral", {"num_experts_per_tok": 8}, "num_experts_per_tok: 8 experts a token, of 7"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise: 0.1 is refused"),
+        ("qwen2_moe", {"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers: no layer has experts"),
+        ("qwen3_moe", {"decoder_sparse_step": 4}, "decoder_sparse_step: no layer has experts"),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window: 0 is not positive"),
+        ("qwen2_moe", {"num_key_value_heads": None}, "num_key_value_heads: null: transformers computes nothing"),
+        ("olmoe", {"clip_qkv": -1.0}, "clip_qkv: -1.0 is not positive"),
+    ],
+)
+def test_refusals(model_type: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ARCHITECTURES[model_type].spec(AutoConfig.for_model(**fields(model_type, **changes)))
+
+
+def test_a_model_in_bf16_counts_as_transformers_does() -> None:
+    """The loss's statistics are of probabilities rounded to bf16, and of a choice among these."""
+    # torch's grouped product takes rows of 16 bytes.
+    reference = reference_model(fields(intermediate_size=24), 1).to(torch.bfloat16)
+    batch = inputs(61, padded=True)
+    with torch.no_grad():
+        model = parallel_model(reference, Topology(world=1), dtype=torch.bfloat16)
+        assert model(**batch).aux_loss.item() == pytest.approx(reference(**batch).aux_loss.item(), rel=1e-2)
+
+
+@pytest.mark.parametrize("model_type", OWN)
+def test_flops_are_those_that_torch_counts(model_type: str) -> None:
+    """In groups that torch multiplies one by one: it counts no product of all groups."""
+    odd = {"intermediate_size": 17, "moe_intermediate_size": 17}
+    config = parallel_model(reference_model(fields(model_type), 1), Topology(world=1)).config
+    for name, size in odd.items():
+        if name in vars(config):
+            setattr(config, name, size)
+    config._attn_implementation = "eager"  # torch counts no fused kernel of a CPU
+    model = ZeroTPForCausalLM(config, Topology(world=1), seed=1).train()
+    batch = inputs(61, padded=False)
+    with FlopCounterMode(display=False) as ran:
+        model(batch["input_ids"], shift_labels=batch["labels"]).loss.backward()
+    assert ran.get_total_flops() == pytest.approx(model_flops(model.spec, 3, LENGTH), rel=0.03)
+
+
+@pytest.mark.parametrize("model_type", OWN)
+def test_active_parameters_are_those_that_a_token_meets(model_type: str) -> None:
+    config = parallel_model(reference_model(fields(model_type), 1), Topology(world=1)).config
+    made = model_of(config, 1, False)
+    layers = 2 if model_type == "qwen2_moe" else 3
+    assert made.whole - made.active == layers * (7 - 2) * 3 * 24 * 20
+
+
+def test_the_load_balancing_loss_of_a_published_model_can_be_chosen(tmp_path: Path) -> None:
+    """Published configs leave it off."""
+    reference_model(fields("olmoe", output_router_logits=False), 1).save_pretrained(tmp_path)
+    given = {"from_pretrained": str(tmp_path), "output_router_logits": True, "router_aux_loss_coef": 0.2}
+    needed: dict[str, Any] = {"data": {"train": "x", "sequence_length": 16}, "training": {"steps": 1}}
+    config = check_model(ZeroTP.model_validate({"model": given, **needed}))
+    experts = ARCHITECTURES["olmoe"].spec(config).experts
+    assert experts is not None and experts.loss_weight == 0.2
+
+
+def test_shares_of_experts_are_refused_without_experts() -> None:
+    needed: dict[str, Any] = {"data": {"train": "x", "sequence_length": 16}, "training": {"steps": 1}}
+    block = ZeroTP.model_validate({"model": {"model_type": "gpt2"}, "logging": {"experts": True}, **needed})
+    with pytest.raises(ConfigError, match=r"zero_tp\.logging\.experts: gpt2 has no experts"):
+        check_model(block)
 
 
 def chosen_on_ranks(world: int, sequence: bool, routing: str) -> list[torch.Tensor]:
@@ -77,8 +197,6 @@ def test_all_ranks_choose_the_same_experts(ranks: Pools, sequence: bool, routing
 
 def train_guarded(guarded: bool) -> str:
     """The message on a rank of a step in which rank 1's second router has its rows in another order, or ""."""
-    from transformers import AutoConfig
-
     from zero_tp.errors import UserError
     from zero_tp.training.engine import TrainingEngine
 
@@ -109,8 +227,6 @@ def test_ranks_that_choose_otherwise_are_stopped(ranks: Pools, guarded: bool) ->
 
 
 def there_and_back(theirs: str, ours: str, world: int) -> None:
-    from zero_tp.huggingface import ZeroTPForCausalLM
-
     ZeroTPForCausalLM.from_pretrained(theirs, grid(world, True)).save_pretrained(ours)
 
 

@@ -6,13 +6,12 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from tests.support.compare import Given, check_close, gradient_of
+from tests.support.compare import Given, check_close, gradient_of, whole_gradients
 from zero_tp import architectures as tables
 from zero_tp.architectures import architecture_of, as_stored, native_class_of, weights_of
 from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
@@ -64,22 +63,17 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: gradient_of(parameter) for name, parameter in model.named_parameters()}
 
 
-def check_gradients(model: ParallelModel, reference: Any) -> None:
-    """Every gradient of a model of one process is that of its twin, and no weight of either is without one."""
+def check_gradients(model: ParallelModel, reference: Any) -> int:
+    """Every gradient is that of the twin, and no weight of either is without one; the number of gradients.
+
+    Collective over the model's TP group.
+    """
     theirs = gradients(reference)
     weights = weights_of(model.config)
     assert {name for weight in weights for name in weight.names} == as_stored(weights, theirs).keys()
-    check_close(gradients(model), to_ours(model.config, theirs))
-
-
-def check_widths(config: PretrainedConfig, seed: int = 3) -> None:
-    """Weights drawn from a seed have the mean and the standard deviation of those that transformers draws."""
-    theirs = to_ours(config, native_model(config).state_dict())
-    for name, parameter in our_class(config)(config, Topology(world=1), seed=seed).named_parameters():
-        # Of two estimates from n numbers: the ratio of deviations has one of 1/√n, the difference of means of σ·√(2/n).
-        mean, std, few = theirs[name].mean().item(), theirs[name].std().item(), parameter.numel() ** -0.5
-        assert parameter.std().item() == pytest.approx(std, rel=max(0.05, 4 * few)), name
-        assert parameter.mean().item() == pytest.approx(mean, abs=1e-6 + 6 * std * few), name
+    ours = whole_gradients(model)
+    check_close(ours, to_ours(model.config, theirs))
+    return len(ours)
 
 
 class Native(Given):

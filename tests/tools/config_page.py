@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from zero_tp.architectures import ARCHITECTURES
-from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG
+from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG
 from zero_tp.architectures.rotary import ROPE_KEYS
 from zero_tp.config import RunConfig
 from zero_tp.config.config_file import ConfigFile
@@ -261,8 +261,8 @@ def _models() -> Iterator[str]:
         yield f"- `{field}` stays `{shown(value)}`: {reason}"
     yield ""
     yield (
-        f"These may be in a `config.json` and change nothing: {_listed(name for name in OF_EVERY_CONFIG)}; so may what"
-        " `GenerationConfig` declares."
+        "These may be in a `config.json` and change nothing: "
+        f"{_listed(name for name in IRRELEVANT_IN_EVERY_CONFIG)}; so may what `GenerationConfig` declares."
     )
 
 

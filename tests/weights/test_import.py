@@ -24,7 +24,6 @@ from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import Sharded, layout_of
 from zero_tp.topology import Topology
 from zero_tp.weights.load import PretrainedSource
-from zero_tp.weights.weight_files import find_weights
 
 ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 8, "n_embd": 32, "n_positions": 16, "vocab_size": 61}
@@ -214,12 +213,8 @@ def test_a_wrong_index_is_one_line(directory: Path, index: str, words: str) -> N
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "roberta"}, r'config\.json: model_type: "roberta" has no table here; supported: bert, gpt2'),
         ({"n_head": 5}, r"config\.json: n_embd: hidden size 32 ≠ heads 5"),
         ({"n_head": "four"}, r"config\.json: n_head: expected an integer"),
-        ({"reorder_and_upcast_attn": True}, r"config\.json: reorder_and_upcast_attn: true is refused"),
-        ({"activation_function": "mish"}, r"config\.json: activation_function:"),
-        ({"quantization_config": {"bits": 4}}, r"config\.json: quantization_config: quantized weights"),
         ({"zero_tp": {}}, r"is a training run; export it with zero-tp convert to-hf"),
     ],
 )
@@ -247,8 +242,3 @@ def test_nothing_runs_code_of_a_directory() -> None:
             text = path.read_text()
             assert not re.search(r'trust_remote_code(?!=False\b|": "code that comes)', text), path
             assert not re.search(r"weights_only\s*=\s*False|pickle\.load", text), path
-
-
-def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no model\.safetensors nor"):
-        find_weights(tmp_path, allow_pickle=True)

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from tests.models.test_model import SIZES, batch, reference_model
 from tests.support.compare import grid
@@ -110,15 +110,8 @@ def test_directories_without_a_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json"):
         ZeroTPForCausalLM.from_pretrained(tmp_path)
     reference_model().config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"no model\.safetensors"):
+    with pytest.raises(UserError, match=r"no model\.safetensors nor"):
         ZeroTPForCausalLM.from_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"{}")
     with pytest.raises(UserError, match=r"model\.safetensors: not a readable"):
-        ZeroTPForCausalLM.from_pretrained(tmp_path)
-    reference_model().save_pretrained(tmp_path)
-    GPT2Config(**{**SIZES, "vocab_size": 60}).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"wte\.weight: expected shape \(60, 24\), found \(61, 24\)"):
-        ZeroTPForCausalLM.from_pretrained(tmp_path)
-    GPT2Config(**{**SIZES, "n_layer": 3}).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"no tensor transformer\.h\.2\.ln_1\.weight"):
         ZeroTPForCausalLM.from_pretrained(tmp_path)

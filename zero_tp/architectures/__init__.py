@@ -1,4 +1,4 @@
-"""There is one table per Hugging Face model_type: its fields, its config as a TransformerSpec, its weights' names."""
+"""One table per Hugging Face model_type: config fields, translation to a TransformerSpec, names of weights."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from zero_tp.architectures import common
-from zero_tp.architectures.fields import OF_A_HEAD, TOKENS, Fields
+from zero_tp.architectures.fields import GENERATION_FIELDS, UNTRAINED_HEAD, Fields
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.architectures.table import Architecture, Weight
 
@@ -29,8 +29,8 @@ FIELDS = Fields(
         "position_embedding_type": ("absolute", "positions are learned, one vector each"),
     },
     irrelevant={
-        **TOKENS,
-        "classifier_dropout": OF_A_HEAD,
+        **GENERATION_FIELDS,
+        "classifier_dropout": UNTRAINED_HEAD,
         # What files of the first releases say besides, and the class never asks.
         **dict.fromkeys(("directionality", "output_past"), "a note of who wrote the file"),
         **dict.fromkeys(
@@ -47,7 +47,7 @@ FIELDS = Fields(
 )
 
 WITHOUT_SENTENCES = "BertForMaskedLM"
-HEADS = {
+OPTIONAL_HEADS = {
     "the head of masked tokens": r"cls\.predictions\..+",
     "the pooler": r"bert\.pooler\..+",
     "the sentence head": r"cls\.seq_relationship\..+",
@@ -56,17 +56,17 @@ TIED = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
-OLD = (r"embeddings\.position_ids",)  # 0, 1, 2, …
-OLD_ENDINGS = {".gamma": ".weight", ".beta": ".bias"}
+OBSOLETE_TENSORS = (r"embeddings\.position_ids",)  # 0, 1, 2, …
+OBSOLETE_SUFFIXES = {".gamma": ".weight", ".beta": ".bias"}
 """Names of norms in files that were converted from TensorFlow."""
 
 
-def encoder_spec(config: PretrainedConfig, without_sentences: str, **differences: Any) -> TransformerSpec:
+def encoder_spec(config: PretrainedConfig, without_sentences: str, **overrides: Any) -> TransformerSpec:
     """Return the spec of an encoder: what is not as in Llama.
 
     Args:
         without_sentences: name of the class that has no sentence head.
-        differences: arguments of TransformerSpec that differ between encoders.
+        overrides: arguments of TransformerSpec that differ between encoders.
     """
     return common.spec(
         config,
@@ -74,8 +74,7 @@ def encoder_spec(config: PretrainedConfig, without_sentences: str, **differences
         norm_epsilon=config.layer_norm_eps,
         position="learned",
         mlp="mlp",
-        qkv_bias=True,
-        output_bias=True,
+        attention_bias=True,
         mlp_bias=True,
         dropouts=common.dropouts(
             config,
@@ -86,7 +85,7 @@ def encoder_spec(config: PretrainedConfig, without_sentences: str, **differences
         causal=False,
         sentence_head=config.architectures != [without_sentences],
         token_types=config.type_vocab_size,
-        **differences,
+        **overrides,
     )
 
 
@@ -94,7 +93,7 @@ def encoder_weights(spec: TransformerSpec, norms: dict[str, str]) -> Iterator[We
     """Yield every parameter of an encoder of this spec.
 
     Args:
-        norms: ours → theirs, as far as they are named otherwise.
+        norms: our name → Hugging Face's, of the norms that differ between encoders.
     """
     for name in ("word", "position", "token_type"):
         yield Weight(f"transformer.embedding.{name}.weight", f"bert.embeddings.{name}_embeddings.weight")
@@ -106,15 +105,15 @@ def encoder_weights(spec: TransformerSpec, norms: dict[str, str]) -> Iterator[We
         "mlp.down": ("output.dense",),
     }
     for ours, theirs in linears.items():
-        yield from common.both_names(common.OURS + ours, *(layer + name for name in theirs))
+        yield from common.module_weights(common.OURS + ours, *(layer + name for name in theirs))
     for ours, its in norms.items():
-        yield from common.both_names(f"transformer.{ours}", f"bert.{its}")
-    yield from common.both_names("head.dense", "cls.predictions.transform.dense")
-    yield from common.both_names("head.norm", "cls.predictions.transform.LayerNorm")
+        yield from common.module_weights(f"transformer.{ours}", f"bert.{its}")
+    yield from common.module_weights("head.dense", "cls.predictions.transform.dense")
+    yield from common.module_weights("head.norm", "cls.predictions.transform.LayerNorm")
     yield Weight("head.decoder.bias", "cls.predictions.bias")
     if spec.sentence_head:
-        yield from common.both_names("sentence_head.pooler", "bert.pooler.dense")
-        yield from common.both_names("sentence_head.classifier", "cls.seq_relationship")
+        yield from common.module_weights("sentence_head.pooler", "bert.pooler.dense")
+        yield from common.module_weights("sentence_head.classifier", "cls.seq_relationship")
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
@@ -140,7 +139,7 @@ ARCHITECTURE = Architecture(
     native_class="BertForPreTraining",
     without_sentences=WITHOUT_SENTENCES,
     base_prefix="bert.",
-    heads=HEADS,
-    old=OLD,
-    old_endings=OLD_ENDINGS,
+    optional_heads=OPTIONAL_HEADS,
+    obsolete_tensors=OBSOLETE_TENSORS,
+    obsolete_suffixes=OBSOLETE_SUFFIXES,
 )

@@ -1,7 +1,7 @@
-"""This module has what several architecture tables share.
+"""What architecture tables share: Llama's fields, spec and weights, from which most decoders differ in a few places.
 
-The usual decoder is a descendant of Llama: RMSNorm, rotary positions, gated MLP, grouped queries, and their names in
-Hugging Face's files. Fields are read by the general names, which every config class knows.
+Llama has RMSNorm, rotary positions, gated MLPs and grouped queries. Fields are read by Hugging Face's general names
+(`hidden_size`), which every config class maps to its own (`n_embd`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from zero_tp.architectures.fields import FIXED_IN_DECODERS, OF_DECODERS, Fields
+from zero_tp.architectures.fields import FIXED_IN_DECODERS, IRRELEVANT_IN_DECODERS, Fields
 from zero_tp.architectures.rotary import ROPE, ROPE_UNDECLARED, rotary
 from zero_tp.architectures.spec import Dropouts, ExpertsSpec, TransformerSpec
 from zero_tp.architectures.table import Architecture, Weight
@@ -58,10 +58,10 @@ def fields(
     irrelevant: Mapping[str, str] | None = None,
     undeclared: Mapping[str, Any] | None = None,
 ) -> Fields:
-    """Return the fields that every decoder with rotary positions has, and those that one adds.
+    """Return Llama's fields and those that one architecture adds.
 
     Args:
-        epsilon: the norms' field. The others: see Fields.
+        epsilon: name of the norms' epsilon. For the others see Fields.
     """
     return Fields(
         sizes=(*SIZES, *sizes),
@@ -70,27 +70,37 @@ def fields(
         choices={"hidden_act": tuple(ACTIVATIONS), **(choices or {})},
         read=("tie_word_embeddings", *ROPE, *read),
         fixed={**FIXED_IN_DECODERS, **(fixed or {})},
-        irrelevant={**OF_DECODERS, **(irrelevant or {})},
+        irrelevant={**IRRELEVANT_IN_DECODERS, **(irrelevant or {})},
         undeclared={**ROPE_UNDECLARED, **(undeclared or {})},
     )
 
 
 def spec(
-    config: PretrainedConfig, *, partly: bool = False, mlp: str | tuple[str, ...] = "gated", **differences: Any
+    config: PretrainedConfig,
+    *,
+    partial_rotary: bool = False,
+    mlp: str | tuple[str, ...] = "gated",
+    attention_bias: bool = False,
+    **overrides: Any,
 ) -> TransformerSpec:
     """Return the spec of a config.
 
     Args:
-        partly: the architecture may turn a part of each head.
-        mlp: of every layer, or of each.
-        differences: arguments of TransformerSpec that are not as in Llama.
+        partial_rotary: the architecture supports rotating a part of each head.
+        mlp: name in MLPS, one for all layers or one per layer.
+        attention_bias: biases on Q, K, V and the output projection.
+        overrides: arguments of TransformerSpec that differ from Llama's.
     """
     layers, std = config.num_hidden_layers, config.initializer_range
     mlps = (mlp,) * layers if isinstance(mlp, str) else mlp
     heads, kv_heads, head_size = grouped_heads(config)
-    if differences.get("position") != "learned":
-        differences = {"position": "rotary", "rotary": rotary(config, head_size, partly=partly), **differences}
-    usual: dict[str, Any] = {
+    if overrides.get("position") != "learned":
+        overrides = {
+            "position": "rotary",
+            "rotary": rotary(config, head_size, partial_rotary=partial_rotary),
+            **overrides,
+        }
+    defaults: dict[str, Any] = {
         "hidden": config.hidden_size,
         "layers": layers,
         "heads": heads,
@@ -104,22 +114,22 @@ def spec(
         "mlps": mlps,
         "experts": experts(config) if "experts" in mlps else None,
         "activation": ACTIVATIONS.get(getattr(config, "hidden_act", "")),
-        "qkv_bias": False,
-        "output_bias": False,
+        "qkv_bias": attention_bias,
+        "output_bias": attention_bias,
         "mlp_bias": False,
         "tied": config.tie_word_embeddings,
         "padding_token": config.pad_token_id,
         "init_std": std,
         "residual_std": std,
         "dropouts": dropouts(config, attention="attention_dropout"),
-        "windows": (None,) * layers,
+        "windows": (getattr(config, "sliding_window", None),) * layers,
         "attention": "eager" if config._attn_implementation == "eager" else "sdpa",
     }
-    return TransformerSpec(**{**usual, **differences})
+    return TransformerSpec(**{**defaults, **overrides})
 
 
 def experts(config: PretrainedConfig) -> ExpertsSpec:
-    """Return the mixture of experts; its loss counts if the config asks for the routers' logits, as in transformers."""
+    """Return the mixture of experts. As in transformers, `output_router_logits` turns on the load-balancing loss."""
     count, per_token = config.num_experts, config.num_experts_per_tok
     if per_token > count:
         key, remedy = f"{MODEL_KEY}.num_experts_per_tok", f"give at most {count}"
@@ -180,10 +190,10 @@ def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
 OURS, THEIRS = "transformer.layers.{layer}.", "model.layers.{layer}."
 
 
-def both_names(
+def module_weights(
     ours: str, *theirs: str, bias: bool = True, transposed: bool = False, **attributes: Any
 ) -> Iterator[Weight]:
-    """Yield the weight, and the bias if there is one, of a norm or a linear layer; several of theirs are one of ours.
+    """Yield weight and bias of a norm or linear layer. Several modules of Hugging Face's may be one fused module here.
 
     Args:
         transposed, attributes: see Weight.
@@ -194,8 +204,8 @@ def both_names(
 
 
 def layer_weights(ours: str, *theirs: str, bias: bool, layers: tuple[int, ...] | None = None) -> Iterator[Weight]:
-    """Yield the same of every layer, by the names within one."""
-    yield from both_names(OURS + ours, *(THEIRS + name for name in theirs), bias=bias, layers=layers)
+    """Yield `module_weights` of every layer. Names are relative to the layer."""
+    yield from module_weights(OURS + ours, *(THEIRS + name for name in theirs), bias=bias, layers=layers)
 
 
 EMBEDDING = Weight("transformer.embedding.word.weight", "model.embed_tokens.weight")
@@ -218,7 +228,7 @@ def attention_weights(spec: TransformerSpec) -> Iterator[Weight]:
     yield from layer_weights("attention.output", "self_attn.o_proj", bias=spec.output_bias)
 
 
-GATED = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+GATED_MLP = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 """The linear layers of Llama's MLP: our name, theirs."""
 
 
@@ -233,7 +243,7 @@ def expert_weights(spec: TransformerSpec, block: str, linears: Mapping[str, tupl
         in_memory = f"{THEIRS}mlp.experts.{ours}_proj"
         yield Weight(f"{OURS}mlp.{ours}.weight", matrices, experts=count, in_memory=in_memory, layers=layers)
     if spec.experts.shared:
-        for ours, theirs in GATED.items():
+        for ours, theirs in GATED_MLP.items():
             names = tuple(f"mlp.shared_expert.{name}" for name in theirs)
             yield from layer_weights(f"mlp.shared.{ours}", *names, bias=False, layers=layers)
         yield Weight(f"{OURS}mlp.shared.gate", f"{THEIRS}mlp.shared_expert_gate.weight", layers=layers)
@@ -242,17 +252,17 @@ def expert_weights(spec: TransformerSpec, block: str, linears: Mapping[str, tupl
 def weights(
     spec: TransformerSpec,
     attention: Iterable[Weight] | None = None,
-    mlp: Mapping[str, tuple[str, ...]] = GATED,
+    mlp: Mapping[str, tuple[str, ...]] = GATED_MLP,
     *,
     block: str = "mlp",
-    linears: Mapping[str, tuple[str, ...]] = GATED,
+    linears: Mapping[str, tuple[str, ...]] = GATED_MLP,
 ) -> tuple[Weight, ...]:
     """Return every parameter of a model of this spec.
 
     Args:
-        attention: those of `self_attn`, where they are not as in Llama.
-        mlp: the linear layers of the MLPs that are no experts, our name → theirs.
-        block: the files' name of the MLP with experts. linears: as `mlp`, of one expert.
+        attention: the weights of `self_attn`; by default Llama's.
+        mlp: linear layers of dense MLPs, our name → Hugging Face's.
+        block: name of the MLP with experts in files. linears: like `mlp`, for one expert.
     """
     bias = spec.norm == "layer_norm"
     listed = [EMBEDDING, *layer_weights("attention_norm", "input_layernorm", bias=bias)]
@@ -261,7 +271,7 @@ def weights(
     for ours, theirs in mlp.items():
         names = (f"mlp.{name}" for name in theirs)
         listed += layer_weights(f"mlp.{ours}", *names, bias=spec.mlp_bias, layers=spec.dense_layers)
-    listed += [*both_names("transformer.final_norm", "model.norm", bias=bias), HEAD]
+    listed += [*module_weights("transformer.final_norm", "model.norm", bias=bias), HEAD]
     if spec.experts is not None:
         listed += expert_weights(spec, block, linears)
     return tuple(listed)
@@ -273,7 +283,7 @@ def architecture(
     native_class: str,
     weights: Callable[[TransformerSpec], tuple[Weight, ...]] = weights,
 ) -> Architecture:
-    """Return the table of one: its own fields and spec, and the names that all have, or its own."""
+    """Return the table of a decoder whose weights have Llama's names, or `weights`."""
     return Architecture(
         fields=fields,
         translate=spec,
@@ -281,5 +291,5 @@ def architecture(
         tied={"lm_head.weight": "model.embed_tokens.weight"},
         native_class=native_class,
         base_prefix="model.",
-        old=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),  # the frequencies, computed from the config
+        obsolete_tensors=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),  # computed from the config
     )

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero_tp import architectures
-from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_A_HEAD, OF_EVERY_CONFIG, Fields
+from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG, UNTRAINED_HEAD, Fields
 from zero_tp.architectures.rotary import ROPE, check_rope_names, check_rope_values
 from zero_tp.constants import DTYPES, MODEL_KEY
 from zero_tp.errors import ConfigError, did_you_mean, in_json_words, one_line, shown
@@ -24,7 +24,7 @@ from zero_tp.strict_json import read_json
 from zero_tp.validation import ConfigModel, validate
 
 CONFIG = "config.json"
-_GIVE = "give a Hugging Face model directory"
+_GIVE_DIRECTORY = "give a Hugging Face model directory"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LARGEST_SIZE, MOST_LAYERS = 2**31 - 1, 10_000
 LARGEST_MATRIX = 2**40
@@ -32,26 +32,23 @@ LARGEST_MATRIX = 2**40
 
 
 def fields_of(model_type: str) -> Fields:
-    """Return what becomes of the fields of a supported model_type."""
+    """Return the classification of the fields of a supported model_type."""
     return architectures.ARCHITECTURES[model_type].fields
 
 
 def written_config(model: dict[str, Any]) -> PretrainedConfig:
-    """Return the config that these fields, `model_type` among them, describe.
+    """Return the config of a `zero_tp.model` block: `model_type` and fields of Hugging Face's config.
 
-    Token ids that aren't given are None where Hugging Face's default lies outside the vocabulary.
-
-    Raises:
-        ConfigError: an unknown or unsupported model_type or field, a wrong type or value, sizes that don't divide.
+    A token id that the block omits is None if Hugging Face's default lies outside the vocabulary.
     """
     model_type = _model_type(model)
     known, config_class = fields_of(model_type), cast(Any, CONFIG_MAPPING[model_type])
     written = {name: value for name, value in model.items() if name != "model_type"}
-    fields = validate(_fields_model(config_class, known), written, MODEL_KEY).model_dump(exclude_unset=True)
+    fields = validate(_pydantic_model(config_class, known), written, MODEL_KEY).model_dump(exclude_unset=True)
     _check_names(fields, config_class, known)
     aliases: dict[str, str] = config_class.attribute_map
     _check_sizes(fields, aliases)
-    with _named_as_written(fields, aliases):
+    with _report_user_field(fields, aliases):
         known.check({aliases.get(name, name): value for name, value in fields.items()}, written=True)
     vocabulary: int = fields.get("vocab_size", config_class.vocab_size)
     for name in TOKEN_IDS:
@@ -70,7 +67,7 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
         raise ConfigError(
             key, f"{config_class.__name__} refuses it ({one_line(why, 200)})", "correct that field"
         ) from None
-    with _named_as_written(fields, aliases):
+    with _report_user_field(fields, aliases):
         check_rope_names(config, fields)
         spec = architectures.architecture_of(config).spec(config)
         experts = 0 if spec.experts is None else 2 * spec.experts.count * spec.experts.size  # one parameter
@@ -82,7 +79,7 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
 
 
 def _check_sizes(fields: dict[str, Any], aliases: dict[str, str]) -> None:
-    """Refuse sizes for which Hugging Face's class, or a table of ours, would fill memory before anything is checked."""
+    """Refuse sizes for which building the config or its table would exhaust memory before other checks run."""
     for name, value in fields.items():
         layers = name in ("num_hidden_layers", aliases.get("num_hidden_layers"), "num_experts", "num_local_experts")
         most = MOST_LAYERS if layers else LARGEST_SIZE
@@ -92,32 +89,32 @@ def _check_sizes(fields: dict[str, Any], aliases: dict[str, str]) -> None:
 
 
 def pretrained_config(directory: Path, key: str = "", **changes: Any) -> PretrainedConfig:
-    """Return the config of a Hugging Face directory, held to the same rules as one that is written in the file.
+    """Return the config of a Hugging Face directory, checked like a `zero_tp.model` block.
 
     Args:
-        key: what the message starts with where the directory isn't a model's.
-        changes: fields to take instead of the directory's.
+        key: prefix of the error for a directory without a model; by default the directory.
+        changes: fields that override the directory's.
     """
     return config_from(read_config_json(directory, key), directory, **changes)
 
 
 def config_from(raw: dict[str, Any], directory: Path, **changes: Any) -> PretrainedConfig:
-    """Return the config of what a config.json holds.
+    """Return the config of the content of a config.json.
 
-    A field that neither its model_type declares nor every config may have is refused: nobody knows what it would have
-    changed. A token id outside the vocabulary is None: it is the class's default, saved with the rest; but a negative
-    padding id counts from the vocabulary's end where the embedding has a padding row.
+    An unknown field is refused, because its effect is unknown. A token id outside the vocabulary becomes None: it is a
+    default of the class that was saved. If the embedding has a padding row, a negative padding id counts from the end
+    of the vocabulary.
 
     Args:
-        directory: named by the messages.
-        changes: fields to take instead.
+        directory: for error messages.
+        changes: fields that override the file's.
     """
     fixed = set(FIXED_IN_EVERY_CONFIG)
     try:
         model_type = _model_type(raw)
         known = fields_of(model_type)
         fixed |= known.fixed.keys()
-        fields = _checked_fields(raw, CONFIG_MAPPING[model_type], known)
+        fields = _declared_fields(raw, CONFIG_MAPPING[model_type], known)
         vocabulary = fields.get("vocab_size")
         for name in TOKEN_IDS:
             value = fields.get(name)
@@ -131,7 +128,7 @@ def config_from(raw: dict[str, Any], directory: Path, **changes: Any) -> Pretrai
         name = error.key.removeprefix(f"{MODEL_KEY}.")
         if name in changes:
             raise
-        remedy = "give another model" if name in fixed else error.remedy  # nobody can leave somebody else's file at it
+        remedy = "give another model" if name in fixed else error.remedy  # the file is not the user's own
         raise ConfigError(f"{directory / CONFIG}: {name}", error.problem, remedy) from None
     dtype = raw.get("dtype", raw.get("torch_dtype"))
     if isinstance(dtype, str) and dtype in DTYPES.values():
@@ -140,20 +137,17 @@ def config_from(raw: dict[str, Any], directory: Path, **changes: Any) -> Pretrai
 
 
 def read_config_json(directory: Path, key: str = "") -> dict[str, Any]:
-    """Return the config.json of a Hugging Face directory, as it stands there.
+    """Return the content of a Hugging Face directory's config.json.
 
     Args:
-        key: what the message starts with where the directory isn't a model's; by default the directory.
-
-    Raises:
-        ConfigError: no such directory, no config.json, not an object in JSON, a training run's, or a quantized model's.
+        key: see `pretrained_config`.
     """
     named = f" {directory}" if key else ""
     where = key or str(directory)
     if not directory.is_dir():
-        raise ConfigError(where, f"no directory{named}", _GIVE)
+        raise ConfigError(where, f"no directory{named}", _GIVE_DIRECTORY)
     if not (directory / CONFIG).is_file():
-        raise ConfigError(where, f"no {CONFIG} in{named or ' it'}", _GIVE)
+        raise ConfigError(where, f"no {CONFIG} in{named or ' it'}", _GIVE_DIRECTORY)
     raw = read_json(directory / CONFIG)
     if "zero_tp" in raw:
         remedy = f"export it with zero-tp convert to-hf {directory} --output DIR, and give that DIR"
@@ -164,7 +158,7 @@ def read_config_json(directory: Path, key: str = "") -> dict[str, Any]:
 
 
 def check_numbers(config: PretrainedConfig, path: Path) -> None:
-    """Check the numbers of a config.json that transformers' own class computes with, of any model_type.
+    """Check the numbers of a config.json that transformers' own class will run, of any model_type.
 
     Args:
         path: of the file.
@@ -183,8 +177,8 @@ def check_unchanged(directory: Path, config: PretrainedConfig, saved: dict[str, 
     """Check that a run that resumes still has the model it was started with.
 
     Args:
-        directory: of `from_pretrained`; what it holds may have changed, where a written model is part of the file.
-        saved: the config of the checkpoint's model.
+        directory: of `from_pretrained`; its files may have changed since the run started.
+        saved: the model config in the checkpoint.
     """
     known = fields_of(config.model_type)
     for name in (*inspect.get_annotations(type(config)), *known.undeclared):
@@ -212,23 +206,22 @@ def _model_type(model: dict[str, Any]) -> str:
     raise ConfigError(key, f"{shown(model_type)} is unknown", hint if "?" in hint else listed)
 
 
-def _checked_fields(raw: dict[str, Any], config_class: Any, known: Fields) -> dict[str, Any]:
+def _declared_fields(raw: dict[str, Any], config_class: Any, known: Fields) -> dict[str, Any]:
     """Return the fields of a config.json that the model_type has."""
-    declared = _fields_model(config_class, known).model_fields
+    declared = _pydantic_model(config_class, known).model_fields
     known.check({name: value for name, value in raw.items() if name not in declared}, written=True)
     # Old files hold settings of generation too, which transformers takes out.
     of_generation = GenerationConfig._get_default_generation_params()
-    elsewhere = {*OF_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG, *known.fixed, *known.irrelevant, *of_generation}
+    ignored = {*IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG, *known.fixed, *known.irrelevant, *of_generation}
     for name, value in raw.items():
-        if name not in declared and name not in elsewhere:
+        if name not in declared and name not in ignored:
             problem = f"{shown(value)} is no field of {config_class.__name__}"
             raise ConfigError(f"{MODEL_KEY}.{name}", problem, "remove it from the file if it changes nothing")
-    return {name: raw[name] for name in raw if name in declared and known.irrelevant.get(name) != OF_A_HEAD}
+    return {name: raw[name] for name in raw if name in declared and known.irrelevant.get(name) != UNTRAINED_HEAD}
 
 
-def _fields_model(config_class: Any, known: Fields) -> type[BaseModel]:
-    """Return the fields that a Hugging Face config class declares itself, under its names and the general ones, and
-    those that it obeys without declaring them."""
+def _pydantic_model(config_class: Any, known: Fields) -> type[BaseModel]:
+    """Return a pydantic model of a config class's fields, declared ones under both names and undeclared ones."""
     hints = inspect.get_annotations(config_class, eval_str=True)
     hints |= {alias: hints[name] for alias, name in config_class.attribute_map.items() if name in hints}
     if "rope_parameters" in hints:
@@ -243,7 +236,7 @@ def _check_names(fields: dict[str, Any], config_class: Any, known: Fields) -> No
         if aliases.get(name) in fields:
             problem = f"is another name of {aliases[name]}, which is given too"
             raise ConfigError(f"{MODEL_KEY}.{name}", problem, "keep one of them")
-        if known.irrelevant.get(name) == OF_A_HEAD and value != getattr(config_class, name):
+        if known.irrelevant.get(name) == UNTRAINED_HEAD and value != getattr(config_class, name):
             raise ConfigError(f"{MODEL_KEY}.{name}", "belongs to a head that is not trained here", "leave it out")
 
 
@@ -257,8 +250,8 @@ def _check_token_ids(fields: dict[str, Any], vocabulary: int) -> None:
 
 
 @contextlib.contextmanager
-def _named_as_written(fields: dict[str, Any], aliases: dict[str, str]) -> Iterator[None]:
-    """An error names the field that the file gives, where a field has a general name and the architecture's own."""
+def _report_user_field(fields: dict[str, Any], aliases: dict[str, str]) -> Iterator[None]:
+    """Report errors under the name that the file uses, the general one or the architecture's own."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""This module says what becomes of a Hugging Face config's fields, and has the one check of their values."""
+"""Classify the fields of Hugging Face configs, and check their values."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from transformers import PretrainedConfig
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError, did_you_mean, shown
 
-OF_A_HEAD = "of a head that is not trained"
+UNTRAINED_HEAD = "of a head that is not trained"
 
-TOKENS = dict.fromkeys(("use_cache", "bos_token_id", "eos_token_id"), "generation reads it")
+GENERATION_FIELDS = dict.fromkeys(("use_cache", "bos_token_id", "eos_token_id"), "generation reads it")
 """Declared by every config here."""
 
-OF_DECODERS = {
-    **TOKENS,
+IRRELEVANT_IN_DECODERS = {
+    **GENERATION_FIELDS,
     "is_decoder": "the model is a causal decoder whatever it says",
     "chunk_size_feed_forward": "no decoder reads it",
 }
@@ -26,7 +26,7 @@ FIXED_IN_DECODERS: dict[str, tuple[Any, str]] = {
     "use_bidirectional_attention": (False, "the model is a causal decoder"),
 }
 
-OF_EVERY_CONFIG = {
+IRRELEVANT_IN_EVERY_CONFIG = {
     "model_type": "it chose the table",
     "_commit_hash": "where the file came from",
     "attn_implementation": "zero_tp.attention decides",
@@ -43,10 +43,10 @@ OF_EVERY_CONFIG = {
     "return_dict": "how outputs are wrapped",
     "output_hidden_states": "what is returned besides",
     "output_attentions": "what is returned besides",
-    "id2label": OF_A_HEAD,
-    "label2id": OF_A_HEAD,
-    "num_labels": OF_A_HEAD,
-    "problem_type": OF_A_HEAD,
+    "id2label": UNTRAINED_HEAD,
+    "label2id": UNTRAINED_HEAD,
+    "num_labels": UNTRAINED_HEAD,
+    "problem_type": UNTRAINED_HEAD,
     "task_specific_params": "generation reads it",
     "finetuning_task": "a note of who wrote the file",
     "prefix": "generation reads it",
@@ -79,20 +79,20 @@ _NO_DEFAULT = object()
 
 @dataclass(frozen=True)
 class Fields:
-    """These say what becomes of the fields that the Hugging Face config of a model_type declares.
+    """The treatment of each field that a model_type's Hugging Face config declares.
 
-    Every field is in exactly one of these, or in OF_EVERY_CONFIG or FIXED_IN_EVERY_CONFIG; one of `config.json` or of a
-    config object that is in none is refused.
+    Every field is in exactly one of these, or in IRRELEVANT_IN_EVERY_CONFIG or FIXED_IN_EVERY_CONFIG. Any other field
+    of a `config.json` or a config object is refused.
 
     Attributes:
-        sizes: that the spec reads, positive integers, or None where the config allows it.
-        positive: that the spec reads, numbers above 0.
-        dropouts: that the spec reads, probabilities below 1.
-        choices: that the spec reads → the values that are computed, of the field or of each entry of a list.
-        read: that the spec reads, anything else.
-        fixed: field → the only value that is computed, and why. It may be one that only files have.
-        irrelevant: field → why it changes nothing here. It may be one that only files have.
-        undeclared: those of the above that transformers obeys without declaring them → their type.
+        sizes: read by the spec; positive integers, or None where the config allows it.
+        positive: read by the spec; numbers above 0.
+        dropouts: read by the spec; probabilities below 1.
+        choices: read by the spec; field → supported values, of the field or of each entry of a list.
+        read: read by the spec; of any other type.
+        fixed: field → the only supported value, and the reason. Some fields exist only in files.
+        irrelevant: field → the reason why it has no effect. Some fields exist only in files.
+        undeclared: field → type, for fields above that transformers reads but its config class does not declare.
     """
 
     sizes: tuple[str, ...]
@@ -105,16 +105,16 @@ class Fields:
     undeclared: Mapping[str, Any] = field(default_factory=dict)
 
     def known(self) -> list[str]:
-        """Return all of them, each as often as it is listed."""
+        """Return the names of all fields. A name that is listed twice appears twice."""
         listed = (self.sizes, self.positive, self.dropouts, self.choices, self.read, self.fixed, self.irrelevant)
         return [name for part in listed for name in part]
 
     def check(self, values: Mapping[str, Any], *, written: bool) -> None:
-        """Refuse the first value that is not computed.
+        """Refuse the first unsupported value.
 
         Args:
             values: by the names of the config class.
-            written: they are values of a JSON file, else attributes of a config object.
+            written: the values come from a JSON file, otherwise from a config object.
         """
         show = shown if written else repr
         fixed = {**FIXED_IN_EVERY_CONFIG, **self.fixed}
@@ -132,7 +132,7 @@ class Fields:
         self.check_numbers(values)
 
     def check_numbers(self, values: Mapping[str, Any]) -> None:
-        """Refuse the first number that no model has.
+        """Refuse the first number that is out of its range.
 
         Args:
             values: by the names of the config class.
@@ -149,18 +149,18 @@ class Fields:
                 raise ConfigError(key, f"{value} is not positive", "give more than 0")
 
     def check_object(self, config: PretrainedConfig) -> None:
-        """Refuse a config object that has an attribute which nobody knows, or a value that is not computed.
+        """Refuse a config object with an unknown attribute or an unsupported value.
 
-        transformers' code reads attributes that no config class declares (`is_causal` makes any decoder look ahead).
+        transformers reads attributes that no config class declares (`is_causal=False` makes any decoder look ahead).
         """
         if config.is_heterogeneous:
             reason = FIXED_IN_EVERY_CONFIG["per_layer_config"][1]
             raise ConfigError(f"{MODEL_KEY}.per_layer_config", f"refused: {reason}")
         attributes = vars(config)
         self.check(attributes, written=False)
-        known = {*self.known(), *OF_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG}
+        known = {*self.known(), *IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG}
         for name, value in attributes.items():
-            # One that the class declares and no table knows is of a newer transformers: its default changes nothing.
+            # A newer transformers may declare fields that no table knows. Their defaults change nothing.
             if not name.startswith("_") and name not in known and value != getattr(type(config), name, _NO_DEFAULT):
                 problem = f"{value!r} is not known to the table of {config.model_type}"
                 raise ConfigError(f"{MODEL_KEY}.{name}", problem, "delete the attribute if it changes nothing")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from zero_tp.architectures import common
-from zero_tp.architectures.fields import FIXED_IN_DECODERS, OF_A_HEAD, OF_DECODERS, Fields
+from zero_tp.architectures.fields import FIXED_IN_DECODERS, IRRELEVANT_IN_DECODERS, UNTRAINED_HEAD, Fields
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.architectures.table import Architecture, Weight
 
@@ -22,7 +22,7 @@ FIELDS = Fields(
         "reorder_and_upcast_attn": (False, "attention computes in the model's dtype"),
     },
     irrelevant={
-        **OF_DECODERS,
+        **IRRELEVANT_IN_DECODERS,
         "n_ctx": "the old name of n_positions, which is in every file beside it",
         "pad_token_id": "the class gives it no row of its own",
         **dict.fromkeys(
@@ -33,7 +33,7 @@ FIELDS = Fields(
                 "summary_proj_to_labels",
                 "summary_first_dropout",
             ),
-            OF_A_HEAD,
+            UNTRAINED_HEAD,
         ),
     },
 )
@@ -49,8 +49,7 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
         position="learned",
         mlp="mlp",
         activation=common.ACTIVATIONS[config.activation_function],
-        qkv_bias=True,
-        output_bias=True,
+        attention_bias=True,
         mlp_bias=True,
         padding_token=None,
         residual_std=config.initializer_range / (2 * config.n_layer) ** 0.5,
@@ -72,8 +71,8 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
         ("mlp.up", "mlp.c_fc", True),
         ("mlp.down", "mlp.c_proj", True),
     ):
-        listed += common.both_names(common.OURS + ours, "transformer.h.{layer}." + theirs, transposed=transposed)
-    return (*listed, *common.both_names("transformer.final_norm", "transformer.ln_f"), common.HEAD)
+        listed += common.module_weights(common.OURS + ours, "transformer.h.{layer}." + theirs, transposed=transposed)
+    return (*listed, *common.module_weights("transformer.final_norm", "transformer.ln_f"), common.HEAD)
 
 
 ARCHITECTURE = Architecture(
@@ -83,5 +82,5 @@ ARCHITECTURE = Architecture(
     tied={"lm_head.weight": "transformer.wte.weight"},
     native_class="GPT2LMHeadModel",
     base_prefix="transformer.",
-    old=(r"h\.\d+\.attn\.(masked_)?bias",),  # the causal mask and its value
+    obsolete_tensors=(r"h\.\d+\.attn\.(masked_)?bias",),  # the causal mask and its value
 )

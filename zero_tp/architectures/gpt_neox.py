@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from zero_tp.architectures import common
-from zero_tp.architectures.fields import OF_A_HEAD
+from zero_tp.architectures.fields import UNTRAINED_HEAD
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.architectures.table import Architecture, Weight
 
@@ -16,7 +16,7 @@ FIELDS = common.fields(
     read=("rotary_pct", "rotary_emb_base", "use_parallel_residual", "attention_bias"),
     irrelevant={
         "pad_token_id": "the class gives it no row of its own",
-        "classifier_dropout": OF_A_HEAD,
+        "classifier_dropout": UNTRAINED_HEAD,
         **dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), "the class has no such dropout"),
     },
     undeclared={"rotary_pct": float, "rotary_emb_base": float},
@@ -27,13 +27,12 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
     """Return the spec: what is not as in Llama."""
     return common.spec(
         config,
-        partly=True,
+        partial_rotary=True,
         norm="layer_norm",
         norm_epsilon=config.layer_norm_eps,
         layer="parallel" if config.use_parallel_residual else "sequential",
         mlp="mlp",
-        qkv_bias=config.attention_bias,
-        output_bias=config.attention_bias,
+        attention_bias=config.attention_bias,
         mlp_bias=True,
         padding_token=None,
         dropouts=common.dropouts(
@@ -53,8 +52,8 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
         ("mlp.up", "mlp.dense_h_to_4h", True, None),
         ("mlp.down", "mlp.dense_4h_to_h", True, None),
     ):
-        listed += common.both_names(common.OURS + ours, "gpt_neox.layers.{layer}." + theirs, bias=bias, heads=heads)
-    return (*listed, *common.both_names("transformer.final_norm", "gpt_neox.final_layer_norm"), common.HEAD)
+        listed += common.module_weights(common.OURS + ours, "gpt_neox.layers.{layer}." + theirs, bias=bias, heads=heads)
+    return (*listed, *common.module_weights("transformer.final_norm", "gpt_neox.final_layer_norm"), common.HEAD)
 
 
 ARCHITECTURE = Architecture(
@@ -66,5 +65,5 @@ ARCHITECTURE = Architecture(
     base_prefix="gpt_neox.",
     stored={"lm_head.weight": "embed_out.weight"},
     # The causal mask, its value, and the frequencies, computed from the config.
-    old=(r"layers\.\d+\.attention\.(masked_)?bias", r"(layers\.\d+\.attention\.)?rotary_emb\.inv_freq"),
+    obsolete_tensors=(r"layers\.\d+\.attention\.(masked_)?bias", r"(layers\.\d+\.attention\.)?rotary_emb\.inv_freq"),
 )

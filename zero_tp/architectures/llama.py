@@ -20,8 +20,7 @@ FIELDS = common.fields(
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
     """Return the spec, with biases where the config has them."""
-    bias = config.attention_bias
-    return common.spec(config, qkv_bias=bias, output_bias=bias, mlp_bias=config.mlp_bias)
+    return common.spec(config, attention_bias=config.attention_bias, mlp_bias=config.mlp_bias)
 
 
 ARCHITECTURE = common.architecture(FIELDS, spec, "LlamaForCausalLM")

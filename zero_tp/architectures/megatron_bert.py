@@ -36,6 +36,6 @@ ARCHITECTURE = Architecture(
     native_class="MegatronBertForPreTraining",
     without_sentences=WITHOUT_SENTENCES,
     base_prefix="bert.",
-    heads=bert.HEADS,
-    old=bert.OLD,
+    optional_heads=bert.OPTIONAL_HEADS,
+    obsolete_tensors=bert.OBSOLETE_TENSORS,
 )

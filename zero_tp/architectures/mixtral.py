@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from transformers import PretrainedConfig
-
 from zero_tp.architectures import common
-from zero_tp.architectures.spec import TransformerSpec
 
 FIELDS = common.fields(
     sizes=("num_key_value_heads", "head_dim", "sliding_window", "num_experts_per_tok", "num_local_experts"),
     read=("pad_token_id", "output_router_logits", "router_aux_loss_coef"),
     fixed={"router_jitter_noise": (0.0, "TP ranks would route noise that transformers does not draw")},
 )
-
-
-def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec, with the window in every layer."""
-    return common.spec(config, mlp="experts", windows=(config.sliding_window,) * config.num_hidden_layers)
-
-
+SPEC = partial(common.spec, mlp="experts")
 WEIGHTS = partial(common.weights, block="block_sparse_moe", linears={"gate_up": ("w1", "w3"), "down": ("w2",)})
-ARCHITECTURE = common.architecture(FIELDS, spec, "MixtralForCausalLM", WEIGHTS)
+ARCHITECTURE = common.architecture(FIELDS, SPEC, "MixtralForCausalLM", WEIGHTS)

@@ -26,9 +26,8 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
     """Return the spec: what is not as in Llama."""
     return common.spec(
         config,
-        partly=True,
+        partial_rotary=True,
         dropouts=common.dropouts(config, residual="resid_pdrop", attention="attention_dropout"),
-        windows=(config.sliding_window,) * config.num_hidden_layers,
     )
 
 

@@ -17,7 +17,7 @@ FIELDS = common.fields(
 def spec(config: PretrainedConfig) -> TransformerSpec:
     """Return the spec, with each layer's window and the norms of Q and K."""
     bias, windows = config.attention_bias, common.windows_by_layer(config)
-    return common.spec(config, qkv_bias=bias, output_bias=bias, query_key_norm="heads", windows=windows)
+    return common.spec(config, attention_bias=bias, query_key_norm="heads", windows=windows)
 
 
 ARCHITECTURE = common.architecture(FIELDS, spec, "Qwen3ForCausalLM")

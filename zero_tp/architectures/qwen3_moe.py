@@ -16,10 +16,9 @@ FIELDS = common.fields(
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec, with each layer's MLP, one window for all, and the norms of Q and K."""
-    bias, windows = config.attention_bias, (config.sliding_window,) * config.num_hidden_layers
+    """Return the spec, with each layer's MLP, and the norms of Q and K."""
     mlps = common.sparse_mlps(config)
-    return common.spec(config, mlp=mlps, qkv_bias=bias, output_bias=bias, query_key_norm="heads", windows=windows)
+    return common.spec(config, mlp=mlps, attention_bias=config.attention_bias, query_key_norm="heads")
 
 
 ARCHITECTURE = common.architecture(FIELDS, spec, "Qwen3MoeForCausalLM")

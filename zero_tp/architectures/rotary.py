@@ -49,7 +49,7 @@ ROPE_UNDECLARED: dict[str, Any] = {
 
 ROPE = ("rope_parameters", *ROPE_UNDECLARED)
 
-_OLD_ROPE_NAMES = {
+_LEGACY_ROPE_NAMES = {
     "rope_theta": "rope_theta",
     "rotary_emb_base": "rope_theta",
     "partial_rotary_factor": "partial_rotary_factor",
@@ -57,50 +57,50 @@ _OLD_ROPE_NAMES = {
 }
 
 
-def rotary(config: PretrainedConfig, head_size: int, *, partly: bool = False) -> Rotary:
+def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = False) -> Rotary:
     """Return the rotary positions of the config's `rope_parameters`, computed by transformers' own functions.
 
     Dynamic scaling depends on the length of this forward alone; transformers' module keeps the frequencies of the
     longest sequence so far, until one below `max_position_embeddings` comes.
 
     Args:
-        partly: the architecture may turn a part of each head (`partial_rotary_factor`).
+        partial_rotary: the architecture supports `partial_rotary_factor`.
     """
     parameters = dict(config.rope_parameters)
     kind = _rope_type(parameters)
     _check_values(parameters, kind)
-    turning = _turning_features(config, parameters, head_size, partly)
-    if kind == "dynamic" and turning <= 2:
-        raise _refused("rope_type", f"'dynamic' is not defined for heads of which {turning} features turn")
+    rotary_dim = _rotary_dim(config, parameters, head_size, partial_rotary)
+    if kind == "dynamic" and rotary_dim <= 2:
+        raise _rope_error("rope_type", f"'dynamic' is not defined for heads of which {rotary_dim} features turn")
 
     @functools.lru_cache(8)
-    def computed(longer: int | None, device: torch.device) -> tuple[Tensor, float]:
+    def cached_frequencies(longer: int | None, device: torch.device) -> tuple[Tensor, float]:
         """Compute on the host, whose rounding is the same everywhere; a device keeps its copy."""
         if kind == "default":
             base = parameters["rope_theta"]
-            return (1.0 / (base ** (torch.arange(0, turning, 2, dtype=torch.float) / turning))).to(device), 1.0
+            return (1.0 / (base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim))).to(device), 1.0
         # A tensor, as transformers gives it: the same rounding.
         seq_len = None if longer is None else torch.tensor(longer)
         inverse, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seq_len)
         return inverse.to(device), float(scale)
 
     def frequencies(length: int, device: torch.device) -> tuple[Tensor, float]:
-        return computed(length if length > config.max_position_embeddings else None, device)
+        return cached_frequencies(length if length > config.max_position_embeddings else None, device)
 
     try:
         # Not kept: models are made inside `deepspeed.zero.Init`, which rounds new tensors to the model's dtype.
-        computed.__wrapped__(None, torch.device("cpu"))
+        cached_frequencies.__wrapped__(None, torch.device("cpu"))
     except (ArithmeticError, ValueError, RuntimeError) as error:
-        raise _refused("", f"{kind!r} has no frequencies with these values ({error})") from error
-    return Rotary(frequencies, 2 * ((turning + 1) // 2), by_length=kind == "dynamic")
+        raise _rope_error("", f"{kind!r} has no frequencies with these values ({error})") from error
+    return Rotary(frequencies, 2 * ((rotary_dim + 1) // 2), by_length=kind == "dynamic")
 
 
 def _rope_type(parameters: Mapping[str, Any]) -> str:
     kind = parameters.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
-        raise _refused("rope_type", f"{kind!r} is not supported", f"one of {', '.join(ROPE_KEYS)}")
+        raise _rope_error("rope_type", f"{kind!r} is not supported", f"one of {', '.join(ROPE_KEYS)}")
     if parameters.get("type", kind) != kind:
-        raise _refused("type", f"{parameters['type']!r} and rope_type {kind!r} disagree", "keep one of them")
+        raise _rope_error("type", f"{parameters['type']!r} and rope_type {kind!r} disagree", "keep one of them")
     return kind
 
 
@@ -109,52 +109,52 @@ def _check_values(parameters: Mapping[str, Any], kind: str) -> None:
     read = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_KEYS[kind]}
     for name in parameters:
         if name not in read:
-            raise _refused(name, f"rope_type {kind!r} does not read it", "remove it")
+            raise _rope_error(name, f"rope_type {kind!r} does not read it", "remove it")
     for name in ROPE_KEYS[kind]:
         value = parameters.get(name)
         if name in REQUIRED:
-            if not _positive(value):
-                raise _refused(name, f"{value!r} is not a positive number, which {kind!r} needs")
+            if not _is_positive(value):
+                raise _rope_error(name, f"{value!r} is not a positive number, which {kind!r} needs")
         elif name == "truncate":
             if not isinstance(value, bool | None):
-                raise _refused(name, f"{value!r} is neither true nor false")
-        elif value is not None and not _positive(value):
-            raise _refused(name, f"{value!r} is not a positive number", "leave it out for the usual one")
-    if not _positive(parameters.get("rope_theta")):
-        raise _refused("rope_theta", f"{parameters.get('rope_theta')!r} is not a positive number")
+                raise _rope_error(name, f"{value!r} is neither true nor false")
+        elif value is not None and not _is_positive(value):
+            raise _rope_error(name, f"{value!r} is not a positive number", "leave it out for the usual one")
+    if not _is_positive(parameters.get("rope_theta")):
+        raise _rope_error("rope_theta", f"{parameters.get('rope_theta')!r} is not a positive number")
 
 
-def _turning_features(config: PretrainedConfig, parameters: Mapping[str, Any], head_size: int, partly: bool) -> int:
+def _rotary_dim(config: PretrainedConfig, parameters: Mapping[str, Any], head_size: int, partial_rotary: bool) -> int:
     """Return the features of a head that turn."""
     share = parameters.get("partial_rotary_factor", 1.0)
-    if not _positive(share) or share > 1:
-        raise _refused("partial_rotary_factor", f"{share!r} is not a share above 0 and up to 1")
-    if share != 1.0 and not partly:
-        raise _refused("partial_rotary_factor", f"{share} is refused: {config.model_type} turns whole heads")
-    turning = int(head_size * share)
-    if not 0 < turning <= head_size:
-        raise _refused("partial_rotary_factor", f"{share} of a head of {head_size} features turns {turning}")
-    if turning % 2 and turning == head_size:
-        raise _refused("", f"heads of {head_size} features cannot turn in pairs", "give an even head size")
-    return turning
+    if not _is_positive(share) or share > 1:
+        raise _rope_error("partial_rotary_factor", f"{share!r} is not a share above 0 and up to 1")
+    if share != 1.0 and not partial_rotary:
+        raise _rope_error("partial_rotary_factor", f"{share} is refused: {config.model_type} turns whole heads")
+    rotary_dim = int(head_size * share)
+    if not 0 < rotary_dim <= head_size:
+        raise _rope_error("partial_rotary_factor", f"{share} of a head of {head_size} features turns {rotary_dim}")
+    if rotary_dim % 2 and rotary_dim == head_size:
+        raise _rope_error("", f"heads of {head_size} features cannot turn in pairs", "give an even head size")
+    return rotary_dim
 
 
 def check_rope_values(parameters: Mapping[str, Any]) -> None:
-    """Check the numbers of any model's `rope_parameters`, in which a kind of layers may have a mapping of its own."""
+    """Check the numbers of any model's `rope_parameters`, which may be nested by type of layer."""
     if not isinstance(parameters.get("rope_type", ""), str):
-        raise _refused("rope_type", f"{parameters['rope_type']!r} is not a name", f"one of {', '.join(ROPE_KEYS)}")
+        raise _rope_error("rope_type", f"{parameters['rope_type']!r} is not a name", f"one of {', '.join(ROPE_KEYS)}")
     for name, value in parameters.items():
         if isinstance(value, Mapping):
             check_rope_values(value)
-        elif name in POSITIVE and value is not None and not _positive(value):
-            raise _refused(name, f"{value!r} is not a positive number")
+        elif name in POSITIVE and value is not None and not _is_positive(value):
+            raise _rope_error(name, f"{value!r} is not a positive number")
 
 
 def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> None:
-    """Check that each of the names under which a file gives rotary parameters has arrived in `rope_parameters`."""
+    """Check that the config class has taken over every rotary parameter of a file, whatever its name."""
     for name, value in written.items():
-        is_old = name in _OLD_ROPE_NAMES
-        values = {_OLD_ROPE_NAMES[name]: value} if is_old else value if name in ROPE else None
+        is_old = name in _LEGACY_ROPE_NAMES
+        values = {_LEGACY_ROPE_NAMES[name]: value} if is_old else value if name in ROPE else None
         for part, expected in (values or {}).items():
             actual = config.rope_parameters.get(part)
             if actual != expected:
@@ -163,9 +163,9 @@ def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> No
                 raise ConfigError(f"{MODEL_KEY}.{key}", problem, f"give it as rope_parameters.{part} alone")
 
 
-def _refused(name: str, problem: str, remedy: str = "") -> ConfigError:
+def _rope_error(name: str, problem: str, remedy: str = "") -> ConfigError:
     return ConfigError(f"{MODEL_KEY}.rope_parameters" + (f".{name}" if name else ""), problem, remedy)
 
 
-def _positive(value: Any) -> bool:
+def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

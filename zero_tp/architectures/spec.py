@@ -1,4 +1,4 @@
-"""A TransformerSpec says what one transformer is made of, free of any Hugging Face name."""
+"""TransformerSpec: the choices that define one transformer, without any Hugging Face name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_tp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Dropouts:
-    """These are probabilities: after the embedding, at the end of each residual branch, on the attention weights."""
+    """Dropout probabilities: after the embedding, at the end of each residual branch, on the attention weights."""
 
     embedding: float = 0.0
     residual: float = 0.0
@@ -28,8 +28,8 @@ class Rotary:
     Attributes:
         frequencies: (length of the sequence so far, device) → (angles a position, fp32 [size / 2], factor on cosine
             and sine).
-        size: features of a head that turn, from the first; the others stay.
-        by_length: the frequencies depend on the length (dynamic scaling).
+        size: number of a head's first features that rotate.
+        by_length: the frequencies depend on the sequence length (dynamic scaling).
     """
 
     frequencies: Callable[[int, torch.device], tuple[Tensor, float]]
@@ -39,13 +39,13 @@ class Rotary:
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """These describe the mixtures of experts that are layers' MLPs.
+    """The mixture of experts in a layer's MLP.
 
     Attributes:
-        count: experts of a layer. per_token: how many of them compute a token. size: width of each.
-        normalised: the weights of a token's experts add up to 1.
-        loss_weight: coefficient of the load-balancing loss; None: it is not part of the loss.
-        shared: width of the expert that computes every token; 0: there is none.
+        count: experts per layer. per_token: experts per token. size: width of each.
+        normalised: the weights of a token's experts sum to 1.
+        loss_weight: coefficient of the load-balancing loss; None disables it.
+        shared: width of the expert that computes every token; 0 means none.
     """
 
     count: int
@@ -58,28 +58,28 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class TransformerSpec:
-    """A spec has the choices that make one transformer. Tables of norm.py, mlp.py and others give classes by name.
+    """The choices that define one transformer. Tables in models/ (NORMS, LAYERS, MLPS) map the names to classes.
 
     Attributes:
         hidden, layers, heads, kv_heads, head_size, mlp_size, vocabulary: sizes (h, L, a, k, d, 4h, v); each of k pairs
             of keys and values serves a/k heads (arXiv 2305.13245).
-        positions: longest sequence that the model is made for; learned positions end there.
-        norm, layer: names in the tables NORMS, LAYERS. mlps: of each layer, a name in MLPS.
+        positions: longest sequence that the model was designed for; learned positions end there.
+        norm, layer: names in the tables NORMS, LAYERS. mlps: a name in MLPS for each layer.
         position: "learned" or "rotary".
-        experts: of the MLPs "experts"; `mlp_size` is the width of the others.
-        rotary: with the position "rotary".
+        experts: settings of the layers whose MLP is "experts"; `mlp_size` is the width of dense MLPs.
+        rotary: settings of the position "rotary".
         activation: the MLP's elementwise function.
         qkv_bias, output_bias, mlp_bias: which linear layers have biases.
         query_key_norm: a norm of queries and keys, over each head's d features or over those of all heads.
         clip: queries, keys and values are limited to [-clip, clip].
-        windows: of each layer, how many tokens a token sees, itself among them; None: all that it may see.
-        causal: a token sees those before it alone, and the model has a language-model head; else it sees all of its
-            row, and the model has the heads that masked pretraining needs (models/head.py).
-        sentence_head: one of those is the pooler with the sentence head.
-        token_types: rows of the embedding of token types; 0: there is none.
+        windows: for each layer, the number of tokens that a token attends to, itself included; None: no limit.
+        causal: a token attends only to earlier tokens, and the model has a language-model head. Otherwise it attends to
+            its whole row, and the model has the heads of masked pretraining (models/head.py).
+        sentence_head: the encoder has a pooler and a sentence head.
+        token_types: rows of the token type embedding; 0 means none.
         embedding_norm: a norm follows the sum of the embeddings.
         tied: whether the output layer is the word embedding.
-        padding_token: whose row of the word embedding starts as zeros and gets no gradient from the look-up.
+        padding_token: its row of the word embedding starts as zeros and gets no gradient from the look-up.
         init_std: σ of N(0, σ). residual_std: that of the weights that end a residual branch.
     """
 

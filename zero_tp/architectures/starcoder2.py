@@ -35,13 +35,11 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
         norm="layer_norm",
         norm_epsilon=config.norm_epsilon,
         mlp="mlp",
-        qkv_bias=config.use_bias,
-        output_bias=config.use_bias,
+        attention_bias=config.use_bias,
         mlp_bias=config.use_bias,
         dropouts=common.dropouts(
             config, embedding="embedding_dropout", residual="residual_dropout", attention="attention_dropout"
         ),
-        windows=(config.sliding_window,) * config.num_hidden_layers,
     )
 
 

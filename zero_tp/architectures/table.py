@@ -1,4 +1,4 @@
-"""This module defines what an architecture table holds."""
+"""The parts of an architecture table: weights under both names, and the table itself."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ class RowRange:
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight is one parameter under both names; `{layer}` stands for the layer's number.
+    """One parameter under our name and Hugging Face's; `{layer}` stands for the layer's number.
 
     Attributes:
         ours: its name in our model.
-        theirs: its name in the Hugging Face class; several when our parameter is theirs one after another, in equal
-            parts.
+        theirs: its name in the Hugging Face class; several names if ours concatenates several tensors of equal size.
         transposed: Hugging Face stores [in, out] (Conv1D).
         heads: Hugging Face interleaves Q, K and V by head, [heads, 3, d, …], where ours are [3, heads, d, …].
-        rows: (start, stop, total): ours are rows [start, stop) of theirs, which has `total`, of other weights too.
-        experts: ours stacks so many matrices, [experts, out, in]; theirs are one after another, each expert's together.
-        in_memory: the class holds our very parameter by this name, and files have `theirs`.
+        rows: (start, stop, total): ours is rows [start, stop) of theirs, a tensor of `total` rows with several weights.
+        experts: ours stacks this number of matrices, [experts, out, in]; `theirs` lists them expert by expert.
+        in_memory: the class stacks the experts like ours, under this name; files store `theirs`.
         layers: numbers of the layers that have it; None: all.
     """
 
@@ -52,7 +51,7 @@ class Weight:
     def names(self) -> tuple[str, ...]:
         return (self.theirs,) if isinstance(self.theirs, str) else self.theirs
 
-    def of_layer(self, number: int) -> Weight:
+    def for_layer(self, number: int) -> Weight:
         theirs = tuple(name.format(layer=number) for name in self.names)
         in_memory = self.in_memory and self.in_memory.format(layer=number)
         return replace(self, ours=self.ours.format(layer=number), theirs=theirs, in_memory=in_memory)
@@ -69,8 +68,8 @@ class Weight:
         starts = range(0, len(self.names), parts)
         return [replace(self, theirs=self.names[start : start + parts], experts=None) for start in starts]
 
-    def runs(self, rows: int) -> Iterator[RowRange]:
-        """Yield where the rows of our parameter, `rows` in all, lie in theirs; in our order."""
+    def row_ranges(self, rows: int) -> Iterator[RowRange]:
+        """Yield the ranges of our parameter's `rows` rows in their tensors, in our order."""
         if self.heads is not None:
             size = rows // (3 * self.heads)
             for part in range(3):
@@ -95,23 +94,23 @@ class Weight:
         """Return our whole parameter from their tensors."""
         theirs = {name: tensors[name].t() if self.transposed else tensors[name] for name in self.names}
         rows = self.rows[1] - self.rows[0] if self.rows else sum(tensor.shape[0] for tensor in theirs.values())
-        parts = [theirs[run.theirs][run.start : run.start + run.length] for run in self.runs(rows)]
+        parts = [theirs[run.theirs][run.start : run.start + run.length] for run in self.row_ranges(rows)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.unflatten(0, (self.experts, -1)) if self.experts else whole
 
 
 def to_theirs(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that these weights are together; views where that is possible.
+    """Return Hugging Face's tensors from our parameters, as views if possible.
 
     Args:
-        weights: all that their tensors are made of.
+        weights: all weights that these tensors consist of.
         read: our parameter's name → the whole of it.
     """
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     transposed: dict[str, bool] = {}
     for weight in weights:
         whole = weight.as_rows(read(weight.ours))
-        for run in weight.runs(whole.shape[0]):
+        for run in weight.row_ranges(whole.shape[0]):
             pieces.setdefault(run.theirs, []).append((run.start, whole[run.ours : run.ours + run.length]))
             transposed[run.theirs] = weight.transposed
     tensors = {}
@@ -123,7 +122,7 @@ def to_theirs(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[
 
 
 def as_stored(weights: Iterable[Weight], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a class's tensors by the names that files have, views of those that the class holds otherwise."""
+    """Rename a class's tensors to those of files. Stacked experts become views, one for each expert."""
     stored = dict(tensors)
     for weight in weights:
         if weight.in_memory in stored:
@@ -134,21 +133,20 @@ def as_stored(weights: Iterable[Weight], tensors: Mapping[str, Tensor]) -> dict[
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture is the table of one Hugging Face model_type.
+    """The table of one Hugging Face model_type.
 
     Attributes:
-        fields: of the Hugging Face config.
-        translate: Hugging Face config → TransformerSpec; raises UserError for what it does not compute exactly.
-        weights: every parameter of a model of this spec; those with `{layer}` once a layer.
+        fields: treatment of the Hugging Face config's fields.
+        translate: Hugging Face config → TransformerSpec; raises UserError for anything it cannot compute exactly.
+        weights: spec → every parameter; a name with `{layer}` stands for one parameter per layer.
         tied: Hugging Face names that alias another when the embeddings are tied, {alias: source}.
-        native_class: name of the transformers class that an export opens as.
-        without_sentences: of an encoder, that of the class which has no sentence head.
-        stored: names that files give other than the class's, {the class's: the files'}.
-        base_prefix: what files of the class without a head leave out before its tensors' names.
-        old: patterns of tensors that older versions of the class saved and that are no weights (buffers), without the
-            prefix.
-        heads: what files may lack, as it was not trained with them → a pattern of its tensors. It is drawn then.
-        old_endings: endings of tensors' names in old files → those of the class.
+        native_class: name of the transformers class that opens an export.
+        without_sentences: name of the encoder's class without a sentence head.
+        stored: tensors that files name differently, {name in the class: name in files}.
+        base_prefix: prefix of the class with a head, absent from files of the bare model.
+        obsolete_tensors: patterns of buffers that older versions saved, without the prefix. They are ignored.
+        optional_heads: head → pattern of its tensors. Files may lack it; it is then initialised from the seed.
+        obsolete_suffixes: suffix of tensor names in old files → suffix in the class.
     """
 
     fields: Fields
@@ -158,14 +156,14 @@ class Architecture:
     native_class: str
     base_prefix: str
     without_sentences: str | None = None
-    old: tuple[str, ...] = ()
-    heads: Mapping[str, str] = field(default_factory=dict)
-    old_endings: Mapping[str, str] = field(default_factory=dict)
+    obsolete_tensors: tuple[str, ...] = ()
+    optional_heads: Mapping[str, str] = field(default_factory=dict)
+    obsolete_suffixes: Mapping[str, str] = field(default_factory=dict)
     stored: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def causal(self) -> bool:
-        """Return whether its models are causal decoders, of which none has a sentence head."""
+        """Return whether its models are causal decoders. None of them has a sentence head."""
         return self.without_sentences is None
 
     def spec(self, config: PretrainedConfig) -> TransformerSpec:
@@ -183,4 +181,4 @@ class Architecture:
                 yield weight
                 continue
             for layer in range(spec.layers) if weight.layers is None else weight.layers:
-                yield weight.of_layer(layer)
+                yield weight.for_layer(layer)

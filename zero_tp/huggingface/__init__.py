@@ -1,7 +1,4 @@
-"""Models as Hugging Face's libraries know them: PreTrainedModels whose config is the native one.
-
-They pass the contract that transformers' Trainer and accelerate have with a model.
-"""
+"""PreTrainedModels with Hugging Face's own configs, for transformers' Trainer, accelerate and `generate`."""
 
 from zero_tp.huggingface.for_causal_lm import ZeroTPForCausalLM
 from zero_tp.huggingface.for_pretraining import ZeroTPForPreTraining

@@ -12,14 +12,14 @@ from torch import nn
 from zero_tp.errors import UserError, shown
 from zero_tp.weights.weight_files import is_name
 
-OF_FORWARD = {
+UNSUPPORTED_IN_FORWARD = {
     "inputs_embeds": "each rank looks up the tokens whose embeddings it holds; give input_ids",
     "output_hidden_states": "no layer's output is kept; register a forward hook on the layers that you want",
     "output_attentions": "attention weights are not formed",
     "cu_seq_lens_q": "give document_ids, or position_ids that restart with each document",
     "seq_idx": "give document_ids, or position_ids that restart with each document",
 }
-OF_FROM_PRETRAINED = {
+UNSUPPORTED_IN_FROM_PRETRAINED = {
     "config": "the directory's config.json is read; change a copy of it",
     "device_map": 'a model is split by its topology; give topology and device, such as device="cuda"',
     "quantization_config": "weights are floating-point; quantize what save_pretrained writes",
@@ -32,7 +32,7 @@ OF_FROM_PRETRAINED = {
 }
 
 
-def refuse(method: str, options: Mapping[str, Any], known: Iterable[str], reasons: Mapping[str, str]) -> None:
+def refuse_arguments(method: str, options: Mapping[str, Any], known: Iterable[str], reasons: Mapping[str, str]) -> None:
     """Refuse arguments that a method does not have. The values None and False change nothing."""
     for name, value in options.items():
         if value is not None and value is not False:
@@ -44,11 +44,11 @@ def forward_options(model: nn.Module, forward: Callable[..., Any], options: dict
     """Return the options that are arguments of `forward`. Others may be None or False, and are left out."""
     known = [name for name in inspect.signature(forward).parameters if name != "self"]
     others = {name: value for name, value in options.items() if name not in known}
-    refuse(f"{type(model).__name__}.forward", others, known, OF_FORWARD)
+    refuse_arguments(f"{type(model).__name__}.forward", others, known, UNSUPPORTED_IN_FORWARD)
     return {name: value for name, value in options.items() if name in known}
 
 
-def with_revision(model: str | os.PathLike[str], revision: str | None) -> str:
+def append_revision(model: str | os.PathLike[str], revision: str | None) -> str:
     """Append a revision to a model's name on the hub, as `owner/name@revision`."""
     name = os.fspath(model)
     if revision is None or name.endswith(f"@{revision}"):

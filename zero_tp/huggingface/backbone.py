@@ -1,4 +1,4 @@
-"""A whole decoder's hidden states, for a loss of another library's that multiplies them by the output layer itself."""
+"""A whole decoder's hidden states, for libraries whose loss multiplies them by the output layer itself (trl)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_tp.models.causal_lm import CausalLM
 
 
 class Backbone:
-    """This is what transformers calls a model's `base_model`: trl's trainers call it, and the output layer's weight."""
+    """The model's `base_model`, which trl's trainers call to get hidden states."""
 
     _tp_plan = _pp_plan = None  # transformers asks every base model for its own kinds of parallelism
 
@@ -27,14 +27,10 @@ class Backbone:
         position_ids: Tensor | None = None,
         **refused: Any,
     ) -> BaseModelOutputWithPast:
-        """Return the hidden states that the output layer takes, [b, s, h].
-
-        Raises:
-            UserError: the model is split, or an argument is unknown, a cache among them.
-        """
+        """Return the input of the output layer, [b, s, h]. A split model and other arguments are refused."""
         model = self._model
-        if named := sorted(name for name, value in refused.items() if value is not None and value is not False):
-            raise UserError(f"a forward that returns hidden states alone does not take {', '.join(named)}")
+        if unsupported := sorted(name for name, value in refused.items() if value is not None and value is not False):
+            raise UserError(f"a forward that returns hidden states alone does not take {', '.join(unsupported)}")
         if model.topology.tensor > 1:
             raise UserError(
                 "a loss that multiplies hidden states by the whole output layer (trl's trainers) needs a model that is "

@@ -18,7 +18,7 @@ from zero_tp.parallel.agreement import agree_on_tokens, random_numbers_of_first
 
 
 class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
-    """A `CausalLM` as a PreTrainedModel; in an evaluation its forward returns logits too, as transformers' do."""
+    """A `CausalLM` as a PreTrainedModel. Like transformers' models it also returns logits during evaluation."""
 
     _tied_weights_keys = {"head.weight": "transformer.embedding.word.weight"}  # noqa: RUF012
 
@@ -70,11 +70,11 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
         )
 
     def create_masks_for_generate(self, *, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
-        """Return the mask [b, tokens so far] as it is: the forward makes those of its layers, and for their caches."""
+        """Return the mask [b, tokens so far] unchanged: the forward builds the masks of its layers and caches."""
         return attention_mask
 
     def _get_static_cache_init_shape(self) -> None:
-        """Let a cache of fixed length take its shape from the keys that come, which are those of a rank's heads."""
+        """Return None, so that a static cache takes its shape from the first keys, which are this rank's heads."""
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         """Refuse the paged cache of `generate_batch` and of `cache_implementation="paged"`."""
@@ -85,12 +85,10 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *arguments: Any, **options: Any) -> Any:
-        """Call transformers' own `generate`. Under TP it is collective over the TP group, and every rank returns the
-        same: ranks sample with the random numbers of the group's first, whose generators go on as in one process.
+        """Call transformers' own `generate`. Collective over the TP group.
 
-        Raises:
-            UserError: the TP ranks have different prompts, or the cache is not supported.
-            RuntimeError: they ended with different tokens.
+        All ranks sample with the random numbers of the group's first rank, so they return the same tokens. Different
+        prompts and unsupported caches are refused.
         """
         group = self.topology.tensor_group
         prompt = inputs if inputs is not None else options.get("input_ids")

@@ -12,7 +12,7 @@ from zero_tp.models.masked_lm import FIGURES, MaskedLM
 
 
 class ZeroTPForPreTraining(MaskedLM, HuggingFaceModel):
-    """A `MaskedLM` as a PreTrainedModel. In an evaluation its forward returns the loss and the logits.
+    """A `MaskedLM` as a PreTrainedModel. During evaluation it returns the loss and the logits.
 
     A config whose `architectures` names the class without a sentence head (`BertForMaskedLM`) has no sentence head.
     """
@@ -37,7 +37,7 @@ class ZeroTPForPreTraining(MaskedLM, HuggingFaceModel):
     ) -> Any:
         """Run `MaskedLM.forward`; an evaluation gives logits, and no figures.
 
-        As `label_places` is no label of Trainer's, it is one of `kwargs`; see `ZeroTPForCausalLM.forward`.
+        `label_places` is one of `kwargs`, so that Trainer does not require it; see `ZeroTPForCausalLM.forward`.
 
         Args:
             kwargs: other arguments of `MaskedLM.forward`; those of transformers that it lacks may be None or False.

@@ -1,4 +1,4 @@
-"""The contract of transformers' Trainer, accelerate and PreTrainedModel, except weights and forward."""
+"""The methods that transformers' Trainer and accelerate call on a model, except weights and forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zero_tp.validation import validate
 
 
 class HuggingFaceModel(PretrainedWeights):
-    """The parts of transformers' contract that decoders and encoders share."""
+    """The methods of a PreTrainedModel that decoders and encoders share."""
 
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -33,19 +33,19 @@ class HuggingFaceModel(PretrainedWeights):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing: the layers' constructors have filled their parameters, the same for every TP size."""
+        """Do nothing: layers initialise their parameters when they are built, equally for every TP size."""
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """Accept the config's choice of transformers' code for experts, which computes none here."""
+        """Accept any choice of transformers' expert kernels. None of them is used."""
         return requested_experts or str(super().get_correct_experts_implementation(None))
 
     @property
     def accepts_loss_kwargs(self) -> bool:
-        """Tell Trainer whether a step's loss is one sum over `num_items_in_batch`; else it takes means of means."""
+        """Return whether a step's loss is one sum over `num_items_in_batch`. If not, Trainer averages micro-batches."""
         return not self.spec.sentence_head
 
     def _returns_evaluation_logits(self, return_logits: bool | None, reduction: str) -> bool:
-        """Return whether a forward evaluates, so that it returns logits with the loss, as transformers' models do."""
+        """Return whether this forward is an evaluation. Like transformers' models it then returns logits too."""
         return return_logits is None and reduction == "mean" and not self.training and not torch.is_grad_enabled()
 
     # ---- embeddings ----------------------------------------------------------------------------------------------
@@ -61,20 +61,14 @@ class HuggingFaceModel(PretrainedWeights):
     def resize_token_embeddings(  # type: ignore[override]
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
-        """Give the model a row for each of so many tokens, and say so in its config. Collective over the TP group.
+        """Resize the vocabulary and return the word embedding. Collective over the TP group.
 
-        The first rows stay; the parameters are new ones, so that optimizers are made afterwards.
+        The first rows stay. Parameters are replaced, so create optimizers afterwards.
 
         Args:
-            new_num_tokens: by default as many as there are.
-            pad_to_multiple_of: round their number up. TP sizes need no rounding: what a rank pads is no token.
-            mean_resizing: a new row is the mean of the old ones; otherwise it is drawn as at the model's start.
-
-        Returns:
-            The word embedding.
-
-        Raises:
-            UserError: the size is not positive, or a ZeRO-3 engine has the parameters.
+            new_num_tokens: by default the present number.
+            pad_to_multiple_of: round the number up. TP does not need it.
+            mean_resizing: a new row is the mean of the old rows; otherwise it is initialised from the seed.
         """
         before = whole_shape(self.get_input_embeddings().weight)[0]  # type: ignore[arg-type]
         tokens = before if new_num_tokens is None else new_num_tokens
@@ -103,7 +97,7 @@ class HuggingFaceModel(PretrainedWeights):
 
         Args:
             activation_checkpointing_kwargs: the policy's keys, such as `{"mode": "selective"}`. `use_reentrant` is
-                taken and changes nothing: there is one mechanism, which is exact with every ZeRO stage.
+                ignored.
             every_n_layers: recompute every nth layer only.
             offload: keep the inputs of recomputed layers in the host's memory.
         """
@@ -125,7 +119,7 @@ class HuggingFaceModel(PretrainedWeights):
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
-        """Do what `activation_checkpointing_enable` does, of which this is transformers' older name."""
+        """Call `activation_checkpointing_enable`, the newer name."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
     gradient_checkpointing_disable = activation_checkpointing_disable

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face directories: models are loaded from them, and written to them."""
+"""`from_pretrained`, `load_state_dict` and `save_pretrained` of our models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from zero_tp.architectures.configs import pretrained_config
 from zero_tp.errors import UserError, shown
-from zero_tp.huggingface.arguments import OF_FROM_PRETRAINED, refuse, with_revision
+from zero_tp.huggingface.arguments import UNSUPPORTED_IN_FROM_PRETRAINED, append_revision, refuse_arguments
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.topology import Topology
 from zero_tp.weights.export import MAX_SHARD_SIZE, save_pretrained, save_tensors
@@ -22,10 +22,10 @@ from zero_tp.weights.live_weights import load_native
 from zero_tp.weights.load import PretrainedSource
 from zero_tp.weights.weight_files import resolve
 
-HUB = ("token", "cache_dir", "local_files_only", "force_download")
-"""Arguments of `from_pretrained` that say how a name on the hub is fetched."""
-WITHOUT_EFFECT = ("save_function", "save_peft_format", "save_original_format")
-"""Arguments of transformers' `save_pretrained` that change nothing here: there is one format, and no adapter."""
+HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
+"""Arguments of `from_pretrained` for huggingface_hub."""
+IGNORED_SAVE_OPTIONS = ("save_function", "save_peft_format", "save_original_format")
+"""Arguments of transformers' `save_pretrained` without effect: there is one format and no adapter."""
 
 
 class PretrainedWeights(ParallelModel, PreTrainedModel):
@@ -54,18 +54,13 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
                 that of the files. `torch_dtype` is another name of it.
             attn_implementation: "sdpa" or "eager". seed, device: those of the constructor.
             revision: of a name on the hub.
-            options: `token`, `cache_dir`, `local_files_only` and `force_download` of a name on the hub, as
-                huggingface_hub takes them.
-
-        Raises:
-            UserError: no such model there, an unsupported architecture, weights that do not fit it, or an argument that
-                is not supported.
+            options: `token`, `cache_dir`, `local_files_only` and `force_download` for huggingface_hub.
         """
         dtype = options.pop("torch_dtype", None) if dtype is None else dtype
-        hub = {name: options.pop(name) for name in HUB if name in options}
-        known = (*inspect.signature(cls.from_pretrained).parameters, "torch_dtype", *HUB)
-        refuse(f"{cls.__name__}.from_pretrained", options, known, OF_FROM_PRETRAINED)
-        files = resolve(with_revision(directory, revision), allow_pickle=allow_pickle, **hub)
+        hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
+        known = (*inspect.signature(cls.from_pretrained).parameters, "torch_dtype", *HUB_OPTIONS)
+        refuse_arguments(f"{cls.__name__}.from_pretrained", options, known, UNSUPPORTED_IN_FROM_PRETRAINED)
+        files = resolve(append_revision(directory, revision), allow_pickle=allow_pickle, **hub)
         config = pretrained_config(files)
         if attn_implementation not in (None, "eager", "sdpa"):
             problem = f"attn_implementation: {shown(attn_implementation)} is not built"
@@ -84,11 +79,7 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights by our names, or by those of the native class, which `save_pretrained` writes.
 
-        Trainer reads the files that it has saved so, one after another.
-
-        Raises:
-            UserError: native names for a model that is split.
-            RuntimeError: `strict`, and names are missing or unexpected.
+        Trainer loads the files of its own checkpoints one by one. Native names need a model that is not split.
         """
         own = dict(self.named_parameters(remove_duplicate=False))
         if not state_dict or state_dict.keys() & own.keys():
@@ -125,15 +116,12 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         partitioned and no `state_dict` is given, every rank must call it then too.
 
         Args:
-            is_main_process: whether this rank writes. state_dict: the whole weights by our names, which some rank
-                gathered, instead of the model's; an empty one writes the config alone, as Trainer means by it.
+            is_main_process: whether this rank writes.
+            state_dict: whole weights by our names, instead of the model's; an empty one, from Trainer, writes only the
+                config.
             max_shard_size: such as "5GB". dtype: of the written weights; by default the model's.
-
-        Raises:
-            UserError: what is not written exactly, a `state_dict` of a split model's shards among it; see
-                `write_native`.
         """
-        for name in WITHOUT_EFFECT:
+        for name in IGNORED_SAVE_OPTIONS:
             options.pop(name, None)
         refused = {"variant": variant, "safe_serialization": not safe_serialization, **options}
         refused |= {"distributed_checkpoint": distributed_checkpoint, "push_to_hub": push_to_hub, "token": token}
@@ -147,10 +135,10 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
                 "save_pretrained: state_dict holds one rank's shards of a split model; leave it out, and "
                 "call it on every rank"
             )
-        together = self.topology.tensor > 1 or any(hasattr(parameter, "ds_tensor") for parameter in parameters.values())
-        if state_dict is None and (together or is_main_process is None):
-            among = is_main_process is not None
-            save_pretrained(directory, parameters, self.config, self.topology, dtype=dtype, among=among, **common)
+        sharded = self.topology.tensor > 1 or any(hasattr(parameter, "ds_tensor") for parameter in parameters.values())
+        if state_dict is None and (sharded or is_main_process is None):
+            merge = is_main_process is not None
+            save_pretrained(directory, parameters, self.config, self.topology, dtype=dtype, merge=merge, **common)
         elif is_main_process is not False and state_dict == {}:  # DeepSpeed's own checkpoint has the weights
             self.config.save_pretrained(directory)
         elif is_main_process is not False:

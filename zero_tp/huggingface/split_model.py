@@ -21,10 +21,7 @@ def parallel_model(
     """Return ours with the weights of a live model of transformers' own class. Each rank takes its shards.
 
     Args:
-        native: the same on every rank.
-
-    Raises:
-        UserError: an architecture without a table, sizes that do not fit the topology, or adapters of PEFT in it.
+        native: the same on every rank, without PEFT adapters.
     """
     if getattr(native, "peft_config", None):
         raise UserError(

@@ -1,4 +1,4 @@
-"""The vocabulary of a built model is made larger or smaller, and its word embedding replaced, on any TP size."""
+"""Resize the vocabulary of a built model, or replace its word embedding, on any TP size."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from zero_tp.topology import Topology
 from zero_tp.weights.export import whole_parameter
 
 
-class Resized:
-    """This `WeightSource` keeps a model's weights, and gives those with a row a token as many rows as are asked for.
+class ResizedSource:
+    """A `WeightSource` with a model's own weights, those with one row per token resized.
 
     Attributes:
-        by_mean: a new row is the mean of the old ones, else it is drawn as at the model's start.
+        by_mean: a new row is the mean of the old rows; otherwise it is initialised from the seed.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], seed: int, *, by_mean: bool):
-        self._parameters, self._drawn, self.by_mean = parameters, SeededInit(seed), by_mean
+        self._parameters, self._seeded_init, self.by_mean = parameters, SeededInit(seed), by_mean
 
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
@@ -38,37 +38,37 @@ class Resized:
         if self.by_mean:
             resized[:] = rows.double().mean(0)
         else:
-            self._drawn.fill(resized, name, whole, layout, init, Topology(world=1))
+            self._seeded_init.fill(resized, name, whole, layout, init, Topology(world=1))
         common = min(len(rows), whole[0])
         resized[:common] = rows[:common]
         local.copy_(layout.shard(resized, topology.tensor_rank, topology.tensor))
 
 
 def resize_vocabulary(model: ParallelModel, tokens: int, *, by_mean: bool) -> None:
-    """Give a model a row for each of `tokens` tokens; the first rows stay. Collective over the TP group.
+    """Resize the vocabulary to `tokens`; the first rows stay. Collective over the TP group.
 
-    Its parameters are new ones: resize before an optimizer or an engine gets them.
+    Parameters are replaced, so resize before an optimizer or engine exists.
     """
     old = dict(model.named_parameters())
     if tokens < 1:
         raise UserError(f"resize_token_embeddings: {tokens} tokens; a vocabulary has at least one")
     if any(hasattr(parameter, "ds_tensor") for parameter in old.values()):
         raise UserError("resize_token_embeddings: ZeRO-3 has partitioned the parameters; resize before training starts")
-    trained = {name for name, parameter in old.items() if parameter.requires_grad}
+    trainable = {name for name, parameter in old.items() if parameter.requires_grad}
     sample, streams = next(iter(old.values())), model.streams.state_dict()
     model.config.vocab_size = tokens
-    source = Resized(old, model.seed, by_mean=by_mean)
+    source = ResizedSource(old, model.seed, by_mean=by_mean)
     training = model.training
     model._build(model.topology, seed=model.seed, source=source, dtype=sample.dtype, device=sample.device)
     model.streams.load_state_dict(streams)
     model.train(training)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)
+        parameter.requires_grad_(name in trainable)
 
 
 @torch.no_grad()
 def set_word_embedding(model: ParallelModel, value: nn.Module) -> None:
-    """Write the rows of another embedding, torch's own of the whole vocabulary or one of ours, into the model's."""
+    """Copy another embedding into the model's: torch's of the whole vocabulary, or a shard like the model's own."""
     weight, source = model.get_input_embeddings().weight, value.weight
     assert isinstance(weight, Tensor) and isinstance(source, Tensor)
     topology, layout = model.topology, layout_of(weight)  # type: ignore[arg-type]

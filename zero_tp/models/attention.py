@@ -53,8 +53,8 @@ class AttentionCore(nn.Module):
         Args:
             like: has the dtype and device of the activations; its second dimension is b.
         """
-        seen = mask.seen(like.device)
-        return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)
+        visible = mask.visible(like.device)
+        return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, -torch.inf)
 
 
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)

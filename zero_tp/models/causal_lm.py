@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
-from zero_tp.models.context import ForwardInputs, Pieces, documents_of
+from zero_tp.models.context import ForwardInputs, Pieces, document_ids_from_positions
 from zero_tp.models.head import OutputLayer
 from zero_tp.models.parallel_model import ParallelModel, check_shape
 from zero_tp.models.router_balance import RouterBalance
@@ -99,12 +99,6 @@ class CausalLM(ParallelModel):
             `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks; with `none` shaped like
             the labels, 0 for ignored ones, and `greedy`. As in transformers, `output_router_logits` of a model with
             experts adds `router_aux_loss_coef` times `aux_loss` to the mean.
-
-        Raises:
-            UserError: with gradients, s does not divide by t under SP, or there is a cache; s exceeds learned
-                positions; or documents may need different rotary frequencies.
-            ValueError: a shape that does not fit, an unknown reduction, documents beside a cache, `return_dict=False`.
-            RuntimeError: a token id or label outside the vocabulary (on an accelerator: when it is next synchronised).
         """
         if reduction not in ("mean", "none"):
             raise ValueError(f"reduction {reduction!r}: it is 'mean' or 'none'")
@@ -157,7 +151,7 @@ class CausalLM(ParallelModel):
         self._check_ids("token ids", input_ids)
         sequence = self._runs_sequence_parallel(input_ids.shape[1])
         if document_ids is None and position_ids is not None and attention_mask is None and past_key_values is None:
-            document_ids = documents_of(position_ids.expand(*input_ids.shape))
+            document_ids = document_ids_from_positions(position_ids.expand(*input_ids.shape))
         pieces = None if document_ids is None else self._pieces(document_ids, input_ids.device)
         inputs = ForwardInputs(attention_mask, position_ids, pieces, past_key_values, balance)
         hidden: Tensor = self.transformer(input_ids.t().contiguous(), inputs=inputs, sequence=sequence)

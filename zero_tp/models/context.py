@@ -18,7 +18,7 @@ from zero_tp.models.position import Rotation
 from zero_tp.models.router_balance import RouterBalance
 
 
-def starts_of(documents: Tensor) -> npt.NDArray[np.int32]:
+def document_starts(documents: Tensor) -> npt.NDArray[np.int32]:
     """Return the start of each run of equal neighbours in the rows of `documents`, and the number of all tokens."""
     numbers = documents.cpu().numpy()
     begins = np.ones(numbers.shape, dtype=bool)
@@ -44,7 +44,7 @@ class Pieces:
     @classmethod
     def of(cls, documents: Tensor, device: torch.device) -> Pieces:
         """Find the pieces of `documents` [b, s], each token's document number, on the host."""
-        return cls.from_starts(starts_of(documents), documents.shape, device)
+        return cls.from_starts(document_starts(documents), documents.shape, device)
 
     @classmethod
     def from_starts(cls, starts: npt.NDArray[np.int32], shape: torch.Size, device: torch.device) -> Pieces:
@@ -65,7 +65,7 @@ class Pieces:
         return torch.bucketize(tokens, self.starts, right=True).view(self.rows, self.length)
 
 
-def documents_of(positions: Tensor) -> Tensor | None:
+def document_ids_from_positions(positions: Tensor) -> Tensor | None:
     """Return each token's document number, [b, s], from `positions` [b, s] that restart; None if none restarts.
 
     transformers reads rows of packed documents in this way. Synchronises with the device.
@@ -83,7 +83,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which token sees which: causal order, cache, window, documents and padding. `seen` makes it a tensor.
+    """Which tokens a token attends to: causal order, cache, window, documents and padding.
 
     Attributes:
         queries, keys: s and k.
@@ -113,40 +113,40 @@ class AttentionMask:
         aligned = self.queries in (1, self.keys)
         return self.padding is None and self.pieces is None and not windowed and ends and aligned
 
-    def seen(self, device: torch.device) -> Tensor:
+    def visible(self, device: torch.device) -> Tensor:
         """Return the mask as booleans, [b or 1, 1, s, k]; [b or 1, 1, 1, k] if not causal.
 
         A token that would see none (padding on the left) sees itself, so that its softmax is defined; its output is
         unused. If not causal, tokens of a row of padding see all of it.
         """
         if not self.causal:
-            return self._seen_by_all(device)
+            return self._visible_to_all(device)
         query = torch.arange(self.first_query, self.first_query + self.queries, device=device)[:, None]
         key = torch.arange(self.first_key, self.first_key + self.keys, device=device)[None, :]
-        seen = (key <= query)[None, None]
+        visible = (key <= query)[None, None]
         if self.window is not None:
-            seen = seen & (key > query - self.window)
+            visible = visible & (key > query - self.window)
         if self.pieces is not None:
             numbers = self.pieces.numbers
-            seen = seen & (numbers[:, None, :, None] == numbers[:, None, None, :])
+            visible = visible & (numbers[:, None, :, None] == numbers[:, None, None, :])
         if self.padding is not None:
-            visible = self.padding[:, self.first_key : self.first_key + self.keys].to(device).bool()
+            unpadded = self.padding[:, self.first_key : self.first_key + self.keys].to(device).bool()
             # A cache of fixed length has more keys than there are tokens; causality hides them.
-            visible = torch.nn.functional.pad(visible, (0, self.keys - visible.shape[1]), value=True)
-            seen = seen & visible[:, None, None, :]
-        return seen | ((key == query) & ~seen.any(-1, keepdim=True))
+            unpadded = torch.nn.functional.pad(unpadded, (0, self.keys - unpadded.shape[1]), value=True)
+            visible = visible & unpadded[:, None, None, :]
+        return visible | ((key == query) & ~visible.any(-1, keepdim=True))
 
-    def _seen_by_all(self, device: torch.device) -> Tensor:
+    def _visible_to_all(self, device: torch.device) -> Tensor:
         assert self.window is None and self.pieces is None and self.queries == self.keys
         if self.padding is None:
             return torch.ones(1, 1, 1, self.keys, dtype=torch.bool, device=device)
-        visible = self.padding.to(device).bool()
-        return (visible | ~visible.any(1, keepdim=True))[:, None, None, :]
+        unpadded = self.padding.to(device).bool()
+        return (unpadded | ~unpadded.any(1, keepdim=True))[:, None, None, :]
 
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """What a forward has besides tokens.
+    """The inputs of a forward besides tokens.
 
     Attributes:
         padding: [b, all tokens so far], 1 for a token, 0 for padding; None without padding.

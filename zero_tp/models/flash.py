@@ -25,44 +25,44 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         batch, heads, length, size = query.shape
-        mixed = query.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)  # as the output projection reads it
-        logarithms = query.new_empty(batch, heads, length, dtype=torch.float32)
-        for own, shared, times in _blocks(query, key):
-            keys, values = (tensor[shared].repeat_interleave(times, 0) for tensor in (key, value))
-            _mix(query[own], keys, values, mixed[own], logarithms[own], causal=causal)
-        ctx.save_for_backward(query, key, value, mixed, logarithms)
+        output = query.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)  # as the output projection reads it
+        lse = query.new_empty(batch, heads, length, dtype=torch.float32)
+        for own, kv_index, repeats in _blocks(query, key):
+            keys, values = (tensor[kv_index].repeat_interleave(repeats, 0) for tensor in (key, value))
+            _attend(query[own], keys, values, output[own], lse[own], causal=causal)
+        ctx.save_for_backward(query, key, value, output, lse)
         ctx.causal = causal
-        return mixed
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, mixed, logarithms = ctx.saved_tensors
-        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for own, shared, times in _blocks(query, key):
-            keys, values = (tensor[shared].repeat_interleave(times, 0) for tensor in (key, value))
-            parts = (tensor[own] for tensor in (mixed, logarithms, gradient))
-            of_query[own], *key_and_value = _gradients(query[own], keys, values, *parts, causal=ctx.causal)
-            for whole, part in zip((of_key, of_value), key_and_value, strict=True):
-                whole[shared] += part.unflatten(0, (-1, times)).sum(1)
-        return of_query, of_key, of_value, None
+        query, key, value, output, lse = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for own, kv_index, repeats in _blocks(query, key):
+            keys, values = (tensor[kv_index].repeat_interleave(repeats, 0) for tensor in (key, value))
+            parts = (tensor[own] for tensor in (output, lse, gradient))
+            dq[own], *key_and_value = _gradients(query[own], keys, values, *parts, causal=ctx.causal)
+            for whole, part in zip((dk, dv), key_and_value, strict=True):
+                whole[kv_index] += part.unflatten(0, (-1, repeats)).sum(1)
+        return dq, dk, dv, None
 
 
 def _blocks(query: Tensor, key: Tensor) -> Iterator[tuple[tuple[int, slice], tuple[int, slice], int]]:
-    """Yield (row and heads that are computed together, row and their KV heads, heads per KV head)."""
+    """Yield (row and heads of a block, row and KV heads of the block, heads per KV head)."""
     batch, heads, length, _ = query.shape
     group = heads // key.shape[1]
     most = max(1, BLOCK_ELEMENTS // (min(BLOCK, length) * length))
-    times = max(size for size in range(1, min(group, most) + 1) if group % size == 0)
-    together = max(times, most // times * times) if times == group else times
+    repeats = max(size for size in range(1, min(group, most) + 1) if group % size == 0)
+    heads_per_block = max(repeats, most // repeats * repeats) if repeats == group else repeats
     for row in range(batch):
-        for first in range(0, heads, together):
-            last = min(first + together, heads)
-            yield (row, slice(first, last)), (row, slice(first // group, (last - 1) // group + 1)), times
+        for first in range(0, heads, heads_per_block):
+            last = min(first + heads_per_block, heads)
+            yield (row, slice(first, last)), (row, slice(first // group, (last - 1) // group + 1)), repeats
 
 
-def _mix(query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, logarithms: Tensor, *, causal: bool) -> None:
-    """Write softmax(QKᵀ/√d)V, [heads, s, d], to `mixed` and L = log Σ exp(QKᵀ/√d), fp32 [heads, s], to `logarithms`."""
+def _attend(query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, *, causal: bool) -> None:
+    """Write softmax(QKᵀ/√d)V, [heads, s, d], to `output` and L = log Σ exp(QKᵀ/√d), fp32 [heads, s], to `lse`."""
     scale = query.shape[-1] ** -0.5
     query, key, value = (tensor.contiguous() for tensor in (query, key, value))  # otherwise each block copies them
     length = query.shape[1]
@@ -75,12 +75,12 @@ def _mix(query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, logarithms: T
         if causal:
             exact[:, :, begin:].add_(hidden[: end - begin, : end - begin])
         share = exact.softmax(-1)
-        logarithms[:, own] = exact.amax(-1) - share.amax(-1).log()
-        mixed[:, own] = torch.bmm(share.to(query.dtype), value[:, seen])
+        lse[:, own] = exact.amax(-1) - share.amax(-1).log()
+        output[:, own] = torch.bmm(share.to(query.dtype), value[:, seen])
 
 
 def _gradients(
-    query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, logarithms: Tensor, gradient: Tensor, *, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, gradient: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of Q, K and V, all [heads, s, d], from those of the output.
 
@@ -94,11 +94,11 @@ def _gradients(
     scale = query.shape[-1] ** -0.5
     query, key, gradient = (tensor.contiguous() for tensor in (query, key, gradient))
     ones = query.new_ones(*key.shape[:2], 2)
-    queries = torch.cat((query, _in_two(-logarithms / scale, query.dtype)), -1)
-    outputs = torch.cat((gradient, _in_two(-(gradient.float() * mixed).sum(-1), query.dtype)), -1)
+    queries = torch.cat((query, _split_fp32(-lse / scale, query.dtype)), -1)
+    outputs = torch.cat((gradient, _split_fp32(-(gradient.float() * output).sum(-1), query.dtype)), -1)
     keys, values = torch.cat((key, ones), -1), torch.cat((value, ones), -1)
-    of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-    of_key, of_value = (query.new_zeros(query.shape) for _ in range(2))
+    dq = torch.empty_like(query, memory_format=torch.contiguous_format)
+    dk, dv = (query.new_zeros(query.shape) for _ in range(2))
     length = query.shape[1]
     for begin in range(0, length, BLOCK):
         end = min(begin + BLOCK, length)
@@ -109,11 +109,11 @@ def _gradients(
             share.addcmul_(share, rest)
         if causal:
             share[:, :, begin:].tril_()
-        of_value[:, seen].baddbmm_(share.mT, gradient[:, own])
+        dv[:, seen].baddbmm_(share.mT, gradient[:, own])
         score = torch.bmm(outputs[:, own], values[:, seen].mT).mul_(share)
-        of_query[:, own] = _scaled(score, key[:, seen], scale)
-        of_key[:, seen].baddbmm_(score.mT, query[:, own], alpha=scale)
-    return of_query, of_key, of_value
+        dq[:, own] = _scaled(score, key[:, seen], scale)
+        dk[:, seen].baddbmm_(score.mT, query[:, own], alpha=scale)
+    return dq, dk, dv
 
 
 def _product(left: Tensor, right: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
@@ -128,8 +128,8 @@ def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(left.new_empty(()), left, right, beta=0, alpha=scale)
 
 
-def _in_two(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return fp32 numbers as two columns of a dtype that sum to them."""
+def _split_fp32(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return fp32 numbers as two columns of a narrower dtype whose sum they are."""
     high = numbers.to(dtype)
     return torch.stack((high, (numbers - high).to(dtype)), -1)
 
@@ -148,5 +148,5 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> 
         key: [b, a or a divisor of it, s, d]: each of its heads serves as many of Q's in turn.
         value: as key.
     """
-    mixed: Tensor = _Flash.apply(query, key, value, causal)
-    return mixed
+    output: Tensor = _Flash.apply(query, key, value, causal)
+    return output

@@ -1,6 +1,6 @@
-"""Count the FLOPs that a model needs by its mathematics, and the share of a device's peak that a run reaches.
+"""Count a model's FLOPs, and the share of a device's peak that a run reaches (MFU, HFU).
 
-Two FLOPs a multiply-add; what is done once a row, as by a pooler, is left out. s sequence, h hidden, a heads, k KV
+A multiply-add is two FLOPs. Work once per row, such as a pooler's, is not counted. s sequence, h hidden, a heads, k KV
 heads, d head size, L layers, v vocabulary.
 """
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ForwardFlops(NamedTuple):
-    """A forward has these FLOPs: of one layer's weights (a mean), of one layer's attention core, of the head."""
+    """FLOPs of a forward: one layer's weights (mean over layers), one layer's attention core, the head."""
 
     layer: float
     core: float

@@ -11,7 +11,7 @@ from zero_tp.topology import Topology
 
 
 class ForeignEngineChecks(nn.Module):
-    """A module that checks its topology at the points where other libraries take hold of it.
+    """A module that checks its topology when another library wraps it.
 
     DeepSpeed's engine calls `set_deepspeed_parallelism`. torch's DistributedDataParallel reads
     `_ddp_params_and_buffers_to_ignore`. FSDP sets `_is_fsdp_managed_module`, PEFT sets `peft_config`.

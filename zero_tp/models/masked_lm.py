@@ -51,7 +51,7 @@ class PreTrainingOutput(ModelOutput):
 FIGURES = ("masked_loss", "masked_accuracy", "sentence_loss", "sentence_accuracy")
 
 
-def places_of(labels: Tensor) -> Tensor:
+def labelled_positions(labels: Tensor) -> Tensor:
     """Return the flat indices of labels [b, s] that are not ignored, ascending. [n]"""
     return (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
 
@@ -104,7 +104,7 @@ class MaskedLM(ParallelModel):
             token_type_ids: [b, s], by default 0. position_ids: [b or 1, s], by default from 0.
             labels: [b, s], the token at a masked position; -100 is ignored.
             next_sentence_label: [b], 0 where a row's segments are in order, 1 where they are swapped; -100 is ignored.
-            label_places: `places_of(labels)`, [n]; without it the forward synchronises with the device.
+            label_places: `labelled_positions(labels)`, [n]; if absent, the forward synchronises with the device.
             return_logits: also return both kinds of logits.
             reduction: `none` returns each token's and each row's loss, for evaluation, without gradient.
             num_items_in_batch: divisor of the sum of the masked tokens' losses; by default their number.
@@ -131,7 +131,7 @@ class MaskedLM(ParallelModel):
         hidden = self.transformer(input_ids.t().contiguous(), inputs=inputs, types=types, sequence=sequence)
         output = PreTrainingOutput()
         if labels is not None:
-            places = places_of(labels) if label_places is None else label_places
+            places = labelled_positions(labels) if label_places is None else label_places
             self._score_tokens(output, hidden, labels, places, sequence, reduction, num_items_in_batch)
         returns_logits = bool(return_logits) or labels is None
         if self.sentence_head is not None and (next_sentence_label is not None or returns_logits):
@@ -188,14 +188,14 @@ class MaskedLM(ParallelModel):
             places = places.new_zeros(1)  # an ignored label: every weight has a gradient, of 0
         row, position = places // length, places % length
         rows = gather_rows(hidden, position * batch + row, self.topology.tensor_group, sequence=sequence)
-        wanted = labels.flatten()[places]
+        targets = labels.flatten()[places]
         if reduction == "mean":
-            output.masked_loss, right = self.head(rows, wanted, divisor=divisor)
-            output.masked_accuracy = right / (len(wanted) if divisor is None else nonzero(divisor))
+            output.masked_loss, correct = self.head(rows, targets, divisor=divisor)
+            output.masked_accuracy = correct / (len(targets) if divisor is None else nonzero(divisor))
             return
-        loss, right = self.head(rows, wanted, per_token=True)
+        loss, correct = self.head(rows, targets, per_token=True)
         output.masked_loss = loss.new_zeros(batch * length).index_put((places,), loss).view(batch, length)
-        output.masked_accuracy = right.new_zeros(batch * length).index_put((places,), right).view(batch, length)
+        output.masked_accuracy = correct.new_zeros(batch * length).index_put((places,), correct).view(batch, length)
 
 
 def _score_sentences(
@@ -207,9 +207,9 @@ def _score_sentences(
     counted = labels != IGNORE_INDEX
     inside = (labels == 0) | (labels == 1) | ~counted
     torch._assert_async(inside.all(), f"next_sentence_label must be 0, 1 or {IGNORE_INDEX}")
-    right = scores.detach().argmax(1) == labels
+    correct = scores.detach().argmax(1) == labels
     reduction_of_sum = "sum" if divisor is not None else reduction
     loss = F.cross_entropy(scores.float(), labels, ignore_index=IGNORE_INDEX, reduction=reduction_of_sum)
     rows = counted.sum() if divisor is None else nonzero(divisor)
     output.sentence_loss = loss if divisor is None else (loss / rows).float()
-    output.sentence_accuracy = right if reduction == "none" else right.sum() / rows
+    output.sentence_accuracy = correct if reduction == "none" else correct.sum() / rows

@@ -34,7 +34,7 @@ def _gated(wide: Tensor, function: Function) -> Tensor:
     return function(gate) * up
 
 
-def _of_gated(wide: Tensor, gradient: Tensor, function: Function) -> Tensor:
+def _gated_gradient(wide: Tensor, gradient: Tensor, function: Function) -> Tensor:
     return torch.func.vjp(lambda again: _gated(again, function), wide)[1](gradient)[0]
 
 
@@ -52,7 +52,7 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (wide,) = ctx.saved_tensors
         rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (wide, gradient)]
-        return ctx.ops.rows(_of_gated, rows, ctx.function).view(wide.shape), None, None
+        return ctx.ops.rows(_gated_gradient, rows, ctx.function).view(wide.shape), None, None
 
 
 class GatedActivation(Activation):

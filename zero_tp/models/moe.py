@@ -97,10 +97,10 @@ class Experts(nn.Module):
         self.shared = SharedExpert(make.child("shared"), spec, shared) if shared else None
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
-        mixed = self._mixed(tensor, context)
+        mixed = self._routed_output(tensor, context)
         return mixed if self.shared is None else mixed + self.shared(tensor, context=context)
 
-    def _mixed(self, tensor: Tensor, context: ForwardContext) -> Tensor:
+    def _routed_output(self, tensor: Tensor, context: ForwardContext) -> Tensor:
         """Return the weighted sum of each token's own experts."""
         group, sequence = self.topology.tensor_group, context.sequence
         if not sequence:

@@ -80,12 +80,12 @@ def _rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Ten
     return weight * (wide * scale).to(rows.dtype), scale
 
 
-def _of_weight(gradient: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
+def _weight_gradient(gradient: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
     """Return the gradient of the weight, fp32 [h]."""
     return (gradient * (rows.float() * scale).to(rows.dtype)).sum(0, dtype=torch.float32)
 
 
-def _of_rows(gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+def _rows_gradient(gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
     """Return the gradient of the rows [n, h]."""
     normed = rows.float() * scale
     wide = (gradient * weight).float()
@@ -113,10 +113,10 @@ class _RMSNorm(torch.autograd.Function):
         rows = (_rows(gradient), _rows(tensor), scale)
         reducing = weight_gradient = input_gradient = None
         if needs_weight:
-            weight_gradient = ctx.ops.total(_of_weight, rows).to(weight.dtype)
+            weight_gradient = ctx.ops.total(_weight_gradient, rows).to(weight.dtype)
             reducing = ctx.total.start(weight_gradient) if ctx.total is not None else None
         if needs_input:
-            input_gradient = ctx.ops.rows(_of_rows, rows, weight).view(tensor.shape)
+            input_gradient = ctx.ops.rows(_rows_gradient, rows, weight).view(tensor.shape)
         if reducing is not None:
             (weight_gradient,) = reducing.wait()
         return input_gradient, weight_gradient, None, None, None
@@ -157,7 +157,7 @@ class _SplitRMSNorm(torch.autograd.Function):
         normed, wide = rows.float() * scale, (gradient * weight).float()
         along = all_reduce((wide * normed).sum(-1, keepdim=True), ctx.group) / ctx.size
         of_rows = ((wide - normed * along * ctx.share) * scale).to(rows.dtype)
-        return of_rows, _of_weight(gradient, rows, scale).to(weight.dtype), None, None, None, None
+        return of_rows, _weight_gradient(gradient, rows, scale).to(weight.dtype), None, None, None, None
 
 
 class SplitRMSNorm(nn.Module):

@@ -1,6 +1,6 @@
 """ParallelModel, the base of all models: a Transformer with heads, split over the TP group.
 
-huggingface/ makes PreTrainedModels of them; importing that class here would add a second to each rank's start.
+huggingface/ derives PreTrainedModels from them. Importing that class here would add a second to each rank's start.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from zero_tp.parallel.parameter import ParameterMaker, SeededInit, WeightSource
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
 
-WITHOUT_GENERATORS = ("meta", "sim")
-"""Devices that draw nothing: tensors without data, and the planner's simulated accelerator."""
+DEVICES_WITHOUT_RNG = ("meta", "sim")
+"""Devices without a random number generator: meta tensors, and the planner's simulated accelerator."""
 
-CLASSES = {True: "causal_lm.CausalLM", False: "masked_lm.MaskedLM"}
+MODEL_CLASSES = {True: "causal_lm.CausalLM", False: "masked_lm.MaskedLM"}
 """The class of causal decoders, and of encoders."""
 
 
 def model_class(spec: TransformerSpec) -> type[ParallelModel]:
     """Return the class of the models of this spec, without importing the other."""
-    module, name = CLASSES[spec.causal].split(".")
+    module, name = MODEL_CLASSES[spec.causal].split(".")
     chosen: type[ParallelModel] = getattr(importlib.import_module(f"zero_tp.models.{module}"), name)
     return chosen
 
@@ -65,9 +65,6 @@ class ParallelModel(ForeignEngineChecks, ABC):
     Attributes:
         generation_config: of a causal model, implied by its config or the source's own; else None.
         gradient_hooks: sum partial gradients over TP in every backward.
-
-    Raises:
-        UserError: an architecture, a field or a size that is not supported, or an architecture of another objective.
     """
 
     causal: ClassVar[bool]
@@ -99,8 +96,8 @@ class ParallelModel(ForeignEngineChecks, ABC):
             kind = "a causal decoder" if self.spec.causal else "no causal decoder"
             raise UserError(f"{type(self).__name__}: {config.model_type} is {kind}")
         self.spec.check(self.topology.tensor)
-        draws = torch.device(device).type not in WITHOUT_GENERATORS
-        self.streams = RandomStreams(self.topology, seed, device if draws else "cpu")
+        has_rng = torch.device(device).type not in DEVICES_WITHOUT_RNG
+        self.streams = RandomStreams(self.topology, seed, device if has_rng else "cpu")
         chosen = torch_dtype(dtype) or torch_dtype(config.dtype) or torch.float32
         make = ParameterMaker(self.topology, source or SeededInit(seed), chosen, device)
         self.transformer = Transformer(make.child("transformer"), self.spec, self.streams)
@@ -115,7 +112,7 @@ class ParallelModel(ForeignEngineChecks, ABC):
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """Return the names of an output's other figures, divided like its loss, for a training step's metrics."""
+        """Return the names of an output's other metrics, which are divided like its loss."""
         return ()
 
     @abstractmethod

@@ -47,7 +47,7 @@ def rotation(rotary: Rotary, positions: Tensor, length: int, dtype: torch.dtype)
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
-def _turn(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def _apply_rotary(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     turning, staying = tensor[..., : cosine.shape[-1]], tensor[..., cosine.shape[-1] :]
     first, second = turning.chunk(2, -1)
     turned = turning * cosine + torch.cat((-second, first), -1) * sine
@@ -61,18 +61,18 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps) -> Tensor:
         ctx.save_for_backward(cosine, sine)
         ctx.ops = ops
-        return _turned(tensor, cosine, sine, ops)
+        return _rotate_rows(tensor, cosine, sine, ops)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         cosine, sine = ctx.saved_tensors
-        return _turned(gradient, cosine, -sine, ctx.ops), None, None, None
+        return _rotate_rows(gradient, cosine, -sine, ctx.ops), None, None, None
 
 
-def _turned(tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps) -> Tensor:
+def _rotate_rows(tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps) -> Tensor:
     """Rotate with one row per position. [b, heads, s, d] → the same shape, with positions outermost in memory."""
     by_position = [part.permute(2, 0, 1, 3) for part in (tensor, cosine, sine)]
-    turned: Tensor = ops.rows(_turn, by_position)
+    turned: Tensor = ops.rows(_apply_rotary, by_position)
     return turned.permute(1, 2, 0, 3)
 
 

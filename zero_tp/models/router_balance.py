@@ -34,7 +34,7 @@ class _Loss(torch.autograd.Function):
 
 
 class RouterBalance:
-    """Collects what the routers of one forward choose, and adds the loss's gradient to that of their probabilities.
+    """Count the routers' choices in one forward, and add the loss's gradient to that of their probabilities.
 
     The statistics are no outputs of layers: a recomputed layer keeps and returns the residual stream alone. A router
     that runs again in backward is not counted again.
@@ -46,14 +46,14 @@ class RouterBalance:
         device: where the routers compute.
 
     Attributes:
-        choices, sums: of each expert, over the counted tokens of all layers: how many chose it, and the sum of its
-            probabilities, fp32 [E]. rows: the number of these tokens.
+        choices, sums: for each expert, the number of counted tokens of all layers that chose it, and the sum of its
+            probabilities, fp32 [E]. rows: the number of counted tokens.
         gradient: of a counted token's probabilities, fp32 [E]; set by the loss's backward.
     """
 
     def __init__(self, experts: ExpertsSpec, mask: Tensor | None, tensor_size: int, device: torch.device):
         self.experts, self.tensor_size = experts, tensor_size
-        self._counted = None if mask is None else mask.t().float().reshape(-1, 1)  # by rows, as routers have them
+        self._mask = None if mask is None else mask.t().float().reshape(-1, 1)  # by rows, as routers have them
         self._complete = False
         self.gradient: Tensor | None = None
         self.choices, self.sums = torch.zeros(2, experts.count, dtype=torch.float32, device=device)
@@ -67,8 +67,8 @@ class RouterBalance:
             ones = torch.ones_like(chosen, dtype=torch.float32)
             rows: Tensor | float = float(len(own))
             own = own.float()
-            if self._counted is not None:
-                ones, own, rows = ones * self._counted, own * self._counted, self._counted.sum()
+            if self._mask is not None:
+                ones, own, rows = ones * self._mask, own * self._mask, self._mask.sum()
             self.choices.scatter_add_(0, chosen.flatten(), ones.flatten())
             self.sums += own.sum(0)
             self.rows = self.rows + rows
@@ -78,7 +78,7 @@ class RouterBalance:
     def _add_gradient(self, gradient: Tensor) -> Tensor:
         if self.gradient is None:  # the loss was not used
             return gradient
-        return gradient + (self.gradient if self._counted is None else self._counted * self.gradient)
+        return gradient + (self.gradient if self._mask is None else self._mask * self.gradient)
 
     def loss(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layers' output, to be used instead of `hidden`, and the loss, fp32 scalar without coefficient."""

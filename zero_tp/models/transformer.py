@@ -138,7 +138,7 @@ class Transformer(nn.Module):
             )
 
     def context(self, length: int, like: Tensor, inputs: ForwardInputs, *, sequence: bool) -> ForwardContext:
-        """Return what all layers share in a forward of `length` tokens.
+        """Return masks, rotary tables and cache, which all layers share, for `length` tokens.
 
         Args:
             like: has the dtype and device of the activations.
@@ -149,17 +149,17 @@ class Transformer(nn.Module):
         for number, window in enumerate(self.spec.windows):
             if window not in masks:
                 keys, first = cache.get_mask_sizes(length, number) if cache is not None else (length, 0)
-                hides = (inputs.padding, inputs.pieces, window, self.spec.causal)
-                masks[window] = mask(AttentionMask(length, keys, past, first, *hides), self.spec, like)
-        rotary, turning = self.spec.rotary, None
+                limits = (inputs.padding, inputs.pieces, window, self.spec.causal)
+                masks[window] = mask(AttentionMask(length, keys, past, first, *limits), self.spec, like)
+        rotary, rotation_tables = self.spec.rotary, None
         if rotary is not None:
-            until = past + length
+            total_length = past + length
             if positions is None:
-                positions = torch.arange(past, until, device=like.device)[None]
+                positions = torch.arange(past, total_length, device=like.device)[None]
             elif rotary.by_length:
-                until = int(positions.max()) + 1
-            turning = rotation(rotary, positions, until, like.dtype)
-        return ForwardContext(sequence, masks, turning, cache, inputs.balance)
+                total_length = int(positions.max()) + 1
+            rotation_tables = rotation(rotary, positions, total_length, like.dtype)
+        return ForwardContext(sequence, masks, rotation_tables, cache, inputs.balance)
 
     def forward(self, tokens: Tensor, *, inputs: ForwardInputs, types: Tensor | None = None, sequence: bool) -> Tensor:
         """Return the hidden states after the last norm.

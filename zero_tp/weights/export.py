@@ -41,7 +41,7 @@ from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
 from zero_tp.strict_json import read_json
 from zero_tp.tensors.safetensors_files import Entry, write_tensors
 from zero_tp.topology import Topology
-from zero_tp.weights.live_weights import gathered
+from zero_tp.weights.live_weights import gather_parameter
 from zero_tp.weights.load import native_model, stored_shapes
 from zero_tp.weights.weight_files import INDEX, TOKENIZER_FILES, is_regular
 
@@ -64,23 +64,23 @@ def native_entries(
         shapes: our parameter's name → its whole shape.
         read: our parameter's name → the whole of it.
     """
-    makers: dict[str, list[Weight]] = {}
+    sources: dict[str, list[Weight]] = {}
     for weight in weights_of(config):
         if weight.ours not in shapes:
             raise UserError(f"export: there is no parameter {weight.ours}, which a {config.model_type} has")
         for name in weight.names:
-            makers.setdefault(name, []).append(weight)
+            sources.setdefault(name, []).append(weight)
     cached: dict[str, Tensor] = {}
 
     def read_native(name: str) -> Tensor:
         if name not in cached:
             cached.clear()
-            cached.update(to_theirs(makers[name], read))
+            cached.update(to_theirs(sources[name], read))
         return cached.pop(name).to(dtype)
 
     return [
         Entry(name, weight.shapes(shapes[weight.ours])[name], dtype, partial(read_native, name))
-        for name, (weight, *_) in makers.items()
+        for name, (weight, *_) in sources.items()
     ]
 
 
@@ -89,7 +89,7 @@ def whole_parameter(parameter: nn.Parameter, group: Group) -> Tensor:
 
     Collective over the TP group, and over the DP group under ZeRO-3.
     """
-    layout, local = layout_of(parameter), gathered(parameter)
+    layout, local = layout_of(parameter), gather_parameter(parameter)
     if not isinstance(layout, Sharded) or group_size(group) == 1:
         return layout.unshard([local])
     return layout.unshard(list(all_gather(local.unsqueeze(0), group)))
@@ -117,8 +117,8 @@ def plan_shards(entries: Iterable[Entry], max_shard_size: str) -> dict[str, list
     return {file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()}
 
 
-def _replaceable(target: Path) -> bool:
-    """Return whether this is absent, an empty directory or a model (a run has config.json and checkpoints)."""
+def _is_replaceable(target: Path) -> bool:
+    """Return whether the target is absent, empty or a model. A run has config.json too, but also checkpoints."""
     if not target.exists():
         return True
     if not target.is_dir():
@@ -136,26 +136,26 @@ def write_native(
     tokenizer: Path | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
     overwrite: bool = False,
-    among: bool = False,
+    merge: bool = False,
     card: str | None = None,
 ) -> None:
     """Write a directory that transformers' own classes open: safetensors, config, generation config, tokenizer.
 
-    It is written to a temporary directory, flushed and renamed, so it is complete or absent. With `overwrite` it
-    replaces an existing directory at once, except files of other names that are no weights.
+    The files are written to a temporary directory, flushed and renamed, so the result is complete or absent. With
+    `overwrite` it replaces an existing model at once and keeps other files.
 
     Args:
-        entries: every whole tensor by its Hugging Face name, tied ones once; read one at a time, in the order of
+        entries: every whole tensor by its Hugging Face name, tied tensors once; read one at a time, in the order of
             `plan_shards`. The config records their dtype.
-        generation: settings of generation; by default those that the config implies.
+        generation: generation config; by default that of the model config.
         tokenizer: a directory whose tokenizer is copied.
-        among: other programs may write into the directory meanwhile: files are put into it one by one.
-        card: the text of its model card. A card that a person wrote or changed stays.
+        merge: move files into the directory one by one, because other programs write into it too.
+        card: text of the model card. A card that a person wrote or edited stays.
     """
     target = Path(directory)
-    if target.exists() and not (overwrite or among):
+    if target.exists() and not (overwrite or merge):
         raise UserError(f"{target}: exists already; give another --output, or --overwrite to replace it")
-    if not among and not _replaceable(target):
+    if not merge and not _is_replaceable(target):
         raise UserError(f"{target}: exists and is no Hugging Face model, so it is not replaced; give another --output")
     config = copy.deepcopy(config)
     config.dtype, config.architectures = entries[0].dtype, [native_class_of(config)]
@@ -177,8 +177,8 @@ def write_native(
             _copy_tokenizer(tokenizer, temporary, getattr(native.config, "max_position_embeddings", None))
         if card is not None and not _is_edited(target / CARD):
             (temporary / CARD).write_text(f"{card}\n{_digest_line(card)}\n", encoding="utf-8")
-        if among and target.is_dir():
-            _put_among(temporary, target)
+        if merge and target.is_dir():
+            _move_into(temporary, target)
         else:
             put_in_place(temporary, target, _is_weights)
 
@@ -195,7 +195,7 @@ def _check_entries(entries: Iterable[Entry], native: nn.Module, config: Pretrain
 
 
 def _digest_line(card: str) -> str:
-    """Return a card's last line, which shows later whether a person has changed the card."""
+    """Return the card's last line, its hash, by which `_is_edited` finds edits."""
     return f"<!-- {hashlib.sha256(card.encode()).hexdigest()} -->"
 
 
@@ -215,7 +215,7 @@ def _is_weights(name: str) -> bool:
     return fnmatch(name, "model*.safetensors*")
 
 
-def _put_among(written: Path, target: Path) -> None:
+def _move_into(written: Path, target: Path) -> None:
     """Move files into a directory, the config last, and remove the weights of an older model."""
     names = sorted((file.name for file in written.iterdir()), key=lambda name: name == CONFIG)
     for name in names:
@@ -242,7 +242,7 @@ def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
 
 
 def _copy_tokenizer(tokenizer: Path, directory: Path, positions: int | None) -> None:
-    """Copy a tokenizer's files, and no others of its directory; the model's positions are its longest text [tokens]."""
+    """Copy only a tokenizer's files, with the model's positions as its longest text [tokens]."""
     for name in TOKENIZER_FILES:
         if is_regular(tokenizer / name):
             shutil.copyfile(tokenizer / name, directory / name)
@@ -261,20 +261,17 @@ def save_pretrained(
     generation: GenerationConfig | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
-    among: bool = False,
+    merge: bool = False,
 ) -> None:
-    """Write a live model as its native class. Collective; global rank 0 writes and the others wait for it.
+    """Write a live model as its native class. Collective; global rank 0 writes, and its error is raised on all ranks.
 
     Args:
         parameters: the model's, by name; sharded over the topology's TP group as their layouts say.
         dtype: of the written weights; by default that of the parameters.
-        among: see `write_native`.
-
-    Raises:
-        UserError: on every rank, if rank 0 could not write.
+        merge: see `write_native`.
     """
-    chosen = dtype or next(iter(parameters.values())).dtype
-    entries = live_entries(parameters, config, topology.tensor_group, chosen)
+    stored_dtype = dtype or next(iter(parameters.values())).dtype
+    entries = live_entries(parameters, config, topology.tensor_group, stored_dtype)
     # Every rank takes part in every gather, in the order in which rank 0 writes.
     reads = (entry.read() for planned in plan_shards(entries, max_shard_size).values() for entry in planned)
     streamed = [replace(entry, read=partial(next, reads)) for entry in entries]
@@ -288,7 +285,7 @@ def save_pretrained(
                 generation=generation,
                 max_shard_size=max_shard_size,
                 overwrite=True,
-                among=among,
+                merge=merge,
             )
         except (UserError, OSError):
             raise
@@ -314,10 +311,10 @@ def save_tensors(
     dtype: torch.dtype | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write whole weights by our names as the native class, into a directory that others may use. Not collective."""
+    """Write whole weights by our names as the native class, with `merge`. Not collective."""
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
-    chosen = dtype or next(iter(whole.values())).dtype
-    entries = native_entries(config, shapes, lambda name: whole[name].detach(), chosen)
+    stored_dtype = dtype or next(iter(whole.values())).dtype
+    entries = native_entries(config, shapes, lambda name: whole[name].detach(), stored_dtype)
     write_native(
-        directory, config, entries, generation=generation, max_shard_size=max_shard_size, overwrite=True, among=True
+        directory, config, entries, generation=generation, max_shard_size=max_shard_size, overwrite=True, merge=True
     )

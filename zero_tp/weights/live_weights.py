@@ -1,4 +1,4 @@
-"""Weights of Hugging Face models that are in memory, as tensors by their own names, become ours."""
+"""Copy weights from Hugging Face models in memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from zero_tp.topology import Topology
 
 
 class LiveSource:
-    """This `WeightSource` reads a live model of transformers' own class; each rank takes its shards.
+    """A `WeightSource` that reads a live model of transformers' own class; each rank takes its shards.
 
-    Where ZeRO-3 has partitioned the model, as transformers opens one then, making it gathers all of it on every rank.
+    If ZeRO-3 has partitioned the model, the constructor gathers all of it on every rank.
     """
 
     def __init__(self, model: Any):
         self.weights = {weight.ours: weight for weight in weights_of(model.config)}
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        whole = {name: gathered(parameter).cpu() for name, parameter in parameters.items()}
+        whole = {name: gather_parameter(parameter).cpu() for name, parameter in parameters.items()}
         self.tensors = as_stored(self.weights.values(), whole)
         self.generation = getattr(model, "generation_config", None)
 
@@ -38,7 +38,7 @@ class LiveSource:
         local.copy_(layout.shard(ours, topology.tensor_rank, topology.tensor))
 
 
-def gathered(parameter: nn.Parameter) -> Tensor:
+def gather_parameter(parameter: nn.Parameter) -> Tensor:
     """Return a parameter, or a whole copy of one that ZeRO-3 has partitioned, which is collective."""
     if not hasattr(parameter, "ds_tensor"):
         return parameter.detach()
@@ -57,7 +57,7 @@ def load_native(
         parameters: by our names, of one TP rank, not partitioned.
 
     Returns:
-        (missing, unexpected): names of the model's that are not there, and of those that it has not.
+        (missing, unexpected): names of the model that `tensors` lacks, and names that the model lacks.
     """
     names, missing = set(aliases_of(config)), list[str]()
     tensors = as_stored(weights_of(config), tensors)
@@ -65,7 +65,7 @@ def load_native(
         names |= set(weight.names)
         missing += [name for name in weight.names if name not in tensors and name not in missing]
         parameter = weight.as_rows(parameters[weight.ours])
-        for run in weight.runs(parameter.shape[0]):
+        for run in weight.row_ranges(parameter.shape[0]):
             if run.theirs in tensors:
                 theirs = tensors[run.theirs].t() if weight.transposed else tensors[run.theirs]
                 parameter[run.ours : run.ours + run.length].copy_(theirs[run.start : run.start + run.length])

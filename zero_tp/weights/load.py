@@ -36,17 +36,17 @@ from zero_tp.tensors.safetensors_files import DTYPE_NAMES
 from zero_tp.topology import Topology
 from zero_tp.weights.weight_files import is_finite, is_regular, open_weights
 
-FLOATING = ("F64", "F32", "BF16", "F16")
-LOADS_MORE = ("configuration_files", "transformers_weights", "fusion_config", "kernel_config", "distributed_config")
-"""Fields of a config.json by which transformers would load other files, or code, than those that are checked here."""
+FLOATING_DTYPES = ("F64", "F32", "BF16", "F16")
+EXTERNAL = ("configuration_files", "transformers_weights", "fusion_config", "kernel_config", "distributed_config")
+"""Fields of a config.json that make transformers load other files or code."""
 LOADING_PROBLEMS = {
     "missing_keys": "weights missing in the files:",
     "unexpected_keys": "unexpected tensor",
     "mismatched_keys": "tensors of another shape:",
     "error_msgs": "the weights can't be read:",
 }
-"""Parts of transformers' report of what it has loaded, in words."""
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""Keys of transformers' loading report → descriptions."""
+LAYER_COUNT_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def native_model(config: PretrainedConfig) -> Any:
@@ -73,10 +73,10 @@ class PretrainedSource:
     Args:
         config: the model's, of a supported model_type.
         allow_pickle: read pickled weights if there are no safetensors.
-        seed: of the heads that the files do not have.
+        seed: initialises the heads that the files lack.
 
     Attributes:
-        new_heads: the heads that the files do not have, in words; they are initialised from the seed.
+        new_heads: descriptions of those heads.
     """
 
     def __init__(self, directory: Path, config: PretrainedConfig, *, allow_pickle: bool = False, seed: int = 0):
@@ -86,18 +86,18 @@ class PretrainedSource:
         self.weights = {weight.ours: weight for weight in weights_of(config)}
         self.generation = generation_config(directory)
         expected = stored_shapes(native_model(config), config)
-        self.stored = _names(self.tensors, expected.keys(), architecture_of(config), directory)
+        self.stored = _match_names(self.tensors, expected.keys(), architecture_of(config), directory)
         aliases = aliases_of(config)
         # Old files hold an alias beside its source.
         self.aliases = {source: alias for alias, source in aliases.items() if alias in self.stored}
-        heads = architecture_of(config).heads
-        self.new_heads = [head for head, names in heads.items() if _lacks(names, expected.keys(), self.stored)]
-        lacking = "|".join(heads[head] for head in self.new_heads)
+        heads = architecture_of(config).optional_heads
+        self.new_heads = [head for head, names in heads.items() if _has_none_of(names, expected.keys(), self.stored)]
+        absent_heads = "|".join(heads[head] for head in self.new_heads)
         self._seeded_init = SeededInit(seed)
         for name, shape in expected.items():
             if name in self.stored:
-                _check_kind(directory, self.stored[name], self.tensors[self.stored[name]], shape)
-            elif name not in aliases and not re.fullmatch(lacking, name):
+                _check_shape_and_dtype(directory, self.stored[name], self.tensors[self.stored[name]], shape)
+            elif name not in aliases and not re.fullmatch(absent_heads, name):
                 raise UserError(f"{directory}: no tensor {name}; expected shape {shape}")
 
     def describe_new_heads(self) -> str:
@@ -117,12 +117,12 @@ class PretrainedSource:
                 for matrix, own in zip(weight.matrices(), matrices, strict=True):
                     own.copy_(self._read(matrix, dim, start, stop, whole[1 if weight.experts else 0]))
                 if not is_finite(rows):
-                    raise not_finite(self.directory, ", ".join(weight.names), rows)
+                    raise non_finite_error(self.directory, ", ".join(weight.names), rows)
 
     def _read(self, weight: Weight, dim: int, start: int, stop: int, rows: int) -> Tensor:
         """Return rows [start, stop) of dimension `dim` of our parameter, which has `rows` rows in all."""
         pieces = []
-        for run in weight.runs(rows):
+        for run in weight.row_ranges(rows):
             first, last = run.start, run.start + run.length
             if dim == 0:  # the requested rows of this run
                 first += max(start - run.ours, 0)
@@ -142,11 +142,11 @@ class PretrainedSource:
 
         source, alias = piece(theirs), self.aliases.get(theirs)
         if alias is not None and not torch.equal(source, piece(alias)):
-            raise _not_tied(self.directory, theirs, alias)
+            raise _tie_error(self.directory, theirs, alias)
         return source
 
 
-def _names(
+def _match_names(
     tensors: Mapping[str, Tensor], expected: Collection[str], architecture: Architecture, directory: Path
 ) -> dict[str, str]:
     """Return name in the native class → name in the files.
@@ -157,14 +157,14 @@ def _names(
     named = {theirs: name for name, theirs in architecture.stored.items()}
     for file_name, tensor in tensors.items():
         name = named.get(file_name, file_name)
-        for old, new in architecture.old_endings.items():
+        for old, new in architecture.obsolete_suffixes.items():
             name = name.removesuffix(old) + new if name.endswith(old) else name
         name = name if name in expected else architecture.base_prefix + name
         if name in stored:
             raise UserError(f"{directory}: tensors {stored[name]} and {file_name} are both {name}")
         if name in expected:
             stored[name] = file_name
-        elif not _is_known(name, architecture):
+        elif not _is_ignorable(name, architecture):
             raise UserError(
                 f"{directory}: unexpected tensor {file_name} of shape {tuple(tensor.shape)}; "
                 f"{architecture.native_class} with this config.json has none of that name"
@@ -172,27 +172,30 @@ def _names(
     return stored
 
 
-def _is_known(name: str, architecture: Architecture) -> bool:
-    """Return whether a tensor, named with the prefix, belongs to another head or is no weight."""
-    patterns = [*architecture.heads.values(), *(re.escape(architecture.base_prefix) + old for old in architecture.old)]
+def _is_ignorable(name: str, architecture: Architecture) -> bool:
+    """Return whether a tensor, named with the prefix, belongs to an optional head or is an obsolete buffer."""
+    patterns = [
+        *architecture.optional_heads.values(),
+        *(re.escape(architecture.base_prefix) + old for old in architecture.obsolete_tensors),
+    ]
     bare = name.removeprefix(architecture.base_prefix)
     return any(re.fullmatch(pattern, form) for pattern in patterns for form in (name, bare))
 
 
-def _lacks(pattern: str, expected: Collection[str], stored: Collection[str]) -> bool:
+def _has_none_of(pattern: str, expected: Collection[str], stored: Collection[str]) -> bool:
     """Return whether the files have none of a head's tensors."""
     names = [name for name in expected if re.fullmatch(pattern, name)]
     return bool(names) and not any(name in stored for name in names)
 
 
-def not_finite(directory: Path, name: str, tensor: Tensor) -> UserError:
+def non_finite_error(directory: Path, name: str, tensor: Tensor) -> UserError:
     """Return the error of a tensor that was read and holds NaN or Inf."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return UserError(f"{directory}: tensor {name} holds NaN or Inf as {dtype}; give another copy of the model")
 
 
 def generation_config(directory: Path) -> GenerationConfig | None:
-    """Return the directory's settings of generation; None where it has none."""
+    """Return the directory's generation config, or None."""
     path = directory / GENERATION_CONFIG_NAME
     if not is_regular(path):
         return None
@@ -237,11 +240,11 @@ def _check_fields(raw: dict[str, Any], path: Path) -> None:
     for name, value in raw.items():
         if isinstance(value, dict):
             _check_fields(value, path)
-        if value is not None and name in LOADS_MORE:
+        if value is not None and name in EXTERNAL:
             raise UserError(f"{path}: {name} {shown(value)}: what it would load is never read; give another model")
         if name.endswith(("attn_implementation", "experts_implementation")) and "/" in shown(value):
             raise UserError(f"{path}: {name} {shown(value)}: code from elsewhere is never run; remove it from the file")
-        if name in LAYERS and isinstance(value, int) and value > MOST_LAYERS:
+        if name in LAYER_COUNT_FIELDS and isinstance(value, int) and value > MOST_LAYERS:
             raise UserError(f"{path}: {name} {shown(value)}: more layers than any model has; mend the file")
 
 
@@ -259,7 +262,7 @@ def open_model(
     _check_layers(directory, config, tensors)
     try:
         native = native_model(config)
-    except Exception as error:  # whatever a config makes of a class
+    except Exception as error:  # a config can make a class raise anything
         raise UserError(f"{directory / CONFIG}: transformers can't make its model: {first_line(error)}") from error
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(native.config, "is_decoder", True) is False:
         raise UserError(
@@ -268,7 +271,7 @@ def open_model(
         )
     _check_native(directory, native, tensors)
     generation, verbosity = generation_config(directory), logging.get_verbosity()
-    logging.set_verbosity_error()  # its report of tensors that don't fit is told below, in one line
+    logging.set_verbosity_error()  # LOADING_PROBLEMS reports mismatches in one line
     try:
         # With output_loading_info it returns a pair, which its annotations don't say.
         opened: Any = type(native).from_pretrained(
@@ -285,7 +288,7 @@ def open_model(
             raise UserError(f"{directory}: {problem} {listed}; {type(model).__name__} with this {CONFIG} has others")
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not is_finite(parameter):
-            raise not_finite(directory, name, parameter)
+            raise non_finite_error(directory, name, parameter)
     model.generation_config = generation or model.generation_config
     return model.eval()
 
@@ -298,7 +301,7 @@ def _check_layers(directory: Path, config: PretrainedConfig, tensors: Mapping[st
 
 
 def _check_native(directory: Path, native: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Check the tensors that the class knows by name, with or without the prefix of its base."""
+    """Check shapes, dtypes and ties of the tensors that belong to the class, with or without its base prefix."""
     expected = {name: tensor for name, tensor in native.state_dict().items() if tensor.is_floating_point()}
     prefix, named = f"{native.base_model_prefix}.", dict[str, str]()
     for file_name, tensor in tensors.items():
@@ -308,21 +311,21 @@ def _check_native(directory: Path, native: Any, tensors: Mapping[str, Tensor]) -
         if name in named:
             raise UserError(f"{directory}: tensors {named[name]} and {file_name} are both {name}")
         named[name] = file_name
-        _check_kind(directory, file_name, tensor, tuple(expected[name].shape))
+        _check_shape_and_dtype(directory, file_name, tensor, tuple(expected[name].shape))
     for alias, source in native.all_tied_weights_keys.items():
         if alias in named and source in named and not torch.equal(tensors[named[alias]], tensors[named[source]]):
-            raise _not_tied(directory, named[source], named[alias])
+            raise _tie_error(directory, named[source], named[alias])
 
 
-def _check_kind(directory: Path, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+def _check_shape_and_dtype(directory: Path, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != expected:
         raise UserError(f"{directory}: tensor {name}: expected shape {expected}, found {tuple(tensor.shape)}")
     dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
-    if dtype not in FLOATING:
-        raise UserError(f"{directory}: tensor {name}: expected one of {', '.join(FLOATING)}, found {dtype}")
+    if dtype not in FLOATING_DTYPES:
+        raise UserError(f"{directory}: tensor {name}: expected one of {', '.join(FLOATING_DTYPES)}, found {dtype}")
 
 
-def _not_tied(directory: Path, source: str, alias: str) -> UserError:
+def _tie_error(directory: Path, source: str, alias: str) -> UserError:
     return UserError(
         f"{directory}: tensors {source} and {alias} differ, but its config ties them; set tie_word_embeddings to false "
         f"in its {CONFIG}"

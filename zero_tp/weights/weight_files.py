@@ -1,10 +1,10 @@
-"""This module finds a Hugging Face directory, on the hub too, and opens its weights files.
+"""Find a Hugging Face model, in a directory or on the hub, and open its weights.
 
-Where a directory is asked for, `owner/name` or `owner/name@revision` does too. The files come into `huggingface_hub`'s
-cache, once; `HF_HUB_OFFLINE`, `HF_ENDPOINT`, `HF_HOME` and tokens mean what they mean there.
+`owner/name` and `owner/name@revision` work wherever a directory does. Files are fetched once, into `huggingface_hub`'s
+cache; `HF_HUB_OFFLINE`, `HF_ENDPOINT`, `HF_HOME` and tokens have their usual meaning.
 
-safetensors hold nothing but tensors. Pickled files are read only where a person allows it, and then by torch's
-restricted unpickler, which makes tensors and plain containers alone. What is heavy is imported when a file is read.
+safetensors contain only tensors. Pickled files are read only with `allow_pickle`, by torch's restricted unpickler,
+which builds only tensors and plain containers. torch and safetensors are imported when a file is read.
 """
 
 from __future__ import annotations
@@ -29,54 +29,60 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json"),
     *("tokenizer.model", "tekken.json", "spiece.model", "sentencepiece.bpe.model"),
 )
-"""The files that a tokenizer of a Hugging Face directory may have, of which it has one of the first two."""
+"""The files that a tokenizer may have. It has at least one of the first two."""
 
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?:@[\w./-]+)?")
-COMMIT = re.compile(r"[0-9a-f]{40}")
-SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-PICKLES = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
+COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
+TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+SAFETENSORS_FILES = ("*.safetensors", "*.safetensors.index.json")
+PICKLED_FILES = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
 """Patterns of the files that are fetched from the hub."""
 
 
 def holds_tokenizer(directory: Path) -> bool:
-    """Tell whether there is a tokenizer in a directory."""
+    """Return whether a directory contains a tokenizer."""
     return any(os.path.isfile(directory / name) for name in TOKENIZER_FILES[:2])
 
 
 def is_name(model: str | Path) -> bool:
-    """Tell whether a person means a name on the hub: no such path is there, nor the directory that it would be in."""
+    """Return whether `model` is a name on the hub: neither the path nor its parent directory exists."""
     text = str(model)
     parent = Path(text.partition("@")[0]).parent
     return not os.path.lexists(text) and bool(NAME.fullmatch(text)) and not parent.exists()
 
 
 def resolve(model: str | Path, key: str = "", *, weights: bool = True, allow_pickle: bool = False, **hub: Any) -> Path:
-    """Return the directory that is meant: `model`, or the files of a name on the hub, which are fetched if need be.
+    """Return `model` as a directory; a name on the hub is fetched into the cache first.
 
-    Ranks of one machine may call it at once: the cache has locks, and each file is fetched once.
+    Ranks of one machine may call it at the same time: the cache locks, and each file is fetched once.
 
     Args:
-        key: what the message starts with, instead of `model`.
-        weights: fetch these too, and not the config and the tokenizer alone.
-        allow_pickle: fetch pickled weights beside others.
-        hub: of huggingface_hub's `snapshot_download`: token, cache_dir, local_files_only, force_download.
+        key: prefix of error messages; by default `model`.
+        weights: fetch weights too, not only config and tokenizer.
+        allow_pickle: also fetch pickled weights.
+        hub: arguments of `snapshot_download`: token, cache_dir, local_files_only, force_download.
     """
     if not is_name(model):
         return Path(model)
     name, _, revision = str(model).partition("@")
-    wanted = [*SMALL, *(WEIGHTS if weights else ()), *(PICKLES if weights and allow_pickle else ())]
+    patterns = [
+        *TEXT_FILES,
+        *(SAFETENSORS_FILES if weights else ()),
+        *(PICKLED_FILES if weights and allow_pickle else ()),
+    ]
     from huggingface_hub import snapshot_download
 
     try:
         # Files of subdirectories are other formats of the same model.
         return Path(
-            snapshot_download(name, revision=revision or None, allow_patterns=wanted, ignore_patterns=["*/*"], **hub)
+            snapshot_download(name, revision=revision or None, allow_patterns=patterns, ignore_patterns=["*/*"], **hub)
         )
     except Exception as error:  # its own types, those of its HTTP client, and the system's
         option = f" --revision {revision}" if revision else ""
-        own = type(error).__module__.startswith("huggingface_hub")  # whose names say it, and whose texts are long
+        own = type(error).__module__.startswith(
+            "huggingface_hub"
+        )  # their class names suffice, and their messages are long
         reason = class_in_words(error) if own else first_line(error)
         problem = f"no directory {model}, and the Hugging Face hub does not give it ({reason})"
         fetch = f"hf download {name}{option} --exclude '*/*' --local-dir DIR"
@@ -85,8 +91,7 @@ def resolve(model: str | Path, key: str = "", *, weights: bool = True, allow_pic
 
 
 def is_cached(name: str, *, weights: bool) -> bool:
-    """Tell whether what a run takes of a name on the hub is on this machine: its tokenizer, or all with `weights`. Asks
-    nobody."""
+    """Return whether the cache has a hub model's tokenizer, and with `weights` all files. Does not use the network."""
     try:
         resolve(name, weights=weights, local_files_only=True)
     except ConfigError:
@@ -95,8 +100,8 @@ def is_cached(name: str, *, weights: bool) -> bool:
 
 
 def has_commit(model: str) -> bool:
-    """Tell whether this is a name with its commit, as a run keeps it: no path is meant."""
-    return is_name(model) and bool(COMMIT.fullmatch(model.partition("@")[2]))
+    """Return whether this is a hub name with a commit, the form that a run records."""
+    return is_name(model) and bool(COMMIT_HASH.fullmatch(model.partition("@")[2]))
 
 
 def tokenizer_of(requested: Path | None, recorded: str | None) -> Path | None:
@@ -118,13 +123,13 @@ def tokenizer_of(requested: Path | None, recorded: str | None) -> Path | None:
 
 
 def pin_to_first_start(model: Any, before: Any) -> Any:
-    """Return the name with the commit that a run began with, where it is of the same name; else `model`."""
+    """Return the hub name with the commit that the run started from, if it is the same name; otherwise `model`."""
     names = isinstance(model, str) and isinstance(before, str) and is_name(model)
     return before if names and "@" not in model and before.startswith(f"{model}@") else model
 
 
 def pinned(model: str, key: str) -> str:
-    """Return a name with the commit that it is at now; a directory, or a name with its commit, as it is."""
+    """Append the current commit to a hub name. Directories and names with a commit stay unchanged."""
     if not is_name(model) or has_commit(model):
         return model
     commit = resolve(model, key, weights=False).name  # a snapshot's directory is named by it
@@ -138,28 +143,27 @@ def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
             f"{directory}: {ADAPTER} makes it an adapter of another model; merge the two, and give the whole model"
         )
     for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
-        there = [directory / name for name in (index, single) if is_regular(directory / name)]
-        if not there:
+        present = [directory / name for name in (index, single) if is_regular(directory / name)]
+        if not present:
             continue
         if single == PICKLED and not allow_pickle:
             raise UserError(
-                f"{directory}: its weights are pickled ({there[0].name}), which can carry code; use a safetensors "
+                f"{directory}: its weights are pickled ({present[0].name}), which can carry code; use a safetensors "
                 "version of it, or --allow-pickle (in Python allow_pickle=True) to read it with torch's restricted "
                 "unpickler"
             )
-        if len(there) == 2 and single not in _weight_map(there[0]).values():
+        if len(present) == 2 and single not in _weight_map(present[0]).values():
             raise UserError(
                 f"{directory}: {single} and {index} are two models in one directory; remove the one that is not meant"
             )
-        return there[0]
+        return present[0]
     raise UserError(
         f"{directory}: no weights in it: no {SINGLE} nor {INDEX}; give a Hugging Face directory of safetensors"
     )
 
 
 def is_regular(path: Path) -> bool:
-    """Return whether there is a file of this name. UserError: there is something else, such as a pipe, which nobody may
-    wait for."""
+    """Return whether the file exists. Anything but a regular file, such as a pipe, is a UserError."""
     try:
         if path.is_file() or not os.path.lexists(path):
             return path.is_file()
@@ -169,7 +173,7 @@ def is_regular(path: Path) -> bool:
 
 
 def open_weights(directory: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
-    """Return the directory's tensors by name. They are mapped into memory: what is used of one is read then."""
+    """Return the directory's tensors by name, memory-mapped: only the parts that are used are read."""
     path = find_weights(directory, allow_pickle)
     read = _safetensors if path.name in (SINGLE, INDEX) else _unpickled
     if path.name in (SINGLE, PICKLED):
@@ -187,7 +191,7 @@ def open_weights(directory: Path, allow_pickle: bool = False) -> dict[str, Tenso
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return tensor → file. UserError: the index has none, or a name that is not of a file beside it."""
+    """Return an index's map of tensor → file. Files must be in the index's own directory."""
     try:
         weight_map = read_object(index).get("weight_map")
     except (OSError, InvalidJson) as error:
@@ -228,7 +232,7 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether a floating tensor holds neither NaN nor Inf. Takes no memory beside it."""
+    """Return whether a floating tensor has neither NaN nor Inf. Allocates no tensor of its size."""
     import torch
 
     return not tensor.numel() or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))
