@@ -21,7 +21,7 @@ from zero_tp.errors import UserError
 from zero_tp.page import plain_number
 from zero_tp.report.curves import draw_runs, panels, smoothed
 from zero_tp.report.run_page import STEPS, write_report
-from zero_tp.report.runs import differing, read_runs
+from zero_tp.report.runs import config_differences, read_runs
 from zero_tp.training.metrics_file import metrics_line
 
 
@@ -100,7 +100,7 @@ def test_runs_are_drawn_beside_each_other_with_what_sets_them_apart(tmp_path: Pa
     runs = [make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run", steps=60, batch=8, lr=3e-3)]
     first, second = read_runs(runs)
     assert (first.name, second.name) == ("a/run", "b/run")
-    assert differing([first, second]) == [
+    assert config_differences([first, second]) == [
         ("train_batch_size", ["4", "8"]),
         ("optimizer.params.lr", ["0.001", "0.003"]),
         ("zero_tp.training.steps", ["12", "120"]),

@@ -49,7 +49,7 @@ def packed_losses(lengths: list[list[int]], numbered: bool) -> list[tuple[float,
 
     from tests.support.compare import grid, whole_gradients
     from tests.support.native import gradients, parallel_model, perturbed, to_ours
-    from zero_tp.trainer.batches import padded
+    from zero_tp.trainer.batches import pad_for_sequence_parallelism
 
     fields = dict(CAUSAL)
     torch.manual_seed(7)
@@ -66,7 +66,7 @@ def packed_losses(lengths: list[list[int]], numbered: bool) -> list[tuple[float,
         if numbered:
             batch["document_ids"] = (batch["position_ids"] == 0).cumsum(1)
         model.zero_grad()
-        loss = model(**padded(batch, model.topology, causal=True)).loss
+        loss = model(**pad_for_sequence_parallelism(batch, model.topology, causal=True)).loss
         loss.backward()
         check_close(whole_gradients(model), to_ours(model.config, gradients(reference)))
         found.append((loss.item(), expected.item()))
@@ -87,13 +87,15 @@ def dynamic_losses(length: int) -> tuple[float, float]:
     from tests.models.test_documents import dynamic_model
     from tests.support.compare import grid
     from tests.support.native import parallel_model
-    from zero_tp.trainer.batches import padded
+    from zero_tp.trainer.batches import pad_for_sequence_parallelism
 
     reference = dynamic_model().train()
     model = parallel_model(reference, grid(2, True)).train()
     tokens = torch.randint(61, (1, length))
     batch = {"input_ids": tokens, "labels": tokens}
-    return model(**padded(batch, model.topology, causal=True)).loss.item(), reference(**batch).loss.item()
+    return model(**pad_for_sequence_parallelism(batch, model.topology, causal=True)).loss.item(), reference(
+        **batch
+    ).loss.item()
 
 
 def test_what_fills_a_row_up_does_not_lengthen_it(ranks: Pools) -> None:

@@ -1,7 +1,7 @@
-"""Send what a run logs to accelerate's trackers: under the run's name, with its config, continued on a resume.
+"""Send logged values to accelerate's trackers: under the run's name, with its config, continued on a resume.
 
 One adapter serves DeepSpeed's monitor blocks and `zero_tp.logging.trackers`. DeepSpeed's engine does not get the
-blocks: its own monitor writes only the learning rate, names no run and starts anew on a resume.
+blocks: its own monitor writes only the learning rate, names no run and starts a second one on a resume.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _tensorboard(run: RunInfo, block: Options, run_id: str | None) -> dict[str, 
     return {
         "run_name": block.get("job_name") or run.name,
         "logging_dir": str(block.get("output_path") or run.directory / "tensorboard"),
-        # Readers then hide what an earlier start wrote after the step that this one resumes from.
+        # Readers then hide values that an earlier start wrote after the resumed step.
         "purge_step": run.step + 1 if run.step else None,
     }
 
@@ -284,7 +284,7 @@ def check_installed(config: RunConfig) -> None:
 
 
 class TrackerThread(threading.Thread):
-    """Open a tracker and log to it beside training: a service that does not answer must not block a step.
+    """Open a tracker and log to it in the background: a service that does not answer must not block a step.
 
     Args:
         key: in the config.

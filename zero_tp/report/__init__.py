@@ -1,1 +1,1 @@
-"""What runs have logged is drawn, while they go on or after."""
+"""Draw the logged values of runs, during or after training."""

@@ -31,7 +31,7 @@ def model_card(checkpoint: Path, manifest: Manifest) -> str:
 
 
 def _facts(manifest: Manifest) -> dict[str, str]:
-    """Return what the manifest says of the training; "" for what it doesn't, such as that of a Trainer's checkpoint."""
+    """Format the manifest's training settings; "" for missing ones, as in a Trainer's checkpoint."""
     fixed, step, parent = manifest.fixed, manifest.step, manifest.parent
     parameters = sum(math.prod(entry.shape) for entry in manifest.parameters.values())
     trained = f"{step:,} steps"

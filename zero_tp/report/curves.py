@@ -13,7 +13,7 @@ DASHES, LEGEND_COLUMNS = ("-", "--", ":"), 4
 MOST_PALE = 3
 """If more runs are drawn, only their averages are."""
 SPAN = 50
-"""A smoothed curve averages over a fiftieth of what is shown."""
+"""A smoothed curve averages over a fiftieth of the values."""
 
 PANELS = {
     "loss": {"loss": "training", f"{VALIDATION}loss": "validation"},

@@ -12,7 +12,7 @@ from zero_tp import page
 from zero_tp.checkpoint.run_directory import CONFIG
 from zero_tp.errors import UserError
 from zero_tp.report.curves import draw_runs, equals_mfu
-from zero_tp.report.runs import VALIDATION, Run, Series, differing, read_runs
+from zero_tp.report.runs import VALIDATION, Run, Series, config_differences, read_runs
 from zero_tp.training.metrics_file import METRICS_FILE
 
 STEPS = "zero_tp.training.steps"
@@ -45,7 +45,7 @@ def write_report(directories: list[Path], to: Path | None = None, against: str |
                 f"<p>{html.escape(str(run.directory / METRICS_FILE))}: {run.unreadable} broken lines left out</p>"
             )
     if len(runs) > 1:
-        rows = [(key, *values) for key, values in differing(runs)]
+        rows = [(key, *values) for key, values in config_differences(runs)]
         parts.append("<h2>What differs between their configs</h2>")
         parts.append(page.table(names, rows, "keys") if rows else "<p>Nothing.</p>")
     for run in runs:

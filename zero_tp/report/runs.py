@@ -47,7 +47,7 @@ class Run:
         return None if length is None or batch is None else length * batch
 
     def integer(self, key: str) -> int | None:
-        """Return a number of the config, None if a person has changed what is there."""
+        """Return an integer of the config; None if the key is missing or holds something else."""
         value = look_up(self.config, key)
         return value if type(value) is int else None
 
@@ -101,7 +101,7 @@ def _read(directory: Path, name: str) -> Run:
     )
 
 
-def differing(runs: list[Run]) -> list[tuple[str, list[str]]]:
+def config_differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
     """Return each key whose value is not the same in all configs, with its value in each."""
     flat = [{key: str(value) for key, value in leaves(run.config)} for run in runs]
     keys = dict.fromkeys(key for config in flat for key in config)

@@ -23,8 +23,8 @@ PADDING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "document_ids":
 """The value that pads a row, by argument of the forward; 0 for the others."""
 
 
-def padded(inputs: Mapping[str, Any], topology: Topology, *, causal: bool) -> dict[str, Any]:
-    """Return the arguments of a forward, with rows padded to a length that sequence parallelism can split.
+def pad_for_sequence_parallelism(inputs: Mapping[str, Any], topology: Topology, *, causal: bool) -> dict[str, Any]:
+    """Pad the rows of a forward's arguments to a length that sequence parallelism can split.
 
     Padding has no label, and no token attends to it.
 
@@ -93,7 +93,7 @@ def count_labels(
 
     Args:
         shifted: the first token of a row is no label, as a causal model shifts them.
-        everywhere: those of all data-parallel ranks. All-reduce of two numbers over DP.
+        everywhere: count over all data-parallel ranks, by an all-reduce of two numbers.
     """
     if not batches or "labels" not in batches[0]:
         return None

@@ -58,7 +58,7 @@ def save_states(
 
 
 def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> None:
-    """Restore what `save_states` wrote, on whatever topology. Collective.
+    """Restore the states of `save_states`, on any topology. Collective.
 
     Raises:
         UserError: there is nothing to resume, it is damaged or of another model, or ranks do not see the same.

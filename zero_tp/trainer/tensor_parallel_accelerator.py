@@ -69,8 +69,8 @@ class TensorParallelAccelerator(Accelerator):
         """Take what Accelerator takes.
 
         Args:
-            clipping: of gradients, where DeepSpeed's config does not say it.
-            on_engine: is called with each engine.
+            clipping: the bound on the gradient norm, unless DeepSpeed's config has one.
+            on_engine: called with each engine.
 
         Raises:
             UserError: no ranks are connected.
@@ -82,7 +82,7 @@ class TensorParallelAccelerator(Accelerator):
             )
         super().__init__(**options)
         self.topology, self.clipping, self.on_engine = topology, clipping, on_engine
-        self.dataloader_config.dispatch_batches = False  # every rank reads: what is sent goes to all ranks
+        self.dataloader_config.dispatch_batches = False  # accelerate dispatches to all ranks, so every rank reads
         # The mesh by which accelerate deals samples to DeepSpeed's AutoTP.
         self.state.ds_device_mesh = DeviceMesh.from_group(
             topology.tensor_group, self.device.type, mesh_dim_names=("tp",)

@@ -24,7 +24,7 @@ from zero_tp.errors import UserError
 from zero_tp.huggingface import parallel_model
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.topology import Topology
-from zero_tp.trainer.batches import SampleComparison, count_labels, padded
+from zero_tp.trainer.batches import SampleComparison, count_labels, pad_for_sequence_parallelism
 from zero_tp.trainer.checkpoints import resume_states, save_states
 from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator
 from zero_tp.zero.ops import without_shared_memory_collectives
@@ -164,7 +164,9 @@ class TensorParallel(Base):
         if self.args.device.type == "cpu":
             comparison.require_same()
         causal = self.model.spec.causal
-        arguments = padded(inputs, self.topology, causal=causal) if self.model.training else dict(inputs)
+        arguments = (
+            pad_for_sequence_parallelism(inputs, self.topology, causal=causal) if self.model.training else dict(inputs)
+        )
         if "next_sentence_label" in arguments and self._rows is not None:
             arguments["num_rows_in_batch"] = self._rows
         loss = super().compute_loss(

@@ -51,18 +51,18 @@ class TrainingEngine:
         seed: of weights and dropout.
         source: of the initial weights instead of the seed.
         model: the model's class, by default that of its objective; `ZeroTPForCausalLM` can also generate.
-        recompute: what backward computes again; by default nothing.
+        recompute: which layers backward recomputes; by default none.
         spike: bounds on loss and gradient norm; by default none.
         compiled: run training's elementwise work in kernels that torch compiles; "auto": on CUDA.
 
     Attributes:
         model: the unwrapped model. dtype: of its weights.
-        zero: the engine of the ZeRO stage. engine: DeepSpeed's, which `zero` has made.
-        activations: what backward keeps and recomputes.
+        zero: the engine of the ZeRO stage. engine: DeepSpeed's engine, built by `zero`.
+        activations: the activations that backward keeps or recomputes.
         compiled: whether training's elementwise work runs in compiled kernels.
         skipped: whether the last step updated nothing, because its gradients were not finite on some rank.
         spike: why the last step was skipped as a spike; else empty.
-        mark: called with a word on the work that this rank begins.
+        mark: called with the name of the phase that this rank begins.
 
     Raises:
         ConfigError: DeepSpeed's config has a key that a run's file may not have.
@@ -137,7 +137,7 @@ class TrainingEngine:
 
     @property
     def loss_scale(self) -> float | None:
-        """Return what fp16 multiplies the next step's loss by; None in another dtype."""
+        """Return the factor of the next step's loss in fp16; None in another dtype."""
         return None if self.zero.loss_scale is None else self.zero.loss_scale.value
 
     @property
@@ -212,7 +212,7 @@ class TrainingEngine:
         for index, batch in enumerate(batches):
             self.activations.begin_micro_batch(index)
             guarding = guarded is not None and index == 0
-            with guards.checked_choices(self.model, self.topology, guarded or 0) if guarding else nullcontext():
+            with guards.check_expert_choices(self.model, self.topology, guarded or 0) if guarding else nullcontext():
                 output = self._forward(self.engine, batch, **shares)
             loss: Tensor = output.loss
             self.mark("backward")

@@ -1,6 +1,6 @@
-"""Guards of a run: gradients are summed, replicas, choices and duplicates are equal, gradients are reproducible.
+"""Check that gradients are summed, replicas, expert choices and duplicates are equal, and gradients reproducible.
 
-A silent failure of one of these lets weights drift apart, and the run trains another model. Spikes are found here too.
+If one of these fails silently, weights drift apart and the run trains another model. `describe_spike` finds spikes.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def check_hooks(hooks: GradientHooks) -> None:
     Raises:
         RuntimeError: names a parameter whose partial gradient was not summed over TP.
     """
-    silent = [name for name, fired in hooks.fired.items() if not fired]
-    if silent:
+    missing = [name for name, fired in hooks.fired.items() if not fired]
+    if missing:
         raise RuntimeError(
-            f"the gradient of {silent[0]} was not summed over tensor parallel ranks: its hook did not fire"
+            f"the gradient of {missing[0]} was not summed over tensor parallel ranks: its hook did not fire"
         )
 
 
@@ -74,7 +74,7 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=topology.tensor_group)
         tolerance = 0.0 if tensor.device.type == "cpu" else ACCELERATOR_TOLERANCE[tensor.dtype]
         spreads.append(torch.stack(((ends[0] + ends[1]).max(), tolerance * ends.max())))
-    for name, (difference, allowed) in zip(replicas, _read(spreads), strict=True):
+    for name, (difference, allowed) in zip(replicas, _to_host(spreads), strict=True):
         if not difference <= allowed:  # nan is not
             when = f"after step {step}" if step else "at the start"
             raise UserError(
@@ -84,14 +84,14 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
             )
 
 
-def _read(pairs: Sequence[Tensor]) -> list[list[float]]:
-    """Return the pairs' values; the host waits once."""
+def _to_host(pairs: Sequence[Tensor]) -> list[list[float]]:
+    """Copy the pairs to the host, which waits for the device once."""
     values: list[list[float]] = torch.stack(list(pairs)).tolist() if pairs else []
     return values
 
 
 @contextmanager
-def checked_choices(model: nn.Module, topology: Topology, step: int) -> Iterator[None]:
+def check_expert_choices(model: nn.Module, topology: Topology, step: int) -> Iterator[None]:
     """Check that TP ranks choose the same experts for every token of the forward in this block.
 
     One all-reduce of 16 bytes a layer; one synchronisation with the device.
@@ -140,9 +140,10 @@ def check_duplicates(zero: ZeroEngine, step: int) -> None:
     digests = {name: digest(tensor) for name, tensor in zero.replicated_tensors()}
     if not digests:
         return
-    for name, of_ranks in zip(digests, _all_gather_numbers(list(digests.values()), zero.model), strict=True):
+    gathered = _all_gather_numbers(list(digests.values()), zero.model)
+    for name, digest_by_rank in zip(digests, gathered, strict=True):
         for members in topology.data_members():
-            deviating = _minority({rank: of_ranks[rank] for rank in members})
+            deviating = _minority({rank: digest_by_rank[rank] for rank in members})
             if deviating:
                 problem = "differs between" if len(deviating) == len(members) else "is not what the others hold on"
                 raise UserError(
@@ -175,11 +176,12 @@ def check_repeated(run: Callable[[], Tensor], model: nn.Module, streams: Any, st
         streams.load_state_dict(before)
     pairs = enumerate(zip(*digests, strict=True))
     first = next((index for index, (one, other) in pairs if one != other), -1)
-    of_ranks = _all_gather_numbers([first], model)[0]
-    deviating = [rank for rank, index in enumerate(of_ranks) if index >= 0]
+    first_by_rank = _all_gather_numbers([first], model)[0]
+    deviating = [rank for rank, index in enumerate(first_by_rank) if index >= 0]
     if deviating:
+        name = named[first_by_rank[deviating[0]]][0]
         raise UserError(
-            f"before step {step} the gradient of {named[of_ranks[deviating[0]]][0]} differs between two runs of one "
+            f"before step {step} the gradient of {name} differs between two runs of one "
             f"micro-batch on {name_ranks(deviating)}, and others may: a fault of its hardware, or a kernel that adds "
             "in no fixed order; go on elsewhere, or set zero_tp.training.guard_gradients to false"
         )
@@ -225,8 +227,8 @@ def _minority(digests: dict[int, int]) -> list[int]:
 def describe_spike(settings: Spike, recent: list[list[float]], loss: float, norm: float) -> str:
     """Return why a step of this finite loss and norm is a spike; "" if it is none, or the window is not half full.
 
-    As with OLMo-core's skip-step optimizer, a spike is a loss or norm more than so many standard deviations above
-    the mean of the steps in the window. Spikes enter the window too: a new level soon stops being one.
+    As in OLMo-core's skip-step optimizer, a spike exceeds the window's mean by more than `settings.loss` or
+    `settings.grad_norm` standard deviations. Spikes enter the window too, so a new level soon stops being one.
 
     Args:
         recent: [loss, norm] of the last steps, to which this one is added; checkpoints save it.

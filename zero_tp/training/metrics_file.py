@@ -15,7 +15,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsFile(Callback):
-    """Append what a run logs to RUN/metrics.jsonl, on rank 0.
+    """Append each logged line to RUN/metrics.jsonl, on rank 0.
 
     Lines of steps after the one that a run resumes from are removed first.
     """
@@ -67,8 +67,8 @@ def read_line(line: bytes) -> tuple[int, dict[str, float]] | None:
 def cut_metrics(path: Path, last_step: int) -> int:
     """Remove the lines of steps after `last_step` and unreadable ones; return how many were unreadable.
 
-    A start that resumes from step k trains k + 1, … again, and each step stands in the file once. A killed start can
-    leave half a line.
+    A run that resumes from step k trains k + 1, … again, and the file holds each step once. A killed run can leave
+    half a line.
 
     Raises:
         OSError: it can't be read, is no regular file, or the disk is full.

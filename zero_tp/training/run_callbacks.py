@@ -57,7 +57,7 @@ class Validation(Callback):
 class ExpertShares(Callback):
     """Log the share of tokens that chose each expert, of every layer in each logged step.
 
-    It counts in forwards of DeepSpeed's engine, and not what backward runs again. One all-reduce over DP of the counts.
+    It counts in forwards of DeepSpeed's engine, not in recomputation. One all-reduce of the counts over DP.
     """
 
     def on_start(self, state: TrainState) -> None:
