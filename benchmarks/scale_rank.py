@@ -38,7 +38,7 @@ from zero_tp.parallel.agreement import require_same_on_all_ranks
 from zero_tp.process.hang_report import RankStatus
 from zero_tp.process.signals import Requests
 from zero_tp.process.watch import Watchdog
-from zero_tp.tensors.safetensors_files import PART, Written
+from zero_tp.tensors.safetensors_files import PART_BYTES, Written
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.guards import check_duplicates, check_replicas
@@ -186,7 +186,7 @@ def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any
     """Save; the first rank finds the files and hears the words of all others, of a model of `parameters`."""
     size = world.parameters * STATES // world.ranks
     digest = "0" * 64
-    written = Written(size, digest, (digest,) * -(-size // PART))
+    written = Written(size, digest, (digest,) * -(-size // PART_BYTES))
     begin, stub = directory.begin, run / "stub"
     with stub.open("wb") as file:
         file.truncate(size)
@@ -251,7 +251,9 @@ def written(file: Path, lengths: dict[str, int], starts: dict[str, int]) -> Writ
     encoded = json.dumps(header).encode()
     whole = len(encoded).to_bytes(8, "little") + encoded + bytes(at)
     file.write_bytes(whole)
-    return Written.of(len(whole), [hashlib.sha256(whole[at : at + PART]).digest() for at in range(0, len(whole), PART)])
+    return Written.of(
+        len(whole), [hashlib.sha256(whole[at : at + PART_BYTES]).digest() for at in range(0, len(whole), PART_BYTES)]
+    )
 
 
 def moves(world: World) -> dict[str, tuple[int, int]]:

@@ -182,8 +182,8 @@ def test_a_newest_checkpoint_without_its_manifest_is_named_wherever_an_older_one
 
     def command(name: str, *words: str) -> list[str]:
         parser = argparse.ArgumentParser()
-        commands.module(name).add_arguments(parser)
-        commands.module(name).main(parser.parse_args(words))
+        commands.command_module(name).add_arguments(parser)
+        commands.command_module(name).main(parser.parse_args(words))
         return capsys.readouterr().out.splitlines()
 
     assert line in command("convert", "to-hf", str(run), "--output", str(tmp_path / "export"))

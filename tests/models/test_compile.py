@@ -20,7 +20,7 @@ from zero_tp.models.mlp import _gated, _gated_gradient
 from zero_tp.models.norm import _rms_norm, _rows_gradient, _weight_gradient
 from zero_tp.models.position import _apply_rotary
 from zero_tp.parallel import elementwise
-from zero_tp.parallel.loss import _sums, _to_probabilities_
+from zero_tp.parallel.loss import _max_and_sum_exp, _to_probabilities_
 from zero_tp.topology import Topology
 
 STEPS, BATCH, SEQUENCE = 3, 8, 16
@@ -146,7 +146,7 @@ def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor],
         "gate's gradient": (_gated_gradient, [wide, gradient], [F.silu]),
         "another gate's": (_gated_gradient, [wide, gradient], [gelu]),
         "rotation": (_apply_rotary, turning, []),
-        "softmax": (_sums, [logits], [21]),
+        "softmax": (_max_and_sum_exp, [logits], [21]),
         "probabilities": (_to_probabilities_, [logits, maximum, factor], [21]),
     }
 
@@ -198,7 +198,9 @@ def test_numbers_of_rows_share_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     for count in (37, 1, 0, *range(2, 20)):
         rows = logits[:count].clone()
-        for found, expected in zip(elementwise.COMPILED.rows(_sums, (rows,), 21), _sums(rows, 21), strict=True):
+        for found, expected in zip(
+            elementwise.COMPILED.rows(_max_and_sum_exp, (rows,), 21), _max_and_sum_exp(rows, 21), strict=True
+        ):
             torch.testing.assert_close(found, expected)
     elementwise._compiled.cache_clear()
 

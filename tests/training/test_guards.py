@@ -68,12 +68,12 @@ def test_a_replica_that_drifts_is_named(ranks: Pools, stage: int, dtype: str) ->
 def without_a_hook() -> None:
     from zero_tp.parallel import gradients
 
-    original = gradients._hooked
-    gradients._hooked = lambda parameter, group: gradients.GradientSum(group)
+    original = gradients._register_sum
+    gradients._register_sum = lambda parameter, group: gradients.GradientSum(group)
     try:
         train(build(1), 1)
     finally:
-        gradients._hooked = original
+        gradients._register_sum = original
 
 
 def test_a_hook_that_does_not_fire_is_named(ranks: Pools) -> None:
