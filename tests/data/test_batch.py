@@ -14,6 +14,7 @@ from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data.batch import Batch
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.data.samples import PackedSamples, ValidationSamples
+from zero_tp.errors import UserError
 
 Piece = list[int]
 
@@ -116,3 +117,16 @@ def test_validation_scores_every_token_but_the_first_of_each_document(
     streams = [[token for document in documents for token in document] for documents in corpora]
     assert sorted(targets) == [pair for stream in streams for pair in itertools.pairwise(stream)], "each token once"
     assert sorted(scored) == [token for documents in corpora for document in documents for token in document[1:]]
+
+
+def test_a_corpus_without_anything_to_predict(tmp_path: Path) -> None:
+    write(tmp_path / "c", [1] * 9)
+    assert len(PackedSamples({str(tmp_path / "c"): 1.0}, 4, 0)[0]) == 5
+    for make in (
+        lambda: PackedSamples({str(tmp_path / "c"): 1.0}, 4, 0, separate=True),
+        lambda: ValidationSamples(tmp_path / "c", 4, separate=True),
+    ):
+        with pytest.raises(
+            UserError, match=r'no document has 2 tokens.*zero_tp\.data\.document_attention to "continue"'
+        ):
+            make()

@@ -171,17 +171,23 @@ def test_one_segment_without_sentence_order(corpora: dict[str, Path], seed: int)
         assert f" {ids[1 : used - 1].tolist()} "[2:-2] in str(texts[document])
 
 
-def test_a_batch_has_the_rows_of_its_samples(corpora: dict[str, Path]) -> None:
-    """The order of a step's samples over ranks is that of every objective: test_samples.py."""
+@given(micro=st.integers(1, 4), accumulation=st.integers(1, 3), data=st.integers(1, 4), step=st.integers(0, 10**9))
+def test_every_factoring_of_a_batch_has_the_same_rows(
+    corpora: dict[str, Path], micro: int, accumulation: int, data: int, step: int
+) -> None:
     weights = {str(corpora["sentences"] / "train"): 0.7, str(corpora["plain"] / "train"): 0.3}
-    samples, resumed = (MaskedSamples(weights, pairs_of(corpora["plain"]), 3) for _ in range(2))
-    step = 10**9
-    batch = samples.rank_batches(step, 12, 3, 2, 1, 2)[1]
-    assert isinstance(batch, MaskedBatch) and batch["next_sentence_label"].shape == (3,)
-    for m in range(3):
-        expected = resumed[step * 12 + 9 + m]
-        assert expected.keys() == batch.keys()
-        assert all(np.array_equal(batch[name][m].numpy(), expected[name]) for name in expected)
+    samples = MaskedSamples(weights, pairs_of(corpora["plain"]), 3)
+    size = micro * accumulation * data
+    ranks = [samples.rank_batches(step, size, micro, accumulation, rank, data) for rank in range(data)]
+    again = MaskedSamples(weights, pairs_of(corpora["plain"]), 3)  # as a resumed run, or another rank, has it
+    rows = iter(range(step * size, (step + 1) * size))
+    for i, rank in itertools.product(range(accumulation), range(data)):
+        batch = ranks[rank][i]
+        assert isinstance(batch, MaskedBatch) and batch["next_sentence_label"].shape == (micro,)
+        for m in range(micro):
+            expected = again[next(rows)]
+            assert expected.keys() == batch.keys()
+            assert all(np.array_equal(batch[name][m].numpy(), expected[name]) for name in expected)
 
 
 def test_samples_differ_by_number_and_seed_and_passes_by_masks(corpora: dict[str, Path]) -> None:

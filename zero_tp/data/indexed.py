@@ -224,6 +224,11 @@ class IndexedCorpus:
         starts[is_inside] = self._pointers[sequences[is_inside]] // self.dtype.itemsize
         return starts
 
+    def has_document_of(self, tokens: int) -> bool:
+        """Return whether a document has at least `tokens` tokens."""
+        blocks = (self.first_tokens(block.start, block.stop + 1) for block in _blocks(len(self)))
+        return any((np.diff(starts) >= tokens).any() for starts in blocks)
+
     def documents(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Return the document of each token of `read(start, count)`, int64 [count]."""
         first, last = (self._document_of(token) for token in (start, start + count - 1))

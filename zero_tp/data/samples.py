@@ -109,8 +109,8 @@ class PackedSamples(TrainingSamples[Batch]):
         separate: separate the documents of a sample (see batch.py); the samples are the same.
 
     Raises:
-        UserError: no corpus, a weight that isn't a positive number or too small a share, or a corpus shorter than s + 1
-            tokens.
+        UserError: no corpus, a weight that isn't a positive number or too small a share, a corpus shorter than s + 1
+            tokens, or one without anything to predict.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class PackedSamples(TrainingSamples[Batch]):
         if not prefixes:
             raise UserError("no training corpus")
         self.sequence_length, self.separate = sequence_length, separate
-        corpora = [IndexedCorpus(prefix) for prefix in prefixes]
+        corpora = _open(prefixes, separate)
         super().__init__(prefixes, corpora, [_count_windows(corpus, sequence_length) for corpus in corpora], seed)
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
@@ -143,6 +143,17 @@ class PackedSamples(TrainingSamples[Batch]):
         for row, corpus, window in zip(rows, corpora.tolist(), windows.tolist(), strict=True):
             row[:] = read(self.corpora[corpus], window * s, s + 1)
         return torch.from_numpy(rows)
+
+
+def _open(prefixes: Iterable[str | Path], separate: bool) -> list[IndexedCorpus]:
+    corpora = [IndexedCorpus(prefix) for prefix in prefixes]
+    for corpus in corpora if separate else ():
+        if not corpus.has_document_of(2):
+            raise UserError(
+                f"{corpus.prefix}: no document has 2 tokens, so there is nothing to predict inside one; "
+                'set zero_tp.data.document_attention to "continue"'
+            )
+    return corpora
 
 
 def _count_windows(corpus: IndexedCorpus, s: int) -> int:
@@ -247,7 +258,7 @@ class ValidationSamples(FixedSamples[Batch]):
         self, prefixes: str | Path | Iterable[str | Path], sequence_length: int, *, separate: bool = False
     ) -> None:
         self.sequence_length, self.separate = sequence_length, separate
-        corpora = [IndexedCorpus(prefix) for prefix in ([prefixes] if isinstance(prefixes, str | Path) else prefixes)]
+        corpora = _open([prefixes] if isinstance(prefixes, str | Path) else prefixes, separate)
         for corpus in corpora:
             if corpus.tokens < 2:
                 raise UserError(f"{corpus.prefix} holds {corpus.tokens} tokens; validation needs at least 2")
