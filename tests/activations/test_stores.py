@@ -141,7 +141,6 @@ OTHERS: list[dict[str, Any]] = [
     {P_A: True, BUFFER: True},
     {HOST: True, BUFFER: True},
 ]
-UNDER_SP: list[dict[str, Any]] = [{HOST: True}, {BUFFER: True}, {BUFFER: True, HOST: True}, ALL]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +149,7 @@ UNDER_SP: list[dict[str, Any]] = [{HOST: True}, {BUFFER: True}, {BUFFER: True, H
         pytest.param("gpt2", False, [ALL], 1, id="composed"),
         pytest.param("gpt2", False, OTHERS, 2, id="others", marks=THOROUGH),
         pytest.param("llama", False, [ALL], 2, id="llama", marks=THOROUGH),
-        pytest.param("gpt2", True, UNDER_SP, 2, id="SP", marks=THOROUGH),
+        pytest.param("gpt2", True, [*OTHERS, ALL], 2, id="SP", marks=THOROUGH),
     ],
 )
 def test_two_ranks_compute_the_same(
@@ -169,7 +168,8 @@ def test_two_ranks_compute_the_same(
 )
 def test_one_rank_computes_the_same(policy: dict[str, Any], slots: int | None) -> None:
     buffer = {BUFFER: True, "number_checkpoints": slots}
-    compared("gpt2", 1, False, [{HOST: True}, buffer, {HOST: True, **buffer}], policy)
+    cases = [{HOST: True}, buffer, {HOST: True, **buffer}, {P_A: True}, {P_A: True, HOST: True, **buffer}]
+    compared("gpt2", 1, False, cases, policy)
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------
