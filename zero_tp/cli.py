@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import select
 import signal
@@ -29,7 +30,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog or f"python {sys.argv[0]}", allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} ({self.prog} --help explains the arguments)")
+        unknown = next((word for word in message.split() if word.startswith("--")), "")
+        near = difflib.get_close_matches(unknown, self._option_string_actions, n=1) if "unrecognized" in message else []
+        suggestion = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"{message} ({suggestion}{self.prog} --help explains the arguments)")
 
 
 def check_writable(directory: Path) -> None:

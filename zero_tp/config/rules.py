@@ -172,7 +172,8 @@ def _rate_rules(config: TypedConfig) -> Iterator[Rule]:
         yield refused(
             f"{SCHEDULER}.{name}",
             0 < config.number(f"{SCHEDULER}.{name}") < phases,
-            "below the steps of warm-up and decay: the rate would jump; shorten these phases, or train longer",
+            "below the steps of warm-up and decay: the rate would jump; shorten these phases (scheduler.params), or "
+            "train longer (zero_tp.training.steps)",
         )
     for key in (f"{SCHEDULER}.lr_end", f"{SCHEDULER}.min_lr"):
         rises = None not in (config[key], rate) and config[key] >= rate
