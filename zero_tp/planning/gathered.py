@@ -20,6 +20,7 @@ Name = tuple[int, int]
 def most_gathered(
     modules: tuple[tuple[int, ...], ...],
     layers: tuple[int, ...],
+    tied: bool,
     threshold: int,
     prefetch_bucket: int,
     max_live: int,
@@ -31,14 +32,15 @@ def most_gathered(
         modules: elements of each parameter of each module, in forward's order. Tied embeddings appear in the first and
             in the last module.
         layers: for each module the layer's number, -1 before the first layer and L after the last.
+        tied: the last module's weight is the first module's.
     """
     sizes = {(number, position): size for number, own in enumerate(modules) for position, size in enumerate(own)}
     partitioned: list[list[Name]] = [[] for _ in modules]
     for name, size in sizes.items():
         if size > threshold:
             partitioned[name[0]].append(name)
-    if len(modules) > 1 and len(modules[-1]) == 1 and modules[-1] == modules[0]:
-        partitioned[-1] = partitioned[0]  # tied: the output layer has the embedding's parameter
+    if tied:
+        partitioned[-1] = [(0, position) for _, position in partitioned[-1]]
     order = [*range(len(modules)), *reversed(range(len(modules)))]
     passed = list(accumulate((sum(modules[number]) for number in order), initial=0))
     queue = [(step, name) for step, module in enumerate(order) for name in partitioned[module]][::-1]

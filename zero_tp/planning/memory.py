@@ -53,7 +53,8 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
             is_after_layers = parts[0] != "transformer" or "final_norm" in parts
             layers.append(int(parts[2]) if "layers" in parts else spec.layers if is_after_layers else -1)
     whole = sum(math.prod(shape) for _, shape in sizes)
-    return Model(spec, Parameters(matrices, flats, tuple(modules), tuple(layers)), whole)
+    tied = bool(config.tie_word_embeddings) and modules[-1] == modules[0]  # an encoder's last module is another head
+    return Model(spec, Parameters(matrices, flats, tuple(modules), tuple(layers), tied), whole)
 
 
 def model_in(config: RunConfig) -> Model:

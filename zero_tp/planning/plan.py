@@ -92,7 +92,7 @@ class Estimate:
     @property
     def shortage(self) -> float:
         """Return the bytes that a device or its share of the host lacks, whichever is more; at most 0 if it fits."""
-        return max(-self.spare, -self.host_spare / self.device.per_node)
+        return max(-self.spare, -self.host_spare / min(self.device.per_node, self.ranks))
 
     @property
     def fits(self) -> bool:

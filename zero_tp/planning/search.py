@@ -208,7 +208,11 @@ def config_with(raw: Mapping[str, Any], workload: Workload, settings: ZeroSettin
         "zero_optimization": {**zero, "stage": settings.stage},
         "zero_tp": {
             **raw["zero_tp"],
-            "parallel": {"tensor": workload.tensor, "sequence": workload.sequence},
+            "parallel": {
+                **raw["zero_tp"].get("parallel", {}),
+                "tensor": workload.tensor,
+                "sequence": workload.sequence,
+            },
             "recompute": workload.policy.mode,
         },
     }

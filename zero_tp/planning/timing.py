@@ -60,10 +60,10 @@ class StepTime:
     """The seconds of one step, by term.
 
     Attributes:
-        products: matrix products of forward and backward.
+        products: matrix products of forward and backward, slowed down by the TP communication that they overlap.
         recompute: recomputation in backward.
         elementwise: norms, activations, dropout, residual sums, softmax, accumulation of gradients.
-        tensor, data: exposed communication over TP and DP, and the slowdown of products that overlap it.
+        tensor, data: exposed communication over TP and DP; `data` has the slowdown of products that overlap it.
         optimizer: the update.
         host: copies to and from host memory.
         layer: of one layer and micro-batch.
@@ -291,7 +291,8 @@ class Timing:
         if zero.stage == 3:
             gather = self.rates.collective(e * self.parameters, zero.data, self.workload.tensor, calls)
             reduce = self.rates.collective(zero.reduced * self.parameters, zero.data, self.workload.tensor, calls)
-            return self._exposed(gathers * gather + reductions * reduce, micro * (forward + backward))
+            overlapped = micro * (forward + backward) if zero.overlap else 0.0
+            return self._exposed(gathers * gather + reductions * reduce, overlapped)
         bucket = zero.reduce_bucket if zero.in_buckets else ALLREDUCE_BUCKET
         pieces, sent = max(1, -(-self.parameters // bucket)), zero.reduced * self.parameters
         if zero.to_owners:

@@ -42,12 +42,14 @@ class Parameters:
         modules: elements of each parameter of each module, in forward's order. A tied output layer repeats the
             embedding's.
         layers: for each module the layer's number, -1 before the first layer and L after the last.
+        tied: the output layer's weight is the embedding's.
     """
 
     matrices: tuple[int, ...]
     flats: tuple[int, ...]
     modules: tuple[tuple[int, ...], ...]
     layers: tuple[int, ...]
+    tied: bool
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
@@ -183,7 +185,7 @@ class ZeroMemory:
         """Return the most gathered bytes, by ("forward" or "backward", the layer's number)."""
         zero = self.settings
         limits = (zero.persistence_threshold, zero.prefetch_bucket, zero.max_live, zero.max_reuse)
-        most = most_gathered(self.parameters.modules, self.parameters.layers, *limits)
+        most = most_gathered(self.parameters.modules, self.parameters.layers, self.parameters.tied, *limits)
         return {place: zero.element * elements for place, elements in most.items()}
 
     # ---- over a step -------------------------------------------------------------------------------------------------

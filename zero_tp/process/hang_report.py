@@ -68,7 +68,9 @@ def describe_hang(
     behind = sorted(silent) or [rank for rank in last if statuses[rank].waiting is False] or last
     waiting = sorted(set(range(world)) - set(behind))
     who = "no rank is behind another"
-    if waiting:
+    if len(statuses) == 1 < world:
+        who = "no other rank has reported its state"
+    elif waiting:
         who = f"{name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for {name_ranks(behind)}"
     where = f"{status.phase}{f' {status.step}' if status.step else ''}"
     limits = f"{limit / 60:.3g} minutes, by zero_tp.training.timeout_minutes"

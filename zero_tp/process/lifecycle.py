@@ -49,7 +49,7 @@ LAUNCHER_SECONDS = 10.0  # limit of the wait for the launcher's SIGTERM, after l
 STORE_SECONDS = 10.0  # rank 0 keeps its store open that long, for refusals that other machines still read
 REFUSAL_SECONDS = 60.0  # limit of posting a refusal, if another machine does not answer
 PEER_SECONDS = 5.0  # limit of the wait for a peer's process to end, after its connection has broken
-EXIT_SECONDS = 20.0  # limit of exit functions after success, such as a tracker's upload
+EXIT_SECONDS = 20.0  # limit of exit functions after success, such as a tracker's upload, and of the report of an error
 MESSAGE_LIMIT = 600  # characters of an error in its last line; the traceback above has all
 
 _LOST_PEER = re.compile(
@@ -165,6 +165,7 @@ class _Rank:
     def _fail(self, error: BaseException) -> int:
         """Report an error of this rank, unless it only follows from another rank's end."""
         self._is_exiting = True
+        self._exit_after(EXIT_SECONDS, FAILED)
         lost_peer = _may_be_lost_peer(error)
         if not (lost_peer and self._peer_has_ended()) or self._verbose:
             write_stderr(self._describe(error))
