@@ -115,7 +115,7 @@ def test_a_checkpoint_may_have_another_name_but_not_another_steps(checkpoint: Pa
 
 
 def test_any_flipped_bit_of_any_file_is_found(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(files, "PART", 256)
+    monkeypatch.setattr(files, "PART_BYTES", 256)
     checkpoint = write_checkpoint(checkpoint.parents[1], TINY, tensor=2, data=2, step=2)
     manifest, chance = read_manifest(checkpoint), random.Random(seed)
     for _ in range(40):

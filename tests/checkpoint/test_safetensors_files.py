@@ -24,7 +24,7 @@ def entries_of(tensors: dict[str, Tensor]) -> list[Entry]:
 def test_safetensors_reads_what_was_written(
     tmp_path: Path, seed: int, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "PART", part)
+    monkeypatch.setattr(files, "PART_BYTES", part)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for index in range(12):

@@ -323,7 +323,7 @@ def test_ids_beyond_every_vocabulary_are_refused(
 ) -> None:
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)  # it would fill memory
     changed(model, file, **fields)
-    with pytest.raises(UserError, match=r"id .*(2147483647|999).* is beyond every vocabulary"):
+    with pytest.raises(UserError, match=r"id .*(2147483647|999).* is too large"):
         open_tokenizer(model)
 
 
