@@ -1,6 +1,6 @@
 """Export a checkpoint to a native Hugging Face directory.
 
-It takes one process without DeepSpeed, and one parameter in memory at a time.
+It runs in one process without DeepSpeed, and holds one parameter in memory at a time.
 """
 
 from __future__ import annotations

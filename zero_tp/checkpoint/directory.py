@@ -63,17 +63,17 @@ def complete_steps(run: Path) -> list[int]:
 def refresh_view(run: Path) -> None:
     """Make this machine see checkpoints that other machines have written to a network file system.
 
-    NFS may show a directory's old content for `VIEW_SECONDS`. A change by this machine makes it ask the server.
+    An NFS client may cache a directory for `files.VIEW_SECONDS`; creating a file there makes it ask the server.
     """
     if checkpoints_of(run).is_dir():
         tempfile.NamedTemporaryFile(dir=checkpoints_of(run), prefix=".probe.").close()
 
 
 def passed_over(source: Path, step: int) -> tuple[str, ...]:
-    """Return a line on each newer step directory of a run that has no manifest; () if `source` is a checkpoint."""
+    """Describe each directory without a manifest that is newer than `step`; () if `source` is itself a checkpoint."""
     newer = [step_directory(source, number) for number in _steps(source) if number > step]
-    lost = [path for path in newer if not (path / MANIFEST).is_file()]
-    return tuple(f"{path}: not a checkpoint (no {MANIFEST})" for path in lost)
+    incomplete = [path for path in newer if not (path / MANIFEST).is_file()]
+    return tuple(f"{path}: not a checkpoint (no {MANIFEST})" for path in incomplete)
 
 
 def _steps(run: Path) -> list[int]:
@@ -82,7 +82,7 @@ def _steps(run: Path) -> list[int]:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest, checked against its own hash. Its files are not: see `check_sizes` and `check_content`."""
+    """Return the manifest, checked against its own hash; `check_sizes` and `check_content` check the listed files."""
     path = checkpoint / MANIFEST
     try:
         manifest = _parsed(read_regular(path))
@@ -101,7 +101,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 @lru_cache(maxsize=1)
 def _parsed(content: bytes) -> Manifest:
-    """Parse a manifest. Cached: a start reads the same one several times."""
+    """Parse a manifest. Cached, because a starting run reads the same one several times."""
     return parse_manifest(parse_object(content))
 
 
@@ -127,7 +127,7 @@ def check_content(checkpoint: Path, files: Mapping[str, ManifestFile], *, progre
 
     check_sizes(checkpoint, files)
     total = sum(listed.bytes for listed in files.values())
-    disable = None if progress else True  # None: a bar on a terminal only
+    disable = None if progress else True  # tqdm's None: show the bar on a terminal only
     with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=disable, leave=False) as bar:
         for name, listed in sorted(files.items()):
             file = checkpoint / name
@@ -149,7 +149,7 @@ def _unreadable_is_damaged(file: Path) -> Iterator[None]:
 
 
 def begin(run: Path) -> Path:
-    """Remove the files of a killed save and make a new temporary directory for the ranks. Rank 0 calls it.
+    """Begin a save: remove the files of a killed one and make a temporary directory for the ranks. Rank 0 calls it.
 
     The name is random: another machine's cache may resolve an old name to the previous save's directory.
     """
@@ -174,7 +174,7 @@ def commit(
         check_owner: called before the checkpoint and `latest` are renamed; raises if another launch owns the run.
 
     Returns:
-        A line if something failed after the rename, when the checkpoint is already complete.
+        Notes for the log: failures after the rename, when the checkpoint is already complete.
     """
     for name, written in files.items():
         path = temporary / name
@@ -238,10 +238,10 @@ def prune(run: Path, keep: int, keep_every: int | None = None) -> list[int]:
 
 
 def start_branch(run: Path, step: int) -> list[str]:
-    """Set aside the checkpoints newer than `step`, from which the run resumes; return a line on each.
+    """Set aside the checkpoints that are newer than `step`, where the run resumes; return a line on each.
 
-    Rank 0 calls it before the run's logs are truncated at `step`. The newest is moved last: after a kill before that,
-    the run still resumes from it.
+    Rank 0 calls it before the run's logs are truncated at `step`. The newest is moved last, so a run that is killed in
+    between still resumes from it.
     """
     notes = []
     for newer in complete_steps(run):

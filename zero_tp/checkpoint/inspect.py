@@ -1,4 +1,4 @@
-"""Describe a checkpoint by its manifest; only `--verify` reads its files."""
+"""Describe a checkpoint by its manifest and its files' sizes; only `--verify` reads the files."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def inspect(source: Path, *, verify: bool = False) -> str:
     """
     checkpoint = find_checkpoint(source)
     manifest = read_manifest(checkpoint)
-    steps, lost, parent = complete_steps(source), passed_over(source, manifest.step), manifest.parent
-    if verify and lost:
-        raise UserError(lost[-1])
+    steps, incomplete, parent = complete_steps(source), passed_over(source, manifest.step), manifest.parent
+    if verify and incomplete:
+        raise UserError(incomplete[-1])
     check = check_content if verify else check_sizes
     check(checkpoint, manifest.files)
     model, files = manifest.model, manifest.files
@@ -50,7 +50,7 @@ def inspect(source: Path, *, verify: bool = False) -> str:
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
         ("files", f"{len(files)}, {_size(sum(file.bytes for file in files.values()))}"),
         *(("", f"{name}  {_size(file.bytes)}") for name, file in sorted(files.items())),
-        *(("skipped", line) for line in lost),
+        *(("skipped", line) for line in incomplete),
         *([("verified", "every checksum OK")] if verify else []),
     ]
     return "\n".join(f"{name:<11} {one_line(text)}" for name, text in rows)

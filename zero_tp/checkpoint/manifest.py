@@ -146,7 +146,7 @@ def content_hash(manifest: dict[str, Any]) -> str:
 def parse_manifest(raw: dict[str, Any]) -> Manifest:
     """Parse the JSON object of a manifest. A ConfigError names the wrong key: "format" if another version wrote it."""
     if OWN_HASH in raw and raw[OWN_HASH] != (sha256 := content_hash(raw)):
-        raise ConfigError(OWN_HASH, f"the content's is {sha256[:12]}…, not {shown(raw[OWN_HASH])[1:13]}…")
+        raise ConfigError(OWN_HASH, f"the content has {sha256[:12]}…, the manifest says {shown(raw[OWN_HASH])[1:13]}…")
     if raw.get("format") != FORMAT:
         raise ConfigError("format", f"format {shown(raw.get('format'))}, this version reads {FORMAT}")
     manifest = validate(Manifest, raw, "")
@@ -211,7 +211,7 @@ def versions(packages: Sequence[str] = ("torch", "deepspeed", "transformers")) -
 def differences(manifest: Manifest, config: RunConfig, validation: dict[str, dict[str, Any]]) -> list[str]:
     """Return a line on each config key, library and validation corpus that changed since the checkpoint.
 
-    Keys of `Parallelism` are omitted: the line on resuming has them.
+    Keys of `Parallelism` are omitted: `describe_parent` and the line "resuming step …" show them.
 
     Args:
         validation: identities of the validation corpora by prefix.
@@ -253,8 +253,9 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
         if key not in manifest.fixed:
             raise UserError(f"{checkpoint}: its manifest lacks fixed.{key}; the checkpoint is damaged")
         before = manifest.fixed[key]
-        as_saved = [[prefix, weight] for prefix, weight in zip(manifest.corpora, train.values(), strict=False)]
-        has_moved = key == "zero_tp.data.train" and len(as_saved) == len(train) and before == as_saved
+        # The saved prefixes with this config's weights: equal if only the corpora's paths have changed.
+        with_old_prefixes = [[prefix, weight] for prefix, weight in zip(manifest.corpora, train.values(), strict=False)]
+        has_moved = key == "zero_tp.data.train" and len(with_old_prefixes) == len(train) and before == with_old_prefixes
         if before != value and not has_moved:
             key, now, old = next(_differing(key, value, before))
             raise UserError(
@@ -264,7 +265,7 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
 
 
 def check_states(checkpoint: Path, manifest: Manifest) -> None:
-    """Check that a checkpoint has the optimizer's states."""
+    """Refuse a checkpoint whose optimizer counts updates but whose states were not saved. SGD may have no states."""
     if len(manifest.kinds) == 1 and manifest.progress.optimizer_steps is not None:
         raise UserError(
             f"{checkpoint}: saved with the optimizer on NVMe, without its states, so it cannot be resumed; export it "

@@ -24,7 +24,7 @@ WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_t
 SAMPLE_ORDER = ("training.seed", "data.sequence_length")
 """With the corpora, these keys decide the order of the samples."""
 CHANGES = 5
-"""A new run prints at most so many lines on what differs from its parent."""
+"""Most lines that a new run prints on differences from its parent."""
 INHERITED = "kept: weights, moments, the optimizer's count of updates, and in fp16 the loss scale"
 RESTARTED = "restarted: the schedule, the samples and dropout, from step 1"
 
@@ -45,7 +45,7 @@ def find_parent(source: Path, config: RunConfig, model: PretrainedConfig) -> Res
 
 
 def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) -> None:
-    """Check that only fields differ that give no weight another meaning."""
+    """Check that the fields that differ do not change what a weight means."""
     saved, known = manifest.model, fields_of(model.model_type)
     rotary = "rope_parameters" in known.known()
     free = {*known.dropouts, *known.irrelevant, *TOKEN_IDS, *ROPE, *WINDOWS, "initializer_range"}
@@ -73,7 +73,7 @@ def _check_optimizer(checkpoint: Path, manifest: Manifest, config: RunConfig) ->
 
 
 def check_child(source: Path, run: Path, manifest: Manifest) -> None:
-    """Check a `--from` that was passed again: the resumed run was started from it."""
+    """Check that a resumed run was started from `source`, which `--from` names again."""
     if manifest.parent is None:
         raise UserError(
             f"--from {source}: {run} is already at step {manifest.step} and was not started from it; give another "
@@ -115,7 +115,7 @@ def describe_parent(
 
 
 def _shorten(changes: list[str]) -> list[str]:
-    """Return at most `CHANGES` lines; the last one names the keys of all that have none."""
+    """Return at most `CHANGES` lines; the last one names the keys of the changes that it replaces."""
     if len(changes) <= CHANGES:
         return changes
     others = ", ".join(change.partition(": ")[0] for change in changes[CHANGES - 1 :])

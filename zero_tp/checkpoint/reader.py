@@ -74,7 +74,7 @@ class StatesFile:
             raise Damaged(path, f"cannot be read ({first_line(error)})") from error
 
     def elements(self, parameter: str, kind: str, start: int, stop: int) -> Tensor:
-        """Return a view of elements [start, stop) of the TP shard, as many as this file has from `start` on."""
+        """Return a view of the TP shard's [start, stop), cut at this file's last element; empty if it lacks `start`."""
         first = self.starts.get(parameter)
         if first is None or start < first:
             return torch.empty(0)
@@ -168,13 +168,13 @@ class CheckpointReader:
         low, high = (0, rows) if len(outer) > 1 else ((start - offset) // inner, -(-(start + numel - offset) // inner))
         block = torch.zeros(len(outer), high - low, inner)  # padding stays zero
         for holder in range(1 if isinstance(saved.layout, Replicated) else self.tensor):
-            for saved_start, saved_stop, saved_place in _row_ranges(saved, dim, holder, self.tensor):
-                for own_start, own_stop, own_place in _row_ranges(wanted, dim, rank, size):
-                    shift = own_place - own_start - low  # from a row of the whole parameter to a row of the block
+            for saved_start, saved_stop, saved_first in _row_ranges(saved, dim, holder, self.tensor):
+                for own_start, own_stop, own_first in _row_ranges(wanted, dim, rank, size):
+                    shift = own_first - own_start - low  # from a row of the whole parameter to a row of the block
                     first = max(saved_start, own_start, -shift)
                     last = min(saved_stop, own_stop, high - low - shift)
                     if first < last:
-                        source = saved_place + first - saved_start
+                        source = saved_first + first - saved_start
                         values = self._rows(name, kind, holder, dim, outer, source, last - first)
                         block[:, first + shift : last + shift].copy_(values)
         return block.flatten()[start - offset - low * inner :][:numel]
@@ -211,11 +211,11 @@ class CheckpointReader:
 
 
 def _row_ranges(parameter: ParameterLayout, dim: int, rank: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, place): rows along `dim` that a TP rank holds, and their first row in its shard."""
+    """Yield (start, stop, first): rows [start, stop) of the whole parameter are those of the shard from `first` on."""
     if isinstance(parameter.layout, Replicated):
         yield 0, parameter.shape[dim], 0
         return
-    place = 0
+    first = 0
     for start, stop, padding in parameter.layout.ranges(rank, size):
-        yield start, stop, place
-        place += stop - start + padding
+        yield start, stop, first
+        first += stop - start + padding

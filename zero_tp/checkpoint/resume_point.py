@@ -69,8 +69,8 @@ def broadcast_resume_point(
 ) -> ResumePoint:
     """Return on every rank the resume point that `find` returns on rank 0, verified. Collective.
 
-    Every other rank reads the manifest itself and compares its hash; on a network file system it waits for it up to
-    `VIEW_SECONDS`. Then all ranks run `check` on their machine's other files and verify their share of the checkpoint.
+    Every other rank reads the manifest itself and compares its hash, after waiting up to `files.VIEW_SECONDS` for a
+    network file system. Then all ranks run `check` on their machine's other files and verify a share of the checkpoint.
 
     Raises:
         UserError, Damaged: on every rank; from `find`, `check` or `verify_checkpoint`, or the manifests differ.
@@ -96,7 +96,7 @@ def broadcast_resume_point(
 
 
 def _read_when_visible(checkpoint: Path, sha256: str) -> Manifest | None:
-    """Wait until this machine sees the manifest with this hash; return what it reads then, None if nothing."""
+    """Wait until this machine sees the manifest with this hash; return the last one read, or None."""
     manifest: Manifest | None = None
 
     def is_visible() -> bool:
@@ -112,13 +112,13 @@ def _read_when_visible(checkpoint: Path, sha256: str) -> Manifest | None:
 def verify_checkpoint(checkpoint: Path, manifest: Manifest) -> None:
     """Compare all files of a checkpoint with their hashes; each rank reads its share of them. Collective.
 
-    On the grid that saved it, a rank verifies the file that it will load, which is in the page cache by then.
+    On the grid that saved it, a rank verifies the file that it loads next, which is then in the page cache.
 
     Raises:
         Damaged: on every rank; names the first damaged file.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    names = [states_file(saver % manifest.tensor, saver // manifest.tensor) for saver in range(len(manifest.files))]
+    names = [states_file(writer % manifest.tensor, writer // manifest.tensor) for writer in range(len(manifest.files))]
     share = {name: manifest.files[name] for name in names[rank::world]}
     check_on_all_ranks(partial(check_content, checkpoint, share, progress=rank == 0))
 
@@ -130,7 +130,7 @@ def find_intact_resume_point(
     check: Check = lambda checkpoint, manifest: None,
     check_owner: Callable[[], None] = lambda: None,
 ) -> ResumePoint:
-    """Find a checkpoint and verify it; with `on_corrupt` "previous", set damaged ones aside and go back. Collective.
+    """Find and verify a checkpoint; with `on_corrupt` "previous", set damaged ones aside and try older. Collective.
 
     Args:
         resume_from: see `find_resume_point`. A damaged one is never replaced by another.
@@ -140,7 +140,7 @@ def find_intact_resume_point(
     notes: tuple[str, ...] = ()
     may_go_back = resume_from is None and config.zero_tp.checkpoint.on_corrupt == "previous"
 
-    def set_aside(damage: Damaged) -> str:
+    def fall_back(damage: Damaged) -> str:
         problem = f"{damage.file}: {damage.problem}"
         complete = [directory.step_directory(run, step) for step in directory.complete_steps(run)]
         before = [checkpoint for checkpoint in complete if checkpoint < damage.checkpoint]
@@ -162,6 +162,6 @@ def find_intact_resume_point(
         try:
             point = broadcast_resume_point(partial(find_resume_point, run, config, resume_from), check)
         except Damaged as damage:
-            notes += (on_rank_zero(partial(set_aside, damage)),)
+            notes += (on_rank_zero(partial(fall_back, damage)),)
         else:
             return replace(point, notes=(*notes, *point.notes))

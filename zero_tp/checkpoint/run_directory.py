@@ -30,7 +30,7 @@ def saved_start(run: Path, resume_from: Path | None = None) -> SavedStart | None
     """
     newest_first = [step_directory(run, step) for step in reversed(complete_steps(run))]
     for source in newest_first if resume_from is None else [resume_from, *newest_first]:
-        with contextlib.suppress(UserError):  # the start reports it
+        with contextlib.suppress(UserError):  # `start_training` reports it
             manifest = read_manifest(find_checkpoint(source))
             counters = manifest.progress.counters
             updates = counters["global_steps"] - counters["skipped_steps"]
@@ -55,7 +55,7 @@ class RunOwner:
         write_atomically(run / OWNER, json.dumps(owner) + "\n")
 
     def check(self) -> None:
-        """Raise OwnerChanged if another launch has written its token. A missing file has no owner."""
+        """Raise OwnerChanged if another launch has written its token. A missing file means no owner."""
         owner = read_owner(self.run)
         if owner is not None and owner.get("token") != self.token:
             process = f"process {owner.get('pid')} on {owner.get('host')}"

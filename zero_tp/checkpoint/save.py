@@ -54,12 +54,12 @@ class Saver:
         settings: Checkpoint | None = None,
         check_owner: Callable[[], None] = lambda: None,
     ):
-        """Set up the ranks' common store of messages. Collective.
+        """Make the key-value store for messages between ranks. Collective.
 
         Args:
             describe: returns the manifest without format, step, files and hash.
-            timeout_minutes: limit of a rank's writing.
-            settings: the config's `checkpoint`; by default all checkpoints stay, and training waits for a save.
+            timeout_minutes: limit of the time in which a rank writes its file.
+            settings: the config's `checkpoint`; None: no checkpoint is removed, and training waits for a save.
             check_owner: raises OwnerChanged on rank 0 if another launch owns the run directory.
         """
         self.zero, self.run, self.topology = zero, run, zero.topology
@@ -100,15 +100,15 @@ class Saver:
             self.wait()
 
     def _begin(self) -> dict[str, Any]:
-        for key in ("begin", "outcome"):  # all ranks have read the messages of the save before last
+        for key in ("begin", "outcome"):  # of the save before last, whose messages all ranks have read
             self._store.delete_key(f"{self._count - 2}/{key}")
         self._check_owner()  # `begin` removes temporary files, which may be another launch's
         return {"directory": directory.begin(self.run).name}
 
     def wait(self) -> None:
-        """Wait until the last save has ended on all ranks. UserError: it took longer than twice the time-out.
+        """Wait until the last save has ended on all ranks. UserError: that took longer than twice `timeout_minutes`.
 
-        One time-out is for this rank's writing, one for the other ranks' messages.
+        The first limit is for this rank's own write, the second for the other ranks' messages.
         """
         if self._thread is None:
             return
@@ -149,7 +149,7 @@ class Saver:
         self._store.set(f"{self._count}/{key}", json.dumps(message))
 
     def _collect(self, key: str, deadline: float) -> dict[str, Any]:
-        """Wait for a message."""
+        """Wait for a message and return it. UserError: it has not arrived by `deadline` (of `time.monotonic`)."""
         path, start = f"{self._count}/{key}", time.monotonic()
         while not self._store.check([path]):
             waited = time.monotonic() - start
@@ -162,7 +162,7 @@ class Saver:
         return message
 
     def _write(self, entries: list[Entry], metadata: dict[str, str], manifest: dict[str, Any]) -> None:
-        """Write this rank's file and report it; rank 0 waits for all ranks, then commits or abandons them."""
+        """Write this rank's file and report it; rank 0 waits for all ranks, then commits or removes the files."""
         written = self._attempt(lambda: {"file": self._file.name, **vars(write_tensors(self._file, entries, metadata))})
         self._post(str(self.topology.rank), written)
         if self.topology.rank:

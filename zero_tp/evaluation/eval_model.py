@@ -37,7 +37,7 @@ Labels are already shifted: `labels[i, j]` are candidates for the token after `i
 
 
 class Score(NamedTuple):
-    """Negative log-likelihood of a row's scored targets in nats, and whether each was the arg-max."""
+    """Summed negative log-likelihood of a row's scored targets in nats, and whether all were the arg-max."""
 
     nll: float
     greedy: bool
@@ -111,7 +111,7 @@ class EvalModel:
     """A model and its tokenizer on a grid of ranks.
 
     Batches are formed before they are distributed to the data-parallel ranks, so every DP size computes the same sums.
-    ZeRO-3 needs equally many forwards on every rank: a rank without a batch repeats the last one and drops the result.
+    ZeRO-3 needs the same number of forwards on every rank: one without a batch repeats the last and drops the result.
 
     Attributes:
         module: the model itself; tasks that generate text call its `generate`.
@@ -119,7 +119,7 @@ class EvalModel:
         positions: the longest window or context, in tokens.
         batch_size: rows of a batch.
         topology: the grid; by default one process.
-        lock_step: generation too needs the same number of forwards on every rank (ZeRO-3).
+        lock_step: every rank must generate with the same number of forwards (ZeRO-3).
         quiet: no progress bar.
     """
 
@@ -151,8 +151,8 @@ class EvalModel:
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Tokenize (context, continuation) as lm-eval does.
 
-        Both are tokenized together and split after as many tokens as the context alone has. Spaces between belong to
-        the continuation. The context gets the tokenizer's special tokens; an empty one becomes the prefix token.
+        Both are tokenized together and split after as many tokens as the context alone has. Spaces between them belong
+        to the continuation. The context gets the tokenizer's special tokens; an empty one becomes the prefix token.
         """
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
@@ -181,11 +181,11 @@ class EvalModel:
 
         Args:
             size: returns the tokens of a batch, for the progress bar on rank 0's terminal.
-            title: the bar's.
+            title: the bar's label.
         """
         ranks, rank = self.topology.data, self.topology.data_rank
         results: list[R] = []
-        # None: a bar on a terminal only. `sys.stderr` is redirected while lm-eval runs.
+        # tqdm's None: show the bar on a terminal only. `sys.stderr` is redirected while lm-eval runs.
         disable = True if self.quiet or self.topology.rank else None
         total = sum(map(size, batches))
         with tqdm(

@@ -22,7 +22,7 @@ def _percent(value: float | None) -> str:
 
 _count, _rate = "{:,}".format, "{:,.0f}".format
 
-# Column, key of the result, format. The table of lm-eval's tasks has the last 6 only; lm-eval formats their metrics.
+# Column, key of the result, format.
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("accuracy", "accuracy", _percent),
     ("±", "accuracy_standard_error", _percent),
@@ -43,14 +43,18 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 
 
+# lm-eval formats its tasks' metrics; our table adds the columns from "truncated" on.
+LM_EVAL_COLUMNS = COLUMNS[-6:]
+
+
 def table(report: Mapping[str, Any]) -> str:
     """Return a table for each of zero_tp's own tasks, then lm-eval's table."""
     parts: list[str] = [note] if (note := report["model"].get("note")) else []
     harness: dict[str, dict[str, Any]] = {}
     rows: list[tuple[str, ...]] = []
     for task, result in report["tasks"].items():
-        candidates = COLUMNS[-6:] if "lm_eval" in result else COLUMNS
-        columns = [(name, form(result[key])) for name, key, form in candidates if key in result]
+        candidates = LM_EVAL_COLUMNS if "lm_eval" in result else COLUMNS
+        columns = [(name, format_cell(result[key])) for name, key, format_cell in candidates if key in result]
         lines = [("task", *(name for name, _ in columns)), (task, *(cell for _, cell in columns))]
         if "lm_eval" in result:
             rows += lines[1:] if rows else lines
@@ -69,7 +73,7 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def write_samples(path: Path, report: dict[str, Any]) -> list[Path]:
-    """Move the samples of a report into files next to `path`: JSON lines in lm-eval's format, a file per task."""
+    """Move the samples out of a report into files next to `path`: JSON lines in lm-eval's format, a file per task."""
     written = []
     for result in report["tasks"].values():
         for task, samples in result.pop("samples", {}).items():

@@ -30,7 +30,7 @@ class Passage(NamedTuple):
 
 
 class LambadaTask(Task):
-    """Accuracy of the last word, and its perplexity: e to the mean NLL of a whole word."""
+    """Accuracy of the last word, and its perplexity: exp of the mean NLL per word, not per sub-word."""
 
     name = "lambada"
     logged = ("accuracy", "perplexity")
@@ -39,7 +39,7 @@ class LambadaTask(Task):
         self.passages, self.origin = lambada_passages(file, options.text_key, options.limit)
 
     def figures(self, model: EvalModel) -> dict[str, Any]:
-        """Compute the figures; `truncated` counts passages longer than the model's positions."""
+        """Compute the metrics; `truncated` counts passages longer than the model's positions."""
         pairs = [model.encode_pair(context, " " + word) for context, word in self.passages]
         rows, truncated = continuation_rows(pairs, model.positions)
         scores = [scores[0] for scores in model.score(rows, self.name)]

@@ -1,4 +1,4 @@
-"""Zero-shot tasks on the live model during training, without a copy of it and without an effect on training."""
+"""Zero-shot tasks during training, on the live model itself. They do not change the training."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LiveTasks(Callback):
             for task in self._tasks:
                 task.check(model_config.max_position_embeddings)
         except UserError as error:
-            # The error names the command's option.
+            # The error names options of `zero-tp evaluate`.
             message = f"zero_tp.evaluation.tasks: {error} (instead of --data, set zero_tp.evaluation.task_data)"
             raise UserError(message) from error
 
@@ -57,7 +57,7 @@ class LiveTasks(Callback):
         gc.collect()  # thousands of lm-eval requests in reference cycles
 
     def evaluate(self, engine: TrainingEngine, batch_size: int) -> dict[str, dict[str, float | None]]:
-        """Return the figures to log by task. Collective."""
+        """Return the metrics to log, by task. Collective."""
         model = EvalModel(
             ParallelScorer(engine.engine),
             engine.model,

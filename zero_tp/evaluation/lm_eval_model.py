@@ -30,7 +30,7 @@ class LMEvalModel(HFLM):
         tokens: number of tokens scored or generated so far.
         tokens_computed: number of tokens read by the model, without padding.
         truncated: number of requests that were longer than the model's positions.
-        computing: whether the model is scoring; stays True if that fails.
+        computing: the model is scoring; stays True if scoring fails, so that its errors differ from a task's.
     """
 
     def __init__(self, model: EvalModel, title: str = ""):

@@ -1,6 +1,6 @@
 """lm-eval's tasks: loaded by its `TaskManager`, evaluated by its `evaluate`.
 
-The task files of a directory (`--include-path`) are data unless `--allow-task-code` is given.
+Task files of a user's directory (`--include-path`) may run Python only with `--allow-task-code`.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _check_names(config: Mapping[str, Any]) -> None:
 def find_task_manager(names: Sequence[str], directory: TaskManager | None) -> TaskManager:
     """Return the directory's index if it has all `names` as tasks, else one with lm-eval's tasks too (takes seconds).
 
-    Groups and tags need that one: they may name lm-eval's tasks.
+    Groups and tags always get the larger index, because they may name lm-eval's tasks.
     """
     if directory is not None and set(names) <= set(directory.all_subtasks):
         return directory
@@ -207,12 +207,12 @@ class LMEvalTask(Task):
             task.set_config(key="num_fewshot", value=0)
 
     def figures(self, model: EvalModel) -> dict[str, Any]:
-        """Compute the metrics under lm-eval's names, and under `lm_eval` what its table needs."""
+        """Compute the metrics, under lm-eval's names. `lm_eval` has the results for its `make_table`."""
         chat = self.options.apply_chat_template
         if chat and not model.tokenizer.chat_template:
             raise UserError("--apply-chat-template: the model's tokenizer has no chat template; leave it out")
         for task in self.loaded["tasks"].values():
-            task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # an earlier evaluation advanced it
+            task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # an earlier evaluation advanced its generator
         with lm_eval_settings(sandbox=self.sandbox):
             lm = LMEvalModel(model, self.name)
             try:
@@ -266,9 +266,9 @@ class LMEvalTask(Task):
 def _load_with_file(name: str, manager: TaskManager, file: Path) -> dict[str, Any]:
     """Load a task of lm-eval's, or `multiple_choice`, with a file as its evaluated split."""
     entry = manager.task_index.get(name)
-    config = entry.cfg or {} if entry else MULTIPLE_CHOICE_CONFIG
+    config = (entry.cfg or {}) if entry else MULTIPLE_CHOICE_CONFIG
     split = next((key for key in ("test_split", "validation_split") if config.get(key)), None)
-    if not isinstance(config.get("task"), str) or split is None:
+    if not isinstance(config.get("task"), str) or split is None:  # in a group, `task` is a list
         raise UserError("a group of tasks takes no file; give --data for its tasks")
     kind = "json" if document_kind(file) == "jsonl" else "text"
     data = {"dataset_path": kind, "dataset_name": None, "dataset_kwargs": {"data_files": {config[split]: str(file)}}}

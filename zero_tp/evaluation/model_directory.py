@@ -58,7 +58,7 @@ class ModelDirectory:
         path: a Hugging Face directory, or a checkpoint's.
         manifest: the checkpoint's; None for a Hugging Face directory.
         tokenizer_path: directory of the tokenizer.
-        note: a line to print with the results, or "".
+        note: a line to print with the results (see `passed_over`), or "".
         allow_pickle: accept pickled weights.
     """
 
@@ -91,7 +91,7 @@ class ModelDirectory:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer, which must fit the model."""
+        """Return the tokenizer; UserError if the model cannot use it (`check_tokenizer`)."""
         from zero_tp.data.tokenizer import open_tokenizer
 
         tokenizer = open_tokenizer(self.tokenizer_path)

@@ -3,9 +3,9 @@
 Each document is scored separately, after the tokenizer's bos token (eos if it has none). So every token is a target, as
 in training, where an eos precedes each document.
 
-Windows of s tokens advance by o, the overlap (arXiv 1909.08053, appendix E.1). The first window scores all its targets,
-each later one only its last o, which have at least s - o tokens of context. With o = s each token is read once; with
-o = 1 every token but the first s has the longest context, at s times the cost.
+Windows of s tokens advance by o tokens: a stride, which arXiv 1909.08053, appendix E.1, calls the overlap. The first
+window scores all its targets, each later one only its last o, which have at least s - o tokens of context. With o = s
+each token is read once; with o = 1 every token but the first s has the longest context, at s times the cost.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def perplexity(
     Collective: every rank passes the same documents. Memory: 8 bytes per token of all documents, and one batch.
 
     Args:
-        overlap: o, from 1 to s; by default s.
+        overlap: the stride o, from 1 to s; by default s.
         title: the progress bar's.
 
     Returns:
@@ -113,7 +113,7 @@ class PerplexityTask(Task):
 
 
 def original_tokens(text: str) -> int:
-    """Return T_o: tokens between single spaces. The file has spaces around line breaks, so a line break is a token."""
+    """Return T_o, the tokens between single spaces; the file has spaces around line breaks, so those are tokens too."""
     return len(text.strip().split(" "))
 
 
@@ -158,7 +158,7 @@ class WikitextTask(PerplexityTask):
     logged = ("perplexity", "perplexity_released_code", "perplexity_subword")
 
     def __init__(self, file: Path | None, options: TaskOptions):
-        require_lm_eval("the detokeniser of wikitext103")
+        require_lm_eval("the detokenizer of wikitext103")
         text, self.origin = wikitext_split(file, options.text_key)
         self.documents, self.original_tokens = [detokenize(text)], original_tokens(text)
         self.overlap = options.overlap or WIKITEXT_OVERLAP

@@ -25,7 +25,7 @@ Origin = dict[str, Any]
 """The source of a task's data in a report: the path or data set, and a SHA-256."""
 
 MULTIPLE_CHOICE, CHOICE_FIELDS = "multiple_choice", ("query", "choices", "gold")
-"""The task that evaluates a file of one's own questions, and the fields of that file."""
+"""The task that evaluates a user's file of questions, and the fields of that file."""
 LEAST = {"batch_size": 1, "sequence_length": 1, "limit": 1, "overlap": 1, "num_fewshot": 0}
 MOST = 2**31 - 1
 
@@ -42,7 +42,7 @@ class TaskOptions:
 
     Attributes:
         text_key: key of the text in JSON lines.
-        overlap: tokens that a window advances by; None: the task's own.
+        overlap: the stride of windows, in tokens; None: the task's default.
         limit: examples (documents) of a task; None: all.
         num_fewshot: examples before each question of lm-eval's tasks; None: as in the task file.
         include_path: a directory of lm-eval task files.
@@ -73,14 +73,14 @@ class Task(ABC):
 
     Attributes:
         name: as in `--tasks`.
-        logged: figures that a training run logs.
+        logged: the keys of `figures` that a training run logs.
     """
 
     name: str
     logged: ClassVar[tuple[str, ...]] = ()
 
     def check(self, positions: int) -> None:  # noqa: B027  # most tasks fit every model
-        """Raise a UserError if the options don't fit a model of so many positions."""
+        """Raise a UserError if the options don't fit a model of `positions` tokens."""
 
     def run(self, model: EvalModel) -> dict[str, Any]:
         """Return the figures as JSON values, the same on all ranks. Collective."""
@@ -89,7 +89,7 @@ class Task(ABC):
 
     @abstractmethod
     def figures(self, model: EvalModel) -> dict[str, Any]:
-        """Compute the figures.
+        """Compute the metrics and counts of the report.
 
         Every task has `data` (its origin), `tokens` (scored) and `tokens_computed` (read by the model without padding).
         """

@@ -1,4 +1,4 @@
-"""Zero-shot evaluation: the settings, the table of tasks, and the run of them.
+"""Zero-shot evaluation: its settings, the table of tasks, and `evaluate`, which runs them.
 
 Options, files and the data of zero_tp's own tasks are checked before torch, transformers or lm-eval are imported, which
 takes up to half a minute.
@@ -69,7 +69,7 @@ COMPARED = 1024
 
 @dataclass(frozen=True)
 class EvaluationSettings(TaskOptions):
-    """Options of the command, by their names.
+    """Options of `zero-tp evaluate`, under their names on the command line.
 
     Attributes:
         batch_size: rows of a batch on each data-parallel rank.
@@ -90,7 +90,7 @@ class EvaluationSettings(TaskOptions):
     allow_pickle: bool = False
 
     def check_ranks(self, world: int) -> None:
-        """Check the settings on so many ranks."""
+        """Check the settings for `world` ranks."""
         self.check()
         if self.dtype not in DTYPES.values():
             raise UserError(f"--dtype {self.dtype}: one of {', '.join(DTYPES.values())}")
@@ -177,7 +177,7 @@ def evaluate(
         environment: this rank's; None: a single process.
 
     Raises:
-        UserError: a mistake in any of these; ranks with different weights or requests.
+        UserError: a wrong setting, path or data; ranks with different weights or requests.
     """
     world = environment.world if environment else 1
     settings.check_ranks(world)
@@ -237,12 +237,12 @@ def check_same_weights(model: nn.Module, topology: Topology, path: Path) -> None
         raise UserError(problem)
     try:
         check_replicas(model, topology)
-    except UserError as error:  # whose message is about training
+    except UserError as error:  # its message is about training
         raise UserError(problem) from error
 
 
 def _choose_device(requested: str | None, world: int) -> str:
-    """Return the device to compute on, after a trial in a single process."""
+    """Return the device to compute on; a single process tries it first."""
     import torch
 
     device = requested or ("cuda" if torch.cuda.is_available() else "cpu")
