@@ -127,6 +127,8 @@ def test_damage_is_named_and_the_checkpoint_before_is_offered(
     pattern = rf"error: .*{words}.*; the checkpoint is damaged: use the one before with --resume-from {before}, or set "
     for problem, _ in ranks(2).run(start, str(path), str(run)):
         assert re.match(pattern, problem), problem
+    for problem, _ in ranks(2).run(start, str(path), str(tmp_path / "other"), str(step_directory(run, 2))):
+        assert re.match(pattern, problem), problem
     assert ranks(2).run(start, str(path), str(run), str(before)) == [(str(before), [])] * 2
     tolerant, aside = changed(path, on_corrupt="previous"), checkpoints_of(run) / "damaged_step_00000002"
     for resumed, notes in ranks(2).run(start, str(tolerant), str(run)):

@@ -187,12 +187,20 @@ def run(checkpoint: Path, tmp_path: Path) -> Path:
             {"zero_tp__data__document_attention": "reset"},
             r'zero_tp\.data\.document_attention: "reset", but the run of .* with "continue"',
         ),
+        ({"zero_tp__model__pad_token_id": None}, r"zero_tp\.model: .*, but the run of .* was started with "),
     ],
 )
 def test_another_run_is_not_resumed(run: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         find_resume_point(run, config_of(tmp_path, **change))
     assert find_resume_point(tmp_path / "new", config_of(tmp_path)) == ResumePoint()
+
+
+def test_a_run_does_not_resume_from_a_trainers_checkpoint(run: Path, tmp_path: Path) -> None:
+    with rewritten(step_directory(run, 1)) as manifest:
+        del manifest["fixed"]["optimizer"]
+    with pytest.raises(UserError, match="saved by a Trainer"):
+        find_resume_point(run, config_of(tmp_path))
 
 
 def test_what_differs_from_the_last_start_is_logged(run: Path, tmp_path: Path) -> None:

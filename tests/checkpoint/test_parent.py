@@ -50,7 +50,9 @@ def begun(path: str, parent: str, run: str) -> dict[str, Any]:
     rate = engine.learning_rate
     found = find_parent(Path(parent), config, engine.model.config)
     assert found.checkpoint is not None and found.manifest is not None
+    generation = engine.model.generation_config
     init_from_parent(engine.zero, found.checkpoint)
+    assert engine.model.generation_config is generation, "its own tokens, not the parent's"
     progress = engine.zero.progress()
     saver = run_saver(engine.zero, config, Path(run), parent=Parent.of(found.checkpoint, found.manifest))
     saver.save(SAVED)
@@ -118,10 +120,12 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def config_of(tmp_path: Path, optimizer: str = "AdamW", **model: Any) -> RunConfig:
+def config_of(
+    tmp_path: Path, optimizer: str = "AdamW", params: dict[str, Any] | None = None, **model: Any
+) -> RunConfig:
     raw = {
         "train_batch_size": 4,
-        "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-3, **(params or {})}},
         "zero_tp": {
             "model": {**LLAMA, **model},
             "data": {"train": "nowhere/train", "sequence_length": 16},
@@ -193,6 +197,9 @@ def test_what_is_no_parent_is_one_line(tmp_path: Path, parent: Path) -> None:
     sgd = config_of(tmp_path, optimizer="SGD")
     with pytest.raises(UserError, match=r'^optimizer\.type: "SGD" has other states than "AdamW"'):
         find_parent(parent, sgd, sgd.hf_config())
+    amsgrad = config_of(tmp_path, params={"torch_adam": True, "amsgrad": True})
+    with pytest.raises(UserError, match=r"^optimizer\.params\.amsgrad: true has other states than false"):
+        find_parent(parent, amsgrad, amsgrad.hf_config())
     manifest = read_manifest(step_directory(parent, 1))
     with rewritten(step_directory(parent, 1)) as changed:
         del changed["fixed"]["optimizer"]

@@ -85,6 +85,7 @@ def test_a_directory_without_tasks_is_refused(tmp_path: Path) -> None:
                 ("group: 5\ntask: [copa_local]", "5"),
             )
         ),
+        ("task: copa_local", 'another file has the task "copa_local" already'),
     ],
 )
 def test_a_task_file_that_lm_eval_would_skip_is_refused(tmp_path: Path, text: str, problem: str) -> None:

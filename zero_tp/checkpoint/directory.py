@@ -6,6 +6,7 @@ Ranks write into a temporary directory. Rank 0 writes the manifest there, rename
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from zero_tp.tensors.safetensors_files import Written
 
 MANIFEST, LATEST, TEMPORARY = "manifest.json", "latest", ".writing"
+NOT_DAMAGE = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT)
+"""Errors of reading that say nothing about the file."""
 _STEP = re.compile(r"step_(\d{8,})")
 
 
@@ -145,6 +148,8 @@ def _unreadable_is_damaged(file: Path) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Damaged(file, "is missing") from error
     except OSError as error:
+        if error.errno in NOT_DAMAGE:
+            raise UserError(f"{file}: cannot be read now ({error.strerror}); the file may be intact") from error
         raise Damaged(file, f"cannot be read ({error.strerror})") from error
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from zero_tp.config.optimizer import IMPLEMENTATION
+from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError, UserError, shown
 from zero_tp.validation import ConfigModel, Count, Positive, validate
 
@@ -248,6 +249,7 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
             'DeepSpeed does not restore its states; use "cpu"'
         )
     check_states(checkpoint, manifest)
+    check_saved_by_run(checkpoint, manifest)
     train = config.zero_tp.data.train
     for key, value in fixed_of(config).items():
         if key not in manifest.fixed:
@@ -257,11 +259,21 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
         with_old_prefixes = [[prefix, weight] for prefix, weight in zip(manifest.corpora, train.values(), strict=False)]
         has_moved = key == "zero_tp.data.train" and len(with_old_prefixes) == len(train) and before == with_old_prefixes
         if before != value and not has_moved:
-            key, now, old = next(_differing(key, value, before))
+            # Absent and null are alike to `_differing`; in a model's block they are not.
+            key, now, old = next(_differing(key, value, before), (key, shown(value), shown(before)))
             raise UserError(
                 f"{key}: {now}, but the run of {checkpoint} was started with {old}; "
                 f"set it back, or start a new run from these weights with --from {checkpoint} and another --output-dir"
             )
+
+
+def check_saved_by_run(checkpoint: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint of a Trainer: it has no optimizer and batch to compare or continue."""
+    if "optimizer" not in manifest.fixed:
+        raise UserError(
+            f"{checkpoint}: saved by a Trainer, without optimizer and batch in its manifest; export it, and start from "
+            f"the weights with {MODEL_KEY}.from_pretrained"
+        )
 
 
 def check_states(checkpoint: Path, manifest: Manifest) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_tp.architectures.configs import TOKEN_IDS, fields_of
 from zero_tp.architectures.rotary import ROPE
-from zero_tp.checkpoint.manifest import Manifest, Parallelism, Parent, check_states, differences
+from zero_tp.checkpoint.manifest import Manifest, Parallelism, Parent, check_saved_by_run, check_states, differences
 from zero_tp.checkpoint.resume import restore_states
 from zero_tp.checkpoint.resume_point import ResumePoint, open_checkpoint
 from zero_tp.config import RunConfig
@@ -61,15 +61,16 @@ def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) 
 
 def _check_optimizer(checkpoint: Path, manifest: Manifest, config: RunConfig) -> None:
     """Check that the new optimizer has the states that were saved. Its hyperparameters may differ."""
-    if "optimizer" not in manifest.fixed:
-        raise UserError(
-            f"{checkpoint}: saved by a Trainer, without optimizer and batch in its manifest; export it, and start from "
-            f"the weights with {MODEL_KEY}.from_pretrained"
-        )
+    check_saved_by_run(checkpoint, manifest)
     now, before = config.resolved()["optimizer"]["type"], manifest.fixed["optimizer"]["type"]
     if len({str(name).lower().replace("adamw", "adam") for name in (now, before)}) > 1:
         problem = f"{shown(now)} has other states than {shown(before)}, with which {checkpoint} was saved"
         raise ConfigError("optimizer.type", problem, "--from keeps the moments; use the same optimizer")
+    optimizers = config.resolved()["optimizer"], manifest.fixed["optimizer"]
+    amsgrad, saved = (bool(optimizer.get("params", {}).get("amsgrad")) for optimizer in optimizers)
+    if amsgrad != saved:
+        problem = f"{shown(amsgrad)} has other states than {shown(saved)}, with which {checkpoint} was saved"
+        raise ConfigError("optimizer.params.amsgrad", problem, "--from keeps the moments; use the same value")
 
 
 def check_child(source: Path, run: Path, manifest: Manifest) -> None:

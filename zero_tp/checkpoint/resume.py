@@ -33,6 +33,8 @@ def resume(zero: ZeroEngine, checkpoint: Path, seed: int) -> int:
     """
     manifest = restore_states(zero, checkpoint)
     zero.restore_progress(manifest.progress.model_dump())
+    if manifest.generation is not None:
+        zero.model.generation_config = GenerationConfig(**manifest.generation)
     _restore_streams(zero, checkpoint, manifest, seed)
     return manifest.step
 
@@ -45,8 +47,6 @@ def restore_states(zero: ZeroEngine, checkpoint: Path) -> Manifest:
     _check_parameters(checkpoint, reader.parameters, wanted)
     _read_states(zero, manifest, reader, wanted)
     zero.fill_module()
-    if manifest.generation is not None:
-        zero.model.generation_config = GenerationConfig(**manifest.generation)
     return manifest
 
 

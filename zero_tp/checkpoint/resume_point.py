@@ -142,8 +142,9 @@ def find_intact_resume_point(
 
     def fall_back(damage: Damaged) -> str:
         problem = f"{damage.file}: {damage.problem}"
-        complete = [directory.step_directory(run, step) for step in directory.complete_steps(run)]
-        before = [checkpoint for checkpoint in complete if checkpoint < damage.checkpoint]
+        owner = damage.checkpoint.absolute().parent.parent  # another run's, if resume_from names it
+        complete = [directory.step_directory(owner, step) for step in directory.complete_steps(owner)]
+        before = [checkpoint for checkpoint in complete if checkpoint.name < damage.checkpoint.name]
         if not before:
             raise UserError(
                 f"{problem}; the checkpoint is damaged, and there is none before it: give another --output-dir to "

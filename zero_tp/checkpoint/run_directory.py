@@ -84,7 +84,7 @@ def run_directory(run: Path) -> Iterator[RunOwner]:
             owner = RunOwner(run)
             # Replaced, not opened: this machine may still see a file that another machine has removed.
             write_atomically(run / PROCESS, f"{os.getpid()}\n")
-            stack.callback((run / PROCESS).unlink, missing_ok=True)
+            stack.callback(_remove_process_file, run, owner)
         except BlockingIOError:
             raise UserError(f"{run}: another run is writing there; wait for it, or give another --output-dir") from None
         except OSError as error:
@@ -92,6 +92,13 @@ def run_directory(run: Path) -> Iterator[RunOwner]:
                 f"{run}: cannot be a run's directory ({error.strerror}); give another --output-dir"
             ) from error
         yield owner
+
+
+def _remove_process_file(run: Path, owner: RunOwner) -> None:
+    """Remove `rank0.pid`, unless it is that of a launch that has taken the run over."""
+    with contextlib.suppress(OwnerChanged, OSError):
+        owner.check()
+        (run / PROCESS).unlink(missing_ok=True)
 
 
 def write_config(run: Path, resolved: dict[str, Any]) -> None:

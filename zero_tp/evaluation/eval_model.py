@@ -90,7 +90,8 @@ class HuggingFaceScorer:
 
     def __call__(self, input_ids: Tensor, labels: Tensor) -> TokenScores:
         scored = (labels != IGNORE_INDEX).any(2)  # [b, n]
-        columns = scored.any(0).nonzero().squeeze(1) if self._can_keep_logits else torch.arange(labels.shape[1])
+        columns = torch.arange(labels.shape[1], device=labels.device)
+        columns = columns[scored.any(0)] if self._can_keep_logits else columns
         nll = torch.zeros(labels.shape, device=labels.device)
         greedy = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
         options: dict[str, Any] = {"use_cache": False} | ({"logits_to_keep": columns} if self._can_keep_logits else {})

@@ -70,8 +70,8 @@ class LMEvalModel(HFLM):
         if not callable(getattr(self.eval_model.module, "generate", None)):
             raise UserError(f"{type(self.eval_model.module).__name__} can't generate text, which a task requests")
         arguments = [request.args for request in requests]
-        for _, options in arguments:
-            length = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
+        lengths = [normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"] for _, options in arguments]
+        for length in lengths:
             if length >= self.max_length:
                 raise UserError(
                     f"a task generates {length:,} tokens, and the model's {self.max_length:,} positions leave no room "
@@ -87,7 +87,12 @@ class LMEvalModel(HFLM):
         batches = list(enumerate(order.get_batched(n=self.eval_model.batch_size)))
         generated = self.eval_model.map_batches(self._generate_batch, batches, lambda batch: len(batch[1]), self.title)
         texts = [text for batch in generated for text in batch]
-        self.tokens += sum(len(self.tok_encode(text, add_special_tokens=False)) for text in texts)
+        count = sum(len(self.tok_encode(text, add_special_tokens=False)) for text in texts)
+        self.tokens += count
+        self.tokens_computed += count + sum(
+            min(len(self.tok_encode(context)), self.max_length - length)
+            for (context, _), length in zip(arguments, lengths, strict=True)
+        )
         in_order: list[str] = order.get_original(texts)
         return in_order
 
@@ -100,7 +105,6 @@ class LMEvalModel(HFLM):
 
     def _generate(self, input_ids: torch.Tensor, max_length: int, **options: Any) -> torch.Tensor:
         """Call the model's `generate`: [b, n] → [b, n + new]. `max_new_tokens` overrides the model's own setting."""
-        self.tokens_computed += input_ids.numel()
         generated: torch.Tensor = self.eval_model.module.generate(
             input_ids=input_ids,
             max_new_tokens=max_length - input_ids.shape[1],

@@ -136,6 +136,8 @@ def open_task_directory(path: Path) -> TaskManager:
             config = _yaml_loader.load_yaml(file, resolve_func=False)
             if config.keys() & {"task", "group", "class"}:  # other files are only included
                 _check_names(config)
+                if isinstance(name := config.get("task"), str) and name in index:
+                    raise UserError(f"another file has the task {shown(name)} already")
                 TaskIndex.process_cfg(config, file, index)
         except Exception as error:  # YAML, the file system and lm-eval raise anything
             reason = one_line(" ".join(str(error).split()) or first_line(error), 160)
