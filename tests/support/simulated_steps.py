@@ -187,7 +187,7 @@ def stubbed(model: ParallelModel) -> Iterator[TrainingEngine]:
 
     with (
         mock.patch.object(deepspeed, "initialize", initialize),
-        mock.patch.object(guards, "_read", lambda pairs: [[0.0, 0.0]] * len(pairs)),  # fake tensors have no values
+        mock.patch.object(guards, "_to_host", lambda pairs: [[0.0, 0.0]] * len(pairs)),  # fake tensors have no values
         mock.patch.object(dist, "all_reduce", partial(all_reduce_of, dist.all_reduce, topology.data_group)),
     ):
         made: Any = TrainingEngine
