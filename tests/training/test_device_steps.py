@@ -67,18 +67,25 @@ def test_a_micro_batch_waits_for_nothing(model_type: str, grid: str, recomputed:
     assert seen.operations > 200 and (seen.collectives > 8) == (grid != "TP 1")
 
 
-@pytest.mark.parametrize("length", [32, 80])
-def test_frequencies_that_depend_on_the_length_wait_for_no_position(length: int) -> None:
-    parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    seen = watched("llama", replace(WORKLOAD, length=length), rope_parameters=parameters)
-    assert not seen.found, list(seen.found)
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+# Of 6 heads with 3 KV heads a rank has two of one and one of another.
+UNEVEN = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+FULL = RecomputePolicy(mode="full")
 
 
-@pytest.mark.parametrize("grid", ["TP 2", "SP"])
-def test_heads_that_share_keys_unevenly_wait_for_nothing(grid: str) -> None:
-    """Of 6 heads with 3 KV heads a rank has two of one and one of another."""
-    heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
-    seen = watched("llama", replace(WORKLOAD, **GRIDS[grid]), **heads)
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        *(({"length": length}, {"rope_parameters": DYNAMIC}) for length in (32, 80)),
+        *((GRIDS[grid], UNEVEN) for grid in ("TP 2", "SP")),
+        ({"policy": FULL, "checkpointing": {"cpu_checkpointing": True}}, {}),
+        ({"policy": FULL, "checkpointing": {"partition_activations": True}}, {}),
+    ],
+)
+def test_dynamic_frequencies_uneven_heads_and_moved_checkpoints_wait_for_nothing(
+    changes: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    seen = watched("llama", replace(WORKLOAD, **changes), **fields)
     assert not seen.found, list(seen.found)
 
 
@@ -97,8 +104,7 @@ def test_documents_and_windows_make_no_mask(model_type: str, grid: str, document
         fields["sliding_window"] = 7
     if model_type in ("qwen2", "qwen3"):
         fields |= {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
-    policy = RecomputePolicy(**RECOMPUTED["full"])
-    workload = replace(WORKLOAD, length=40, **GRIDS[grid], policy=policy, documents=documents)
+    workload = replace(WORKLOAD, length=40, **GRIDS[grid], policy=FULL, documents=documents)
     seen = watched(model_type, workload, **fields)
     assert not seen.found, list(seen.found)
     # Two layers, once more in backward; of the Qwens without documents one is causal alone.
@@ -116,12 +122,6 @@ def test_our_part_of_a_step_waits_for_nothing(model_type: str, grid: str) -> Non
     seen = watched_step(model_type, replace(WORKLOAD, **GRIDS[grid]))
     assert not seen.found, list(seen.found)
     assert seen.collectives >= 3, "labels and loss over DP, signals"
-
-
-@pytest.mark.parametrize("checkpointing", [{"cpu_checkpointing": True}, {"partition_activations": True}])
-def test_checkpoints_elsewhere_wait_for_nothing(checkpointing: dict[str, bool]) -> None:
-    seen = watched("llama", replace(WORKLOAD, policy=RecomputePolicy(mode="full"), checkpointing=checkpointing))
-    assert not seen.found, list(seen.found)
 
 
 @contextmanager
@@ -245,7 +245,9 @@ def test_comparing_and_counting_samples_starts_without_a_wait() -> None:
     assert seen.collectives == alone.collectives + 3
 
 
-def test_a_trainer_waits_once_a_micro_batch_after_its_forward() -> None:
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_trainer_waits_once_a_micro_batch_after_its_forward(tensor: int) -> None:
+    """On one TP rank it compares nothing."""
     events: list[str] = []
 
     def losses(engine: TrainingEngine) -> object:
@@ -254,20 +256,9 @@ def test_a_trainer_waits_once_a_micro_batch_after_its_forward() -> None:
             trainer.run_micro_batches(2)
         return None
 
-    seen = watched_step("llama", WORKLOAD, losses)
-    assert events == ["forward", "wait"] * 2
+    seen = watched_step("llama", replace(WORKLOAD, tensor=tensor), losses)
+    assert events == (["forward", "wait"] if tensor == 2 else ["forward"]) * 2
     assert not seen.found, list(seen.found)
-
-
-def test_a_trainer_of_one_tp_rank_compares_nothing() -> None:
-    events: list[str] = []
-
-    def losses(engine: TrainingEngine) -> object:
-        StubTrainer(engine, events).run_micro_batches(2)
-        return None
-
-    assert not watched_step("llama", replace(WORKLOAD, tensor=1), losses).found
-    assert events == ["forward"] * 2
 
 
 def copied_for_a_save(engine: TrainingEngine) -> object:

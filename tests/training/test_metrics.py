@@ -21,8 +21,8 @@ from tests.support.run_log import RunLog
 from zero_tp.devices import DEVICES, find_device, peak_flops
 from zero_tp.models.flops import utilisation
 from zero_tp.training.callback import Metrics
-from zero_tp.training.metrics import memory_gib, perplexity
-from zero_tp.training.metrics_file import METRICS_FILE, cut_metrics
+from zero_tp.training.metrics import memory_gib
+from zero_tp.training.metrics_file import cut_metrics
 from zero_tp.training.step_logger import RunProgress, StepTimer, format_step
 
 
@@ -49,72 +49,58 @@ def test_steps_are_timed_without_the_work_between_them() -> None:
     assert timer.elapsed == 50 + 1 + 1000 + 3
 
 
-def test_unknown_device_has_no_mfu() -> None:
-    assert peak_flops("NVIDIA GeForce GTX 1080", torch.float16) is None
-    assert utilisation(1e12, 1.0, 1, None) is None
+BF16_TFLOPS: dict[str, float | None] = {
+    "Tesla V100-SXM2-32GB": None,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA A800-SXM4-80GB": 312.0,
+    "NVIDIA H800": 989.0,
+    "NVIDIA H800 PCIe": 756.0,
+    "NVIDIA H20": 148.0,
+    "NVIDIA H20-3e": None,
+    "NVIDIA GH200 480GB": 989.0,
+    "NVIDIA GB200": 2500.0,
+    "NVIDIA H100 80GB HBM3": 989.0,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H200": 989.0,
+    "NVIDIA H200 MIG 1g.18gb": None,
+    "NVIDIA B200": 2250.0,
+    "AMD Instinct MI300X": 1307.4,
+    "NVIDIA L40S": 362.0,
+    "NVIDIA L40": None,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+}
+PLANS = {
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb",
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
+    "NVIDIA A800-SXM4-80GB": "a800-80gb",
+    "NVIDIA A800 80GB PCIe": None,
+    "NVIDIA H800": "h800-80gb",
+    "NVIDIA H800 PCIe": None,
+    "NVIDIA H20": "h20-96gb",
+    "NVIDIA H200": "h200-141gb",
+    "NVIDIA GH200 480GB": "gh200-96gb",
+    "NVIDIA GH200 120GB": "gh200-96gb",
+    "NVIDIA GH200 144G HBM3e": None,
+    "NVIDIA B200": "b200-180gb",
+    "NVIDIA GB200": "gb200-186gb",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("Tesla V100-SXM2-32GB", None),
-        ("NVIDIA A100 80GB PCIe", 312.0),
-        ("NVIDIA A800-SXM4-80GB", 312.0),
-        ("NVIDIA H800", 989.0),
-        ("NVIDIA H800 PCIe", 756.0),
-        ("NVIDIA H20", 148.0),
-        ("NVIDIA H20-3e", None),
-        ("NVIDIA GH200 480GB", 989.0),
-        ("NVIDIA GB200", 2500.0),
-        ("NVIDIA H100 80GB HBM3", 989.0),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H200", 989.0),
-        ("NVIDIA H200 MIG 1g.18gb", None),
-        ("NVIDIA B200", 2250.0),
-        ("AMD Instinct MI300X", 1307.4),
-        ("NVIDIA L40S", 362.0),
-        ("NVIDIA L40", None),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-    ],
-)
-def test_device_table_bf16(name: str, tflops: float | None) -> None:
-    peak = peak_flops(name, torch.bfloat16)
-    assert peak == (None if tflops is None else pytest.approx(tflops * 1e12))
-
-
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
-        ("NVIDIA A800-SXM4-80GB", "a800-80gb"),
-        ("NVIDIA A800 80GB PCIe", None),
-        ("NVIDIA H800", "h800-80gb"),
-        ("NVIDIA H800 PCIe", None),
-        ("NVIDIA H20", "h20-96gb"),
-        ("NVIDIA H200", "h200-141gb"),
-        ("NVIDIA GH200 480GB", "gh200-96gb"),
-        ("NVIDIA GH200 120GB", "gh200-96gb"),
-        ("NVIDIA GH200 144G HBM3e", None),
-        ("NVIDIA B200", "b200-180gb"),
-        ("NVIDIA GB200", "gb200-186gb"),
-    ],
-)
-def test_a_devices_own_name_finds_its_plan(name: str, plan: str | None) -> None:
-    row = find_device(name)
-    assert row is not None and next(iter(row.plans), None) == plan
-
-
-def test_device_table_other_types_and_sources() -> None:
+def test_a_devices_own_name_finds_its_peak_and_its_plan() -> None:
+    for name, tflops in BF16_TFLOPS.items():
+        assert peak_flops(name, torch.bfloat16) == (tflops and pytest.approx(tflops * 1e12)), name
+    for name, plan in PLANS.items():
+        row = find_device(name)
+        assert row is not None and next(iter(row.plans), None) == plan, name
     assert peak_flops("Tesla V100-SXM2-32GB", torch.float16) == 125e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float32) == 19.5e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float32, tf32=True) == 156e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float64) is None
-    assert all(device.source for device in DEVICES)
-    assert find_device("") is None
+    assert peak_flops("NVIDIA GeForce GTX 1080", torch.float16) is None and utilisation(1e12, 1.0, 1, None) is None
+    assert find_device("") is None and all(device.source for device in DEVICES)
 
 
 def test_memory_is_this_process_peak() -> None:
@@ -318,11 +304,3 @@ def test_a_terminal_gets_a_bar_below_the_lines(tmp_path: Path, capsys: pytest.Ca
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()] == ["step", "3/5", "checkpoint"]
     assert "/5" in err
-
-
-def test_perplexity_overflow() -> None:
-    assert perplexity(0.0) == 1.0 and perplexity(1e4) == math.inf
-
-
-def test_metrics_file_name_is_the_documented_one() -> None:
-    assert METRICS_FILE == "metrics.jsonl"
