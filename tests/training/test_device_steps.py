@@ -134,10 +134,6 @@ def planted(kind: str) -> Iterator[None]:
             assert positions[0, 0] >= 0
         elif kind == "copy":
             positions = positions.cpu().to(positions.device)
-        elif kind == "table":
-            positions = positions + torch.zeros(1, dtype=torch.long).to(positions.device)
-        elif kind == "item":
-            positions.max().item()
         elif kind == "devices":
             positions = positions + torch.ones(positions.shape[1], dtype=torch.long)
         elif kind == "order":
@@ -170,10 +166,8 @@ def planted(kind: str) -> Iterator[None]:
     [
         ("value", "reads a value"),
         ("copy", "between host and device"),
-        ("table", "between host and device"),
         ("order", "cumsum adds in no fixed order"),
         ("shape", "waits for a shape"),
-        ("item", "reads a value"),
         ("devices", "between host and device"),
         ("dtypes", "of two dtypes"),
         ("strided", "not contiguous"),

@@ -88,32 +88,6 @@ def test_a_gradient_that_is_not_summed_is_named(ranks: Pools, broken: Callable[[
         ranks(2).run(broken)
 
 
-def drifting(interval: int) -> int:
-    """Trains with a norm whose gradient is not summed, checking as the loop does; the step that found it."""
-    from zero_tp.errors import UserError
-    from zero_tp.parallel import gradients
-    from zero_tp.parallel.collectives import Pending
-    from zero_tp.training.guards import check_replicas
-
-    engine = build(1)
-    summed = gradients.start_all_reduce
-    gradients.start_all_reduce = lambda tensor, group, **_: Pending(tensor)
-    try:
-        for step in range(1, 10):
-            train(engine, 1)
-            if step % interval == 0:
-                check_replicas(engine.model, engine.topology, step)
-    except UserError:
-        return step
-    finally:
-        gradients.start_all_reduce = summed
-    return 0
-
-
-def test_an_unsummed_norm_gradient_is_found_at_the_next_check(ranks: Pools) -> None:
-    assert ranks(2).run(drifting, 3) == [3, 3]
-
-
 # --- what data-parallel ranks hold twice ------------------------------------------------------------------------------
 
 

@@ -75,13 +75,6 @@ def test_a_tokenizer_that_cannot_mask(tmp_path: Path, corpus: Path) -> None:
         run_of(tmp_path, corpus, train=alone)
 
 
-def test_documents_that_are_too_short(tmp_path: Path, corpus: Path) -> None:
-    short = write_corpus(tmp_path / "short", [[7, 8]], 400)
-    tokenizer = str(corpus / "tokenizer")
-    with pytest.raises(UserError, match=r"short: no document has the 3 tokens .* for two segments"):
-        run_of(tmp_path, corpus, train=short, tokenizer=tokenizer)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,7 @@ def prepare(prefix: Path, seed: int, documents: int = 20) -> None:
     write_corpus(prefix, (random.integers(0, 300, random.integers(5, 30)) for _ in range(documents)), 300)
 
 
-def run_of(folder: Path, model: dict[str, Any] = GPT2, **data: Any) -> RunInputs:
+def run_of(folder: Path, model: Mapping[str, Any] = GPT2, **data: Any) -> RunInputs:
     path, data = folder / "run.json", {"train": str(folder / "data" / "train"), "sequence_length": 8, **data}
     block = {"model": model, "data": data, "training": {"steps": 1}}
     path.write_text(json.dumps(deepspeed_settings(0, zero_tp=block)))
@@ -249,7 +250,7 @@ def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path, seed: int) ->
     prepare(tmp_path / "data" / "train", seed)
     rows = ([1, 2, 3, 4, 5, 6, 7, 8, token] for token in (5, 299, 300))
     late = str(write_corpus(tmp_path / "data" / "late", rows, 400))
-    for key in ("train", "validation"):
+    for data in ({"train": late}, {"validation": late}):
         with pytest.raises(UserError, match=r"late\.bin holds token id 300, outside the model's vocabulary of 300: "):
-            run_of(tmp_path, **{key: late})
+            run_of(tmp_path, GPT2, **data)
     run_of(tmp_path, GPT2 | {"vocab_size": 301}, train=late)
