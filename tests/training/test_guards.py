@@ -138,7 +138,7 @@ def test_one_changed_bit_of_what_replicas_hold_twice_names_the_odd_one(
 def test_of_two_replicas_both_are_named(ranks: Pools, tensor: int) -> None:
     both = "ranks 0 and 1" if tensor == 1 else "ranks 1 and 3"
     for message in ranks(2 * tensor).run(corrupted, 1, "fp32", "weight", tensor):
-        assert f"mlp_norm.weight differs between {both}, and data-parallel ranks hold it alike" in message
+        assert f"mlp_norm.weight differs between {both}, but data-parallel ranks must hold equal copies" in message
 
 
 def repeated(stage: int, recompute: str, faulty: bool) -> tuple[list[float], str]:

@@ -243,7 +243,7 @@ def test_a_log_that_cannot_be_written_ends_nothing(
         path.unlink() if not path.is_dir() else path.rmdir()
         log.log(record(3))
     told = capsys.readouterr().err.splitlines()
-    assert told[0] == f"{path} could not be written (not a regular file); the run goes on"
+    assert told[0] == f"{path} could not be written (not a regular file); training continues"
     assert told[-1] == f"{path}: 3 writes were lost"
     assert [line["step"] for line in read(path)] == [3]
 
@@ -259,7 +259,7 @@ def test_a_full_disk_under_standard_output_ends_nothing(
         monkeypatch.undo()
     told = capsys.readouterr().err
     assert told.splitlines() == [
-        "standard output could not be written (No space left on device); the run goes on",
+        "standard output could not be written (No space left on device); training continues",
         "standard output: 3 writes were lost",
     ]
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
@@ -283,7 +283,7 @@ def test_a_disk_that_fills_up_costs_whole_lines(tmp_path: Path, capsys: pytest.C
         signal.signal(signal.SIGXFSZ, handler)
     assert [line["step"] for line in read(path)] == [1, 4]
     told = capsys.readouterr().err
-    assert told.count("could not be written (File too large); the run goes on") == 1 and "2 writes were lost" in told
+    assert told.count("could not be written (File too large); training continues") == 1 and "2 writes were lost" in told
 
 
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

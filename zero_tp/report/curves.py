@@ -62,9 +62,6 @@ def draw_runs(runs: list[Run], against: str) -> Any:
 
     Args:
         against: "step" or "tokens".
-
-    Raises:
-        UserError: matplotlib is not installed.
     """
     shown, several = panels(runs), len(runs) > 1
     rows = -(-len(shown) // 2)

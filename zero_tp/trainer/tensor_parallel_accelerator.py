@@ -122,11 +122,7 @@ class TensorParallelAccelerator(Accelerator):
 
 
 def finalized_config(plugin: Any, topology: Topology, clipping: float) -> dict[str, Any]:
-    """Return DeepSpeed's config with accelerate's values and the batch of data-parallel ranks filled in.
-
-    Raises:
-        UserError: a key would train another model, or make its checkpoints unusable.
-    """
+    """Return DeepSpeed's config with accelerate's values and the batch of data-parallel ranks filled in."""
     plugin.deepspeed_config_process(
         must_match=False,
         **{"gradient_clipping": clipping, "zero_optimization.stage3_gather_16bit_weights_on_model_save": False},
@@ -144,11 +140,7 @@ def finalized_config(plugin: Any, topology: Topology, clipping: float) -> dict[s
 
 
 def _sharded_optimizer(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """Return the optimizer, or DeepSpeed's of its kind for states that are offloaded, as accelerate does.
-
-    Raises:
-        UserError: its update needs whole tensors.
-    """
+    """Return the optimizer, or DeepSpeed's of its kind for states that are offloaded, as accelerate does."""
     name = type(optimizer).__name__
     library = type(optimizer).__module__.partition(".")[0]  # bitsandbytes has an AdamW too, with states in blocks
     if name not in ELEMENTWISE or library not in ("torch", "deepspeed"):

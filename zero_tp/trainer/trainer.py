@@ -235,11 +235,7 @@ class ZeroTPTrainer(TensorParallel, Trainer):  # type: ignore[misc]
 
 
 def _check(args: TrainingArguments) -> None:
-    """Check that the arguments are exact on tensor-parallel ranks; connect the ranks, and count them.
-
-    Raises:
-        UserError: an argument is not exact, or accelerate counts other ranks than the launcher has started.
-    """
+    """Check that the arguments are exact on tensor-parallel ranks; connect the ranks, and count them."""
     for name, why in REFUSED.items():
         if getattr(args, name, None):
             raise UserError(f"TrainingArguments.{name}: {why}; leave it out")
@@ -249,6 +245,6 @@ def _check(args: TrainingArguments) -> None:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if args.world_size != world:
         raise UserError(
-            f"TrainingArguments: accelerate counts {args.world_size} of {world} ranks, so that losses would be divided "
+            f"TrainingArguments: accelerate counts {args.world_size} of {world} ranks, and losses would be divided "
             "by the wrong number; on a machine without accelerators give use_cpu=True"
         )
