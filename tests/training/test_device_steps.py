@@ -263,10 +263,6 @@ def copied_for_a_save(engine: TrainingEngine) -> object:
     return None
 
 
-def test_the_copies_of_a_save_in_the_background_wait_for_nothing() -> None:
-    assert not watched_step("llama", WORKLOAD, copied_for_a_save).found
-
-
 def replicas_compared(engine: TrainingEngine) -> object:
     """Compare replicas whose ZeRO-3 partitions are in host memory, as under `offload_param`."""
     for parameter in engine.model.parameters():
@@ -274,9 +270,12 @@ def replicas_compared(engine: TrainingEngine) -> object:
     return check_replicas(engine.model, engine.topology)
 
 
-def test_replicas_copy_to_host_are_compared_on_the_device() -> None:
-    found = watched_step("llama", WORKLOAD, replicas_compared).found
-    assert list(found) == ["_to_copy between host and device, for which both wait"]
+@pytest.mark.parametrize(
+    ("does", "found"),
+    [(copied_for_a_save, []), (replicas_compared, ["_to_copy between host and device, for which both wait"])],
+)
+def test_a_background_save_copies_and_replicas_are_compared_on_the_device(does: Does, found: list[str]) -> None:
+    assert list(watched_step("llama", WORKLOAD, does).found) == found
 
 
 def asked_at_once(engine: TrainingEngine) -> object:

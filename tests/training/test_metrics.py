@@ -49,52 +49,45 @@ def test_steps_are_timed_without_the_work_between_them() -> None:
     assert timer.elapsed == 50 + 1 + 1000 + 3
 
 
-BF16_TFLOPS: dict[str, float | None] = {
+DEVICES_BY_NAME: dict[str, tuple[float | None, str | None]] = {
+    "NVIDIA A100-SXM4-40GB": (312.0, "a100-40gb"),
+    "NVIDIA A100-PCIE-40GB": (312.0, "a100-pcie-40gb"),
+    "NVIDIA A100-SXM4-80GB": (312.0, "a100-80gb"),
+    "NVIDIA A100 80GB PCIe": (312.0, "a100-pcie-80gb"),
+    "NVIDIA A800-SXM4-80GB": (312.0, "a800-80gb"),
+    "NVIDIA A800 80GB PCIe": (312.0, None),
+    "NVIDIA H800": (989.0, "h800-80gb"),
+    "NVIDIA H800 PCIe": (756.0, None),
+    "NVIDIA H20": (148.0, "h20-96gb"),
+    "NVIDIA H100 80GB HBM3": (989.0, "h100-80gb"),
+    "NVIDIA H100 PCIe": (756.0, None),
+    "NVIDIA H200": (989.0, "h200-141gb"),
+    "NVIDIA GH200 480GB": (989.0, "gh200-96gb"),
+    "NVIDIA GH200 120GB": (989.0, "gh200-96gb"),
+    "NVIDIA GH200 144G HBM3e": (989.0, None),
+    "NVIDIA B200": (2250.0, "b200-180gb"),
+    "NVIDIA GB200": (2500.0, "gb200-186gb"),
+}
+"""The name that a device gives itself → its peak [TFLOP/s] in bf16, and the plan's name of it."""
+BF16_TFLOPS = {
     "Tesla V100-SXM2-32GB": None,
-    "NVIDIA A100 80GB PCIe": 312.0,
-    "NVIDIA A800-SXM4-80GB": 312.0,
-    "NVIDIA H800": 989.0,
-    "NVIDIA H800 PCIe": 756.0,
-    "NVIDIA H20": 148.0,
     "NVIDIA H20-3e": None,
-    "NVIDIA GH200 480GB": 989.0,
-    "NVIDIA GB200": 2500.0,
-    "NVIDIA H100 80GB HBM3": 989.0,
-    "NVIDIA H100 PCIe": 756.0,
-    "NVIDIA H200": 989.0,
     "NVIDIA H200 MIG 1g.18gb": None,
-    "NVIDIA B200": 2250.0,
     "AMD Instinct MI300X": 1307.4,
     "NVIDIA L40S": 362.0,
     "NVIDIA L40": None,
     "NVIDIA GeForce RTX 4090": 165.2,
     "NVIDIA GeForce RTX 4090 Laptop GPU": None,
 }
-PLANS = {
-    "NVIDIA A100-SXM4-40GB": "a100-40gb",
-    "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb",
-    "NVIDIA A100-SXM4-80GB": "a100-80gb",
-    "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
-    "NVIDIA A800-SXM4-80GB": "a800-80gb",
-    "NVIDIA A800 80GB PCIe": None,
-    "NVIDIA H800": "h800-80gb",
-    "NVIDIA H800 PCIe": None,
-    "NVIDIA H20": "h20-96gb",
-    "NVIDIA H200": "h200-141gb",
-    "NVIDIA GH200 480GB": "gh200-96gb",
-    "NVIDIA GH200 120GB": "gh200-96gb",
-    "NVIDIA GH200 144G HBM3e": None,
-    "NVIDIA B200": "b200-180gb",
-    "NVIDIA GB200": "gb200-186gb",
-}
 
 
 def test_a_devices_own_name_finds_its_peak_and_its_plan() -> None:
-    for name, tflops in BF16_TFLOPS.items():
-        assert peak_flops(name, torch.bfloat16) == (tflops and pytest.approx(tflops * 1e12)), name
-    for name, plan in PLANS.items():
+    for name, (tflops, plan) in DEVICES_BY_NAME.items():
         row = find_device(name)
         assert row is not None and next(iter(row.plans), None) == plan, name
+        assert peak_flops(name, torch.bfloat16) == (tflops and pytest.approx(tflops * 1e12)), name
+    for name, tflops in BF16_TFLOPS.items():
+        assert peak_flops(name, torch.bfloat16) == (tflops and pytest.approx(tflops * 1e12)), name
     assert peak_flops("Tesla V100-SXM2-32GB", torch.float16) == 125e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float32) == 19.5e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float32, tf32=True) == 156e12
