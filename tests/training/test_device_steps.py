@@ -209,7 +209,7 @@ class StubTrainer(TensorParallel, ForwardOnly):  # type: ignore[misc]
 
     def __init__(self, engine: TrainingEngine, events: list[str]) -> None:
         ForwardOnly.__init__(self, events)
-        self.model, self.topology, self._rows = engine.model, engine.topology, None
+        self.model, self.topology, self._labelled_rows = engine.model, engine.topology, None
         self.args = SimpleNamespace(device=engine.device)
 
     def run_micro_batches(self, count: int) -> None:
@@ -230,7 +230,7 @@ def samples_compared(engine: TrainingEngine) -> object:
     tokens = torch.zeros(2, 8, dtype=torch.long, device=engine.device)
     for _ in range(2):
         SampleComparison({"input_ids": tokens}, engine.topology)
-    return count_labels([{"labels": tokens}] * 2, engine.topology, engine.device, shifted=True, everywhere=True)
+    return count_labels([{"labels": tokens}] * 2, engine.topology, engine.device, shifted=True, over_data_parallel=True)
 
 
 def test_comparing_and_counting_samples_starts_without_a_wait() -> None:

@@ -106,7 +106,9 @@ class Tracker:
         logger.warning_once, tracking.logger = logger.warning, logger
         run_id = run.run_id(name)
         arguments = service.arguments(run, options, run_id).items()
-        known = {key: x for key, x in arguments if x is not None or key == "run_name"}  # Comet's has no default
+        known = {
+            key: value for key, value in arguments if value is not None or key == "run_name"
+        }  # Comet's has no default
         tracker = tracking.LOGGER_TYPE_TO_CLASS[service.package](**known)
         tracker.main_process_only = False  # only rank 0 opens it
         tracker.start()
@@ -253,13 +255,13 @@ class CsvFiles:
         """Nothing is left to write."""
 
 
-Open = Callable[[RunInfo], Tracker | CsvFiles]
+OpenTracker = Callable[[RunInfo], Tracker | CsvFiles]
 
 
-def trackers_of(config: RunConfig) -> dict[str, tuple[str | None, Open]]:
+def trackers_of(config: RunConfig) -> dict[str, tuple[str | None, OpenTracker]]:
     """Return the trackers of a run by their keys in the config: the package that each needs, and how it is opened."""
     raw = config.resolved()
-    trackers: dict[str, tuple[str | None, Open]] = {
+    trackers: dict[str, tuple[str | None, OpenTracker]] = {
         name: (service.package, partial(Tracker, name, service, raw[name]))
         for name, service in BLOCKS.items()
         if raw.get(name, {}).get("enabled")

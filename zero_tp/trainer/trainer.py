@@ -95,7 +95,7 @@ class TensorParallel(Base):
         else:
             self.topology = Topology(tensor_parallel, sequence_parallel)
             model = parallel_model(model, self.topology, seed=args.seed, device=args.device)
-        self._rows: Tensor | None = None
+        self._labelled_rows: Tensor | None = None
         super().__init__(model, args, *positional, **named)
         if self.compute_loss_func is not None:
             raise UserError("compute_loss_func: it needs whole logits with gradients, which no rank forms")
@@ -148,9 +148,9 @@ class TensorParallel(Base):
             self.topology,
             device,
             shifted=self._loss_shifts_labels,
-            everywhere=self.args.average_tokens_across_devices,
+            over_data_parallel=self.args.average_tokens_across_devices,
         )
-        self._rows = counts[1] if counts is not None else None
+        self._labelled_rows = counts[1] if counts is not None else None
         return counts[0] if counts is not None else None
 
     def compute_loss(
@@ -167,8 +167,8 @@ class TensorParallel(Base):
         arguments = (
             pad_for_sequence_parallelism(inputs, self.topology, causal=causal) if self.model.training else dict(inputs)
         )
-        if "next_sentence_label" in arguments and self._rows is not None:
-            arguments["num_rows_in_batch"] = self._rows
+        if "next_sentence_label" in arguments and self._labelled_rows is not None:
+            arguments["num_rows_in_batch"] = self._labelled_rows
         loss = super().compute_loss(
             model, arguments, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )

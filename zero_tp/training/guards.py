@@ -143,7 +143,7 @@ def check_duplicates(zero: ZeroEngine, step: int) -> None:
     gathered = _all_gather_numbers(list(digests.values()), zero.model)
     for name, digest_by_rank in zip(digests, gathered, strict=True):
         for members in topology.data_members():
-            deviating = _minority({rank: digest_by_rank[rank] for rank in members})
+            deviating = _deviating_ranks({rank: digest_by_rank[rank] for rank in members})
             if deviating:
                 problem = "differs between" if len(deviating) == len(members) else "is not what the others hold on"
                 raise UserError(
@@ -153,7 +153,7 @@ def check_duplicates(zero: ZeroEngine, step: int) -> None:
                 )
 
 
-def check_repeated(run: Callable[[], Tensor], model: nn.Module, streams: Any, step: int) -> None:
+def check_reproducible(run: Callable[[], Tensor], model: nn.Module, streams: Any, step: int) -> None:
     """Run a micro-batch twice and check that its local gradients are equal bit for bit.
 
     Neither run changes gradients, weights or random streams.
@@ -216,7 +216,7 @@ def _all_gather_numbers(numbers: Sequence[int], model: nn.Module) -> list[list[i
     return values
 
 
-def _minority(digests: dict[int, int]) -> list[int]:
+def _deviating_ranks(digests: dict[int, int]) -> list[int]:
     """Return the ranks whose digest is not the majority's; all ranks if there is no majority."""
     if len(set(digests.values())) == 1:
         return []
