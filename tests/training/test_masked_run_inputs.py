@@ -15,7 +15,6 @@ from tests.support.tiny_models import bert_fields, prepared_speeches, write_corp
 from zero_tp.checkpoint.manifest import check_same_run, fixed_of
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.data.masked import MaskedSamples, MaskedValidation
-from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.training.run_inputs import RunInputs
 
@@ -64,12 +63,7 @@ def test_a_run_has_the_samples_that_its_file_says(tmp_path: Path, corpus: Path) 
     assert (defaults.pairs.masking.probability, defaults.pairs.masking.max_ngram) == (0.15, 3)
 
 
-def test_a_tokenizer_that_cannot_mask(tmp_path: Path, corpus: Path) -> None:
-    train_bpe(iter(["some words"]), 300).save_pretrained(str(tmp_path / "bpe"))
-    with pytest.raises(
-        UserError, match=r"bpe: it has no mask_token and no sep_token and no cls_token, which the masked"
-    ):
-        run_of(tmp_path, corpus, tokenizer=str(tmp_path / "bpe"))
+def test_a_corpus_without_its_tokenizer_cannot_be_masked(tmp_path: Path, corpus: Path) -> None:
     alone = write_corpus(tmp_path / "alone", [range(300)], 400)
     with pytest.raises(UserError, match=r"zero_tp\.tokenizer: the masked objective needs the tokenizer"):
         run_of(tmp_path, corpus, train=alone)
