@@ -61,12 +61,12 @@ class SteppedEngine:
 
 
 class TensorParallelAccelerator(Accelerator):
-    """An Accelerator that deals samples to data-parallel ranks and prepares a model by the engine of its ZeRO stage."""
+    """An Accelerator that distributes samples over DP ranks and prepares a model with the engine of its ZeRO stage."""
 
     def __init__(
         self, topology: Topology, clipping: float, on_engine: Callable[[ZeroEngine], None], **options: Any
     ) -> None:
-        """Take what Accelerator takes.
+        """Take Accelerator's arguments.
 
         Args:
             clipping: the bound on the gradient norm, unless DeepSpeed's config has one.
@@ -83,7 +83,7 @@ class TensorParallelAccelerator(Accelerator):
         super().__init__(**options)
         self.topology, self.clipping, self.on_engine = topology, clipping, on_engine
         self.dataloader_config.dispatch_batches = False  # accelerate dispatches to all ranks, so every rank reads
-        # The mesh by which accelerate deals samples to DeepSpeed's AutoTP.
+        # The mesh by which accelerate distributes samples under DeepSpeed's AutoTP.
         self.state.ds_device_mesh = DeviceMesh.from_group(
             topology.tensor_group, self.device.type, mesh_dim_names=("tp",)
         )
@@ -111,7 +111,7 @@ class TensorParallelAccelerator(Accelerator):
         zero.initialize(model, optimizer.params if isinstance(optimizer, DummyOptim) else optimizer)
         check_replicas(model, self.topology)
         if not hasattr(zero.optimizer, "overflow"):
-            zero.optimizer.overflow = False  # accelerate looks once whether there is one, which ZeRO-0 sets later
+            zero.optimizer.overflow = False  # accelerate checks once for it, before ZeRO-0 sets it
         wrapped = DeepSpeedOptimizerWrapper(zero.optimizer)
         result = [zero.engine, wrapped, *(_scheduler(dummy, zero, wrapped) for dummy in rest)]
         self.deepspeed_engine_wrapped = SteppedEngine(zero)

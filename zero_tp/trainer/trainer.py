@@ -1,7 +1,7 @@
 """transformers' Trainer on tensor-parallel ranks; `TensorParallel` does the same for a subclass of Trainer.
 
-Trainer keeps its loop, arguments, callbacks and metrics. Replaced are the distribution of samples over ranks, the
-divisor of a step's loss, the engine, and checkpoints.
+Trainer keeps its loop, arguments, callbacks and metrics. This module replaces the distribution of samples over ranks,
+the divisor of a step's loss, the engine, and checkpoints.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ class TensorParallel(Base):
         self,
         model: Any = None,
         args: TrainingArguments | None = None,
-        *positional: Any,
+        *arguments: Any,
         tensor_parallel: int = 1,
         sequence_parallel: bool = True,
-        **named: Any,
+        **options: Any,
     ):
-        """Take what Trainer takes, with DeepSpeed's config in `args`; every rank of the job does.
+        """Take Trainer's arguments; `args` has DeepSpeed's config. Collective over all ranks.
 
         Args:
-            model: one of transformers' own, whole and the same on every rank, which is split here; or one of ours,
-                which has its topology already.
-            tensor_parallel: TP degree of a model of transformers'.
+            model: a transformers model, whole and equal on every rank, which is split here; or a zero_tp model, which
+                has its topology already.
+            tensor_parallel: TP degree for a transformers model.
             sequence_parallel: also use SP.
 
         Raises:
@@ -85,7 +85,7 @@ class TensorParallel(Base):
         if any(base.__module__.partition(".")[0] == "trl" for base in type(self).__mro__):
             raise UserError(
                 "trl's trainers multiply hidden states by the whole output layer, of which a rank has a shard; give "
-                "ZeroTPTrainer rows that a chat template has made, with labels of -100 where there is no loss"
+                "ZeroTPTrainer rows formatted by a chat template, with labels of -100 where there is no loss"
             )
         if model is None or args is None or isinstance(model, str):
             raise UserError("ZeroTPTrainer: give it a model and TrainingArguments; a model_init is not built")
@@ -96,10 +96,10 @@ class TensorParallel(Base):
             self.topology = Topology(tensor_parallel, sequence_parallel)
             model = parallel_model(model, self.topology, seed=args.seed, device=args.device)
         self._labelled_rows: Tensor | None = None
-        super().__init__(model, args, *positional, **named)
+        super().__init__(model, args, *arguments, **options)
         if self.compute_loss_func is not None:
             raise UserError("compute_loss_func: it needs whole logits with gradients, which no rank forms")
-        self.model_accepts_loss_kwargs = True  # the losses of labelled tokens and of labelled rows are both sums here
+        self.model_accepts_loss_kwargs = True  # losses of tokens and of rows are sums here
         if args.label_names is None and not self.model.spec.sentence_head:
             self.label_names = ["labels"]
 
@@ -218,7 +218,7 @@ class TensorParallel(Base):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore random states; those of a TP group's first rank everywhere, because data collators draw from them."""
+        """Restore random states: a TP group takes its first rank's, because data collators draw from them."""
         super()._load_rng_state(checkpoint)
         if checkpoint is None or self.topology.tensor == 1:
             return
