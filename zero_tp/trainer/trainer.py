@@ -85,7 +85,7 @@ class TensorParallel(Base):
         if any(base.__module__.partition(".")[0] == "trl" for base in type(self).__mro__):
             raise UserError(
                 "trl's trainers multiply hidden states by the whole output layer, of which a rank has a shard; give "
-                "ZeroTPTrainer rows formatted by a chat template, with labels of -100 where there is no loss"
+                "ZeroTPTrainer rows that a chat template has made, with labels of -100 where there is no loss"
             )
         if model is None or args is None or isinstance(model, str):
             raise UserError("ZeroTPTrainer: give it a model and TrainingArguments; a model_init is not built")
