@@ -75,8 +75,8 @@ def test_a_service_that_hangs_or_fails_loses_only_its_own_values(
     hanging.released.set()
     assert sound.logged == [1, 3, 5, 6, None]
     assert sorted(state.printed) == [
-        "closed failed (no key); the run goes on",
-        "fails failed (the service is gone at 2\\x1b); the run goes on",
+        "closed failed (no key); training continues",
+        "fails failed (the service is gone at 2\\x1b); training continues",
         "hangs: not done 0 s after the run; its last values are lost",
     ]
 
@@ -87,7 +87,7 @@ def test_a_failure_is_reported_while_the_run_goes_on(tmp_path: Path, monkeypatch
     while not state.printed and time.monotonic() < deadline:
         trackers.on_log(state, {"step": 2, "loss": 2.0})
         time.sleep(0.01)
-    assert state.printed == ["fails failed (the service is gone at 2\\x1b); the run goes on"]
+    assert state.printed == ["fails failed (the service is gone at 2\\x1b); training continues"]
     trackers.on_end(state)
     assert len(state.printed) == 1
 

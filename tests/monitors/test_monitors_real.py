@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.monitors.test_monitors import LINES, config_of
-from tests.support.launched import ROOT, environment
+from tests.support.launched import ROOT, run
 from tests.support.mistakes import written
 from zero_tp.monitors import trackers as callback
 
@@ -214,23 +214,17 @@ class Workplace:
 
     def __init__(self, library: Library, directory: Path):
         self.library, self.directory = library, directory
-        packages, home, run = (directory / name for name in ("packages", "home", "mine"))
+        packages, home = directory / "packages", directory / "home"
         home.mkdir()
-        run.mkdir()
+        (directory / "mine").mkdir()
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(packages), library.package]
         subprocess.run(pip, check=True, timeout=500, capture_output=True)
-        self.variables = environment() | {"HOME": str(home), "PYTHONPATH": f"{ROOT}:{packages}"} | library.environment
+        self.variables = {"HOME": str(home), "PYTHONPATH": f"{ROOT}:{packages}", **library.environment}
         self.variables |= {"MLFLOW_TRACKING_URI": (directory / "mlruns").as_uri()}
 
     def python(self, *words: str, **environment: str) -> str:
-        found = subprocess.run(
-            [sys.executable, "-c", *words],
-            env=self.variables | environment,
-            cwd=self.directory,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+        variables = self.variables | environment
+        found = run([sys.executable, "-c", *words], self.directory, limit=200, variables=variables)
         assert found.returncode == 0, found.stderr
         return found.stdout
 
@@ -238,8 +232,8 @@ class Workplace:
         self, step: int, lines: list[dict[str, Any]], script: str = START, leave: float = 100, **environment: str
     ) -> list[str]:
         """Return what the trackers printed; the end waits `leave` seconds for them."""
-        config, run = str(written(self.directory)), str(self.directory / "mine")
-        words = json.dumps([config, run, step, lines, self.library.overrides, leave])
+        paths = str(written(self.directory)), str(self.directory / "mine")
+        words = json.dumps([*paths, step, lines, self.library.overrides, leave])
         return [line for line in self.python(script, words, **environment).splitlines() if line.startswith("printed:")]
 
 

@@ -7,15 +7,14 @@ import math
 import os
 import random
 import re
-import subprocess
-import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from tests.support.launched import run
+from tests.support.launched import zero_tp
 from tests.tiers import THOROUGH
 from zero_tp.errors import UserError
 from zero_tp.page import plain_number
@@ -33,11 +32,16 @@ def make_run(directory: Path, steps: int = 6, batch: int = 4, lr: float = 1e-3, 
         lines.append({"step": step, "loss": loss, "learning_rate": lr, "grad_norm": 1.0, "mfu": None, "hfu": None})
     lines += [{"step": steps, "validation_loss": 1.5, "validation_perplexity": math.exp(1.5)}]
     lines += [{"step": steps, "lambada/accuracy": 0.25}]
-    (directory / "metrics.jsonl").write_text("".join(metrics_line(line) + "\n" for line in lines) + end)
+    write_metrics(directory, lines, end)
     block = {"data": {"sequence_length": 16, "train": {"<corpus>": 1.0}}, "training": {"steps": 2 * steps}}
     config = {"train_batch_size": batch, "optimizer": {"params": {"lr": lr}}, "zero_tp": block}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def write_metrics(run: Path, lines: Iterable[dict[str, Any]], end: str = "") -> Path:
+    (run / "metrics.jsonl").write_text("".join(metrics_line(line) + "\n" for line in lines) + end)
+    return run
 
 
 def test_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
@@ -54,23 +58,20 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
-    endless = tmp_path / "endless"
-    endless.mkdir()
+    one, torn, new, endless = (make_run(tmp_path / name) for name in ("one", "torn", "new", "endless"))
+    (torn / "config.json").write_text("{")
+    (new / "metrics.jsonl").write_text('{"step": 1')
+    (endless / "metrics.jsonl").unlink()
     (endless / "metrics.jsonl").symlink_to("/dev/zero")
-    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read \(not a regular file\)"):
-        read_runs([endless])
-    with pytest.raises(UserError, match=r"none/metrics\.jsonl: cannot be read"):
-        read_runs([tmp_path / "none"])
-    one = make_run(tmp_path / "one")
-    with pytest.raises(UserError, match="given twice"):
-        read_runs([one, tmp_path / "." / "one"])
-    (one / "config.json").write_text("{")
-    with pytest.raises(UserError, match="not a run's config"):
-        read_runs([one])
-    (one / "metrics.jsonl").write_text('{"step": 1')
-    (one / "config.json").unlink()
-    with pytest.raises(UserError, match="nothing was logged yet"):
-        read_runs([one])
+    for runs, message in (
+        ([endless], r"metrics\.jsonl: cannot be read \(not a regular file\)"),
+        ([tmp_path / "none"], r"none/metrics\.jsonl: cannot be read"),
+        ([one, tmp_path / "." / "one"], "given twice"),
+        ([torn], "not a run's config"),
+        ([new], "nothing was logged yet"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_runs(runs)
 
 
 def test_smoothing_is_that_of_pandas(seed: int) -> None:
@@ -89,9 +90,8 @@ def test_a_long_run_makes_no_long_page(tmp_path: Path) -> None:
     """matplotlib leaves out points that do not show."""
     sizes = []
     for steps in (2_000, 100_000):
-        run = make_run(tmp_path / str(steps))
         lines = ({"step": step, "grad_norm": random.gauss(3, 1)} for step in range(1, steps + 1))
-        (run / "metrics.jsonl").write_text("".join(metrics_line(line) + "\n" for line in lines))
+        run = write_metrics(make_run(tmp_path / str(steps)), lines)
         sizes.append(write_report([run], tmp_path / f"{steps}.html")[0].stat().st_size)
     assert sizes[1] < 4 * sizes[0]
 
@@ -135,17 +135,13 @@ def test_a_picture_waits_for_no_pipe(tmp_path: Path) -> None:
 
 @THOROUGH
 def test_the_command_draws_a_run_and_refuses_what_is_none(tmp_path: Path) -> None:
-    def zero_tp(*words: str) -> subprocess.CompletedProcess[str]:
-        return run([sys.executable, "-m", "zero_tp", "report", *words], tmp_path)
-
     make_run(tmp_path / "run")
-    drawn = zero_tp("run")
-    assert drawn.returncode == 0 and drawn.stdout == "wrote run/report.html\nwrote run/report_curves.png\n", (
-        drawn.stderr
-    )
-    again = zero_tp("run", "--against", "tokens", "--output", "out/page.html")
+    drawn = zero_tp(tmp_path, "report", "run")
+    assert drawn.returncode == 0, drawn.stderr
+    assert drawn.stdout == "wrote run/report.html\nwrote run/report_curves.png\n"
+    again = zero_tp(tmp_path, "report", "run", "--against", "tokens", "--output", "out/page.html")
     assert again.returncode == 0 and (tmp_path / "out" / "page.html").is_file()
-    refused = zero_tp("run", "nowhere")
+    refused = zero_tp(tmp_path, "report", "run", "nowhere")
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "nowhere/metrics.jsonl" in refused.stderr
 
 
@@ -166,9 +162,8 @@ def test_curves_of_many_runs_of_other_length_stay_apart(tmp_path: Path) -> None:
 def test_hfu_is_shown_where_it_differs(tmp_path: Path) -> None:
     pages = []
     for factor in (1, 1.25):
-        run = make_run(tmp_path / str(factor))
-        lines = [{"step": step, "mfu": 0.4, "hfu": 0.4 * factor} for step in range(1, 7)]
-        (run / "metrics.jsonl").write_text("".join(metrics_line(line) + "\n" for line in lines))
+        lines = ({"step": step, "mfu": 0.4, "hfu": 0.4 * factor} for step in range(1, 7))
+        run = write_metrics(make_run(tmp_path / str(factor)), lines)
         pages.append(write_report([run], tmp_path / f"{factor}.html")[0].read_text())
     assert ["HFU" in page for page in pages] == [False, True] and all("MFU" in page for page in pages)
 

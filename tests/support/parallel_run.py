@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tests.support.compare import grid, norm
+from tests.support.compare import norm
 from tests.support.plain_run import BETAS, DEFAULT_EPS, MOMENTS, STEPS, Trace, batch_of, masked_rows
+from tests.support.settings import engine_of
 from zero_tp.config import RunConfig
 from zero_tp.data.batch import MaskedBatch, as_batch
 
@@ -27,19 +28,9 @@ def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False) -> Trac
     import torch.distributed as dist
     from deepspeed.utils import safe_get_full_grad
 
-    from zero_tp.training.engine import TrainingEngine
-
     config = RunConfig.load(path, world_size=dist.get_world_size())
-    topology = grid(config.zero_tp.parallel.tensor, config.zero_tp.parallel.sequence)
-    seed = config.zero_tp.training.seed
-    engine = TrainingEngine(
-        config.hf_config(),
-        topology,
-        config.deepspeed_config(),
-        seed=seed,
-        device=torch.device("cpu"),
-        recompute=config.zero_tp.recompute_policy,
-    )
+    engine = engine_of(config, recompute=config.zero_tp.recompute_policy)
+    topology, seed = engine.topology, config.zero_tp.training.seed
     named = dict(engine.model.named_parameters())
     trace = Trace()
     end_micro_batch = engine.zero.step
@@ -49,10 +40,10 @@ def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False) -> Trac
         if engine.engine.is_gradient_accumulation_boundary():
             gradients = {name: safe_get_full_grad(weight) for name, weight in named.items()}
             trace.gradients = whole_tensors(engine, gradients)
-            engine.zero.step = end_micro_batch  # type: ignore[method-assign]
+            engine.zero.step = end_micro_batch
         end_micro_batch(veto)
 
-    engine.zero.step = record_gradients_first  # type: ignore[method-assign]
+    engine.zero.step = record_gradients_first
     for step in range(STEPS + more_steps):
         if step == STEPS:
             for group in engine.zero.optimizer.param_groups:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from tests.support.compare import norm
+from tests.support.compare import gradient_of, norm
 from tests.support.decoders import margin
 from tests.support.encoders import rows_for
 from tests.support.families import SEQUENCE, model_sizes
@@ -86,19 +86,21 @@ def initial_model(seed: int, family: str, start: torch.dtype, **kernels: Any) ->
     """
     sizes = model_sizes(seed, family)
     model_type = sizes.pop("model_type")
-    drawn_from = AutoConfig.for_model(model_type, **sizes)
-    ours = our_class(drawn_from)(drawn_from, Topology(world=1), seed=seed, dtype=start)
     attention = kernels.pop("attn_implementation", None)
     config = AutoConfig.for_model(model_type, **{**sizes, **kernels})
     model = native_model(config, attn_implementation=attention)
-    parameters = dict(ours.named_parameters())
-    named = dict(model.named_parameters())
-    drawn = to_theirs(ours.config, parameters)
+    draw_weights(model, AutoConfig.for_model(model_type, **sizes), seed, start)
+    return model
+
+
+def draw_weights(model: Any, config: Any, seed: int, start: torch.dtype = torch.float32) -> None:
+    """Give Hugging Face's model the weights that a run of this config, seed and dtype starts with."""
+    ours = our_class(config)(config, Topology(world=1), seed=seed, dtype=start)
+    named, drawn = dict(model.named_parameters()), to_theirs(ours.config, dict(ours.named_parameters()))
     assert drawn.keys() == named.keys()
     with torch.no_grad():
         for name, weight in named.items():
             weight.copy_(drawn[name])
-    return model
 
 
 @cache
@@ -205,8 +207,3 @@ def masked_losses(rows: dict[str, Tensor], micro_batches: int, model: Any) -> It
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def gradient_of(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad

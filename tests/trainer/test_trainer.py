@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support.compare import check_close
-from tests.support.native import native_model
+from tests.support.native import native_model, perturbed
 from tests.support.pools import Pools
+from tests.support.tiny_models import bert_fields
 from tests.tiers import in_tiers
 from zero_tp.constants import IGNORE_INDEX
 
@@ -29,17 +30,7 @@ CAUSAL: dict[str, Any] = {
     "vocab_size": 101,
     "pad_token_id": None,
 }
-ENCODER: dict[str, Any] = {
-    "model_type": "bert",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "vocab_size": 101,
-}
+ENCODER = bert_fields(model_type="bert", intermediate_size=48, max_position_embeddings=64, vocab_size=101)
 FIELDS = {"causal": CAUSAL, "masked": ENCODER}
 
 
@@ -50,11 +41,7 @@ def saved_model(kind: str, folder: Path) -> Path:
     fields = dict(FIELDS[kind])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     torch.manual_seed(3)
-    model = native_model(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
+    perturbed(native_model(config)).save_pretrained(folder)
     return folder
 
 

@@ -67,18 +67,25 @@ def test_a_micro_batch_waits_for_nothing(model_type: str, grid: str, recomputed:
     assert seen.operations > 200 and (seen.collectives > 8) == (grid != "TP 1")
 
 
-@pytest.mark.parametrize("length", [32, 80])
-def test_frequencies_that_depend_on_the_length_wait_for_no_position(length: int) -> None:
-    parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    seen = watched("llama", replace(WORKLOAD, length=length), rope_parameters=parameters)
-    assert not seen.found, list(seen.found)
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+# Of 6 heads with 3 KV heads a rank has two of one and one of another.
+UNEVEN = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+FULL = RecomputePolicy(mode="full")
 
 
-@pytest.mark.parametrize("grid", ["TP 2", "SP"])
-def test_heads_that_share_keys_unevenly_wait_for_nothing(grid: str) -> None:
-    """Of 6 heads with 3 KV heads a rank has two of one and one of another."""
-    heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
-    seen = watched("llama", replace(WORKLOAD, **GRIDS[grid]), **heads)
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        *(({"length": length}, {"rope_parameters": DYNAMIC}) for length in (32, 80)),
+        *((GRIDS[grid], UNEVEN) for grid in ("TP 2", "SP")),
+        ({"policy": FULL, "checkpointing": {"cpu_checkpointing": True}}, {}),
+        ({"policy": FULL, "checkpointing": {"partition_activations": True}}, {}),
+    ],
+)
+def test_dynamic_frequencies_uneven_heads_and_moved_checkpoints_wait_for_nothing(
+    changes: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    seen = watched("llama", replace(WORKLOAD, **changes), **fields)
     assert not seen.found, list(seen.found)
 
 
@@ -97,8 +104,7 @@ def test_documents_and_windows_make_no_mask(model_type: str, grid: str, document
         fields["sliding_window"] = 7
     if model_type in ("qwen2", "qwen3"):
         fields |= {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
-    policy = RecomputePolicy(**RECOMPUTED["full"])
-    workload = replace(WORKLOAD, length=40, **GRIDS[grid], policy=policy, documents=documents)
+    workload = replace(WORKLOAD, length=40, **GRIDS[grid], policy=FULL, documents=documents)
     seen = watched(model_type, workload, **fields)
     assert not seen.found, list(seen.found)
     # Two layers, once more in backward; of the Qwens without documents one is causal alone.
@@ -118,12 +124,6 @@ def test_our_part_of_a_step_waits_for_nothing(model_type: str, grid: str) -> Non
     assert seen.collectives >= 3, "labels and loss over DP, signals"
 
 
-@pytest.mark.parametrize("checkpointing", [{"cpu_checkpointing": True}, {"partition_activations": True}])
-def test_checkpoints_elsewhere_wait_for_nothing(checkpointing: dict[str, bool]) -> None:
-    seen = watched("llama", replace(WORKLOAD, policy=RecomputePolicy(mode="full"), checkpointing=checkpointing))
-    assert not seen.found, list(seen.found)
-
-
 @contextmanager
 def planted(kind: str) -> Iterator[None]:
     """A mistake in the model's code."""
@@ -134,10 +134,6 @@ def planted(kind: str) -> Iterator[None]:
             assert positions[0, 0] >= 0
         elif kind == "copy":
             positions = positions.cpu().to(positions.device)
-        elif kind == "table":
-            positions = positions + torch.zeros(1, dtype=torch.long).to(positions.device)
-        elif kind == "item":
-            positions.max().item()
         elif kind == "devices":
             positions = positions + torch.ones(positions.shape[1], dtype=torch.long)
         elif kind == "order":
@@ -170,10 +166,8 @@ def planted(kind: str) -> Iterator[None]:
     [
         ("value", "reads a value"),
         ("copy", "between host and device"),
-        ("table", "between host and device"),
         ("order", "cumsum adds in no fixed order"),
         ("shape", "waits for a shape"),
-        ("item", "reads a value"),
         ("devices", "between host and device"),
         ("dtypes", "of two dtypes"),
         ("strided", "not contiguous"),
@@ -215,7 +209,7 @@ class StubTrainer(TensorParallel, ForwardOnly):  # type: ignore[misc]
 
     def __init__(self, engine: TrainingEngine, events: list[str]) -> None:
         ForwardOnly.__init__(self, events)
-        self.model, self.topology, self._rows = engine.model, engine.topology, None
+        self.model, self.topology, self._labelled_rows = engine.model, engine.topology, None
         self.args = SimpleNamespace(device=engine.device)
 
     def run_micro_batches(self, count: int) -> None:
@@ -236,7 +230,7 @@ def samples_compared(engine: TrainingEngine) -> object:
     tokens = torch.zeros(2, 8, dtype=torch.long, device=engine.device)
     for _ in range(2):
         SampleComparison({"input_ids": tokens}, engine.topology)
-    return count_labels([{"labels": tokens}] * 2, engine.topology, engine.device, shifted=True, everywhere=True)
+    return count_labels([{"labels": tokens}] * 2, engine.topology, engine.device, shifted=True, over_data_parallel=True)
 
 
 def test_comparing_and_counting_samples_starts_without_a_wait() -> None:
@@ -245,7 +239,9 @@ def test_comparing_and_counting_samples_starts_without_a_wait() -> None:
     assert seen.collectives == alone.collectives + 3
 
 
-def test_a_trainer_waits_once_a_micro_batch_after_its_forward() -> None:
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_trainer_waits_once_a_micro_batch_after_its_forward(tensor: int) -> None:
+    """On one TP rank it compares nothing."""
     events: list[str] = []
 
     def losses(engine: TrainingEngine) -> object:
@@ -254,20 +250,9 @@ def test_a_trainer_waits_once_a_micro_batch_after_its_forward() -> None:
             trainer.run_micro_batches(2)
         return None
 
-    seen = watched_step("llama", WORKLOAD, losses)
-    assert events == ["forward", "wait"] * 2
+    seen = watched_step("llama", replace(WORKLOAD, tensor=tensor), losses)
+    assert events == (["forward", "wait"] if tensor == 2 else ["forward"]) * 2
     assert not seen.found, list(seen.found)
-
-
-def test_a_trainer_of_one_tp_rank_compares_nothing() -> None:
-    events: list[str] = []
-
-    def losses(engine: TrainingEngine) -> object:
-        StubTrainer(engine, events).run_micro_batches(2)
-        return None
-
-    assert not watched_step("llama", replace(WORKLOAD, tensor=1), losses).found
-    assert events == ["forward"] * 2
 
 
 def copied_for_a_save(engine: TrainingEngine) -> object:
@@ -278,10 +263,6 @@ def copied_for_a_save(engine: TrainingEngine) -> object:
     return None
 
 
-def test_the_copies_of_a_save_in_the_background_wait_for_nothing() -> None:
-    assert not watched_step("llama", WORKLOAD, copied_for_a_save).found
-
-
 def replicas_compared(engine: TrainingEngine) -> object:
     """Compare replicas whose ZeRO-3 partitions are in host memory, as under `offload_param`."""
     for parameter in engine.model.parameters():
@@ -289,9 +270,12 @@ def replicas_compared(engine: TrainingEngine) -> object:
     return check_replicas(engine.model, engine.topology)
 
 
-def test_replicas_copy_to_host_are_compared_on_the_device() -> None:
-    found = watched_step("llama", WORKLOAD, replicas_compared).found
-    assert list(found) == ["_to_copy between host and device, for which both wait"]
+@pytest.mark.parametrize(
+    ("does", "found"),
+    [(copied_for_a_save, []), (replicas_compared, ["_to_copy between host and device, for which both wait"])],
+)
+def test_a_background_save_copies_and_replicas_are_compared_on_the_device(does: Does, found: list[str]) -> None:
+    assert list(watched_step("llama", WORKLOAD, does).found) == found
 
 
 def asked_at_once(engine: TrainingEngine) -> object:

@@ -21,68 +21,43 @@ from tests.support.matrix import FACTORS, WORLD, Cell, chosen_cells, describe, f
 from tests.support.parallel_run import train
 from tests.support.plain_run import CLIP, Trace
 from tests.support.pools import Pools, RankError
-from tests.tiers import THOROUGH, in_tiers
+from tests.tiers import THOROUGH
 
 GRIDS = [(tensor, sequence) for tensor in FACTORS["tensor"] for sequence in FACTORS["sequence"]]
-EACH_GRID = pytest.mark.parametrize(("tensor", "sequence"), GRIDS)
+TIERS = [
+    ("every setting", False, lambda grid: () if grid == ("TP 4", "SP") else THOROUGH),
+    ("all pairs", False, lambda _: THOROUGH),
+    ("the rest", False, lambda _: pytest.mark.heavy),
+    ("every setting", True, lambda _: THOROUGH),
+    ("all pairs", True, lambda _: pytest.mark.heavy),
+]
+CASES = [pytest.param(*grid, part, experts, marks=marks(grid)) for part, experts, marks in TIERS for grid in GRIDS]
 
 
-@pytest.mark.parametrize(("tensor", "sequence"), in_tiers(GRIDS, [("TP 4", "SP")]))
-def test_every_setting_trains_the_plain_model(
-    ranks: Pools, run_seed: int, tmp_path: Path, tensor: str, sequence: str
+@pytest.mark.parametrize(("tensor", "sequence", "part", "experts"), CASES)
+def test_all_settings_train_the_plain_model(
+    ranks: Pools, run_seed: int, tmp_path: Path, tensor: str, sequence: str, part: str, experts: bool
 ) -> None:
-    train_and_compare(ranks, run_seed, tmp_path, [cell for cell in first_cells() if cell[:2] == (tensor, sequence)])
-
-
-@pytest.mark.thorough
-@EACH_GRID
-def test_all_pairs_of_settings_train_the_plain_model(
-    ranks: Pools, run_seed: int, tmp_path: Path, tensor: str, sequence: str
-) -> None:
-    cells, pairs = chosen_cells()
-    others = [cell for cell in cells[:pairs] if cell not in first_cells()]
-    train_and_compare(ranks, run_seed, tmp_path, [cell for cell in others if cell[:2] == (tensor, sequence)])
-
-
-@pytest.mark.heavy
-@EACH_GRID
-def test_the_other_cells_train_the_plain_model(
-    ranks: Pools, run_seed: int, tmp_path: Path, tensor: str, sequence: str
-) -> None:
-    cells, pairs = chosen_cells()
-    train_and_compare(ranks, run_seed, tmp_path, [cell for cell in cells[pairs:] if cell[:2] == (tensor, sequence)])
-
-
-@THOROUGH
-@EACH_GRID
-def test_every_setting_trains_experts(ranks: Pools, run_seed: int, tmp_path: Path, tensor: str, sequence: str) -> None:
-    cells = [cell for cell in first_cells() if cell[:2] == (tensor, sequence)]
-    train_and_compare(ranks, run_seed, tmp_path, cells, expert_families())
-
-
-@pytest.mark.heavy
-@EACH_GRID
-def test_all_pairs_of_settings_train_experts(
-    ranks: Pools, run_seed: int, tmp_path: Path, tensor: str, sequence: str
-) -> None:
-    cells, pairs = chosen_cells()
-    others = [cell for cell in cells[:pairs] if cell not in first_cells() and cell[:2] == (tensor, sequence)]
-    train_and_compare(ranks, run_seed, tmp_path, others, expert_families())
-
-
-def expert_families() -> dict[Cell, str]:
-    """The model with experts that each cell trains, in turn."""
-    return {cell: list(EXPERTS)[number % len(EXPERTS)] for number, cell in enumerate(chosen_cells()[0])}
+    """The cells that have every setting first, then those that have all pairs, then the rest; with experts, too."""
+    (cells, pairs), first = chosen_cells(), first_cells()
+    parts = {
+        "every setting": first,
+        "all pairs": [cell for cell in cells[:pairs] if cell not in first],
+        "the rest": cells[pairs:],
+    }
+    chosen = [cell for cell in parts[part] if cell[:2] == (tensor, sequence)]
+    in_turn = {cell: list(EXPERTS)[number % len(EXPERTS)] for number, cell in enumerate(cells)}
+    train_and_compare(ranks, run_seed, tmp_path, chosen, in_turn if experts else families())
 
 
 def train_and_compare(
-    ranks: Pools, run_seed: int, tmp_path: Path, cells: list[Cell], chosen: dict[Cell, str] | None = None
+    ranks: Pools, run_seed: int, tmp_path: Path, cells: list[Cell], family_of: dict[Cell, str]
 ) -> None:
-    """Train the cells and compare each, with a model of the family in `chosen`, by default of `families`."""
+    """Train the cells and compare each with the plain model of its family."""
     assert cells
     failures = []
     for cell in cells:
-        family = (chosen or families())[cell]
+        family = family_of[cell]
         try:
             far = middle_distances(ranks, run_seed, tmp_path, cell, family)
         except RankError as error:

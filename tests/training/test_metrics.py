@@ -21,8 +21,8 @@ from tests.support.run_log import RunLog
 from zero_tp.devices import DEVICES, find_device, peak_flops
 from zero_tp.models.flops import utilisation
 from zero_tp.training.callback import Metrics
-from zero_tp.training.metrics import memory_gib, perplexity
-from zero_tp.training.metrics_file import METRICS_FILE, cut_metrics
+from zero_tp.training.metrics import memory_gib
+from zero_tp.training.metrics_file import cut_metrics
 from zero_tp.training.step_logger import RunProgress, StepTimer, format_step
 
 
@@ -49,72 +49,51 @@ def test_steps_are_timed_without_the_work_between_them() -> None:
     assert timer.elapsed == 50 + 1 + 1000 + 3
 
 
-def test_unknown_device_has_no_mfu() -> None:
-    assert peak_flops("NVIDIA GeForce GTX 1080", torch.float16) is None
-    assert utilisation(1e12, 1.0, 1, None) is None
+DEVICES_BY_NAME: dict[str, tuple[float | None, str | None]] = {
+    "NVIDIA A100-SXM4-40GB": (312.0, "a100-40gb"),
+    "NVIDIA A100-PCIE-40GB": (312.0, "a100-pcie-40gb"),
+    "NVIDIA A100-SXM4-80GB": (312.0, "a100-80gb"),
+    "NVIDIA A100 80GB PCIe": (312.0, "a100-pcie-80gb"),
+    "NVIDIA A800-SXM4-80GB": (312.0, "a800-80gb"),
+    "NVIDIA A800 80GB PCIe": (312.0, None),
+    "NVIDIA H800": (989.0, "h800-80gb"),
+    "NVIDIA H800 PCIe": (756.0, None),
+    "NVIDIA H20": (148.0, "h20-96gb"),
+    "NVIDIA H100 80GB HBM3": (989.0, "h100-80gb"),
+    "NVIDIA H100 PCIe": (756.0, None),
+    "NVIDIA H200": (989.0, "h200-141gb"),
+    "NVIDIA GH200 480GB": (989.0, "gh200-96gb"),
+    "NVIDIA GH200 120GB": (989.0, "gh200-96gb"),
+    "NVIDIA GH200 144G HBM3e": (989.0, None),
+    "NVIDIA B200": (2250.0, "b200-180gb"),
+    "NVIDIA GB200": (2500.0, "gb200-186gb"),
+}
+"""The name that a device gives itself → its peak [TFLOP/s] in bf16, and the plan's name of it."""
+BF16_TFLOPS = {
+    "Tesla V100-SXM2-32GB": None,
+    "NVIDIA H20-3e": None,
+    "NVIDIA H200 MIG 1g.18gb": None,
+    "AMD Instinct MI300X": 1307.4,
+    "NVIDIA L40S": 362.0,
+    "NVIDIA L40": None,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("Tesla V100-SXM2-32GB", None),
-        ("NVIDIA A100 80GB PCIe", 312.0),
-        ("NVIDIA A800-SXM4-80GB", 312.0),
-        ("NVIDIA H800", 989.0),
-        ("NVIDIA H800 PCIe", 756.0),
-        ("NVIDIA H20", 148.0),
-        ("NVIDIA H20-3e", None),
-        ("NVIDIA GH200 480GB", 989.0),
-        ("NVIDIA GB200", 2500.0),
-        ("NVIDIA H100 80GB HBM3", 989.0),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H200", 989.0),
-        ("NVIDIA H200 MIG 1g.18gb", None),
-        ("NVIDIA B200", 2250.0),
-        ("AMD Instinct MI300X", 1307.4),
-        ("NVIDIA L40S", 362.0),
-        ("NVIDIA L40", None),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-    ],
-)
-def test_device_table_bf16(name: str, tflops: float | None) -> None:
-    peak = peak_flops(name, torch.bfloat16)
-    assert peak == (None if tflops is None else pytest.approx(tflops * 1e12))
-
-
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
-        ("NVIDIA A800-SXM4-80GB", "a800-80gb"),
-        ("NVIDIA A800 80GB PCIe", None),
-        ("NVIDIA H800", "h800-80gb"),
-        ("NVIDIA H800 PCIe", None),
-        ("NVIDIA H20", "h20-96gb"),
-        ("NVIDIA H200", "h200-141gb"),
-        ("NVIDIA GH200 480GB", "gh200-96gb"),
-        ("NVIDIA GH200 120GB", "gh200-96gb"),
-        ("NVIDIA GH200 144G HBM3e", None),
-        ("NVIDIA B200", "b200-180gb"),
-        ("NVIDIA GB200", "gb200-186gb"),
-    ],
-)
-def test_a_devices_own_name_finds_its_plan(name: str, plan: str | None) -> None:
-    row = find_device(name)
-    assert row is not None and next(iter(row.plans), None) == plan
-
-
-def test_device_table_other_types_and_sources() -> None:
+def test_a_devices_own_name_finds_its_peak_and_its_plan() -> None:
+    for name, (tflops, plan) in DEVICES_BY_NAME.items():
+        row = find_device(name)
+        assert row is not None and next(iter(row.plans), None) == plan, name
+        assert peak_flops(name, torch.bfloat16) == (tflops and pytest.approx(tflops * 1e12)), name
+    for name, tflops in BF16_TFLOPS.items():
+        assert peak_flops(name, torch.bfloat16) == (tflops and pytest.approx(tflops * 1e12)), name
     assert peak_flops("Tesla V100-SXM2-32GB", torch.float16) == 125e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float32) == 19.5e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float32, tf32=True) == 156e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float64) is None
-    assert all(device.source for device in DEVICES)
-    assert find_device("") is None
+    assert peak_flops("NVIDIA GeForce GTX 1080", torch.float16) is None and utilisation(1e12, 1.0, 1, None) is None
+    assert find_device("") is None and all(device.source for device in DEVICES)
 
 
 def test_memory_is_this_process_peak() -> None:
@@ -257,7 +236,7 @@ def test_a_log_that_cannot_be_written_ends_nothing(
         path.unlink() if not path.is_dir() else path.rmdir()
         log.log(record(3))
     told = capsys.readouterr().err.splitlines()
-    assert told[0] == f"{path} could not be written (not a regular file); the run goes on"
+    assert told[0] == f"{path} could not be written (not a regular file); training continues"
     assert told[-1] == f"{path}: 3 writes were lost"
     assert [line["step"] for line in read(path)] == [3]
 
@@ -273,7 +252,7 @@ def test_a_full_disk_under_standard_output_ends_nothing(
         monkeypatch.undo()
     told = capsys.readouterr().err
     assert told.splitlines() == [
-        "standard output could not be written (No space left on device); the run goes on",
+        "standard output could not be written (No space left on device); training continues",
         "standard output: 3 writes were lost",
     ]
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
@@ -297,7 +276,7 @@ def test_a_disk_that_fills_up_costs_whole_lines(tmp_path: Path, capsys: pytest.C
         signal.signal(signal.SIGXFSZ, handler)
     assert [line["step"] for line in read(path)] == [1, 4]
     told = capsys.readouterr().err
-    assert told.count("could not be written (File too large); the run goes on") == 1 and "2 writes were lost" in told
+    assert told.count("could not be written (File too large); training continues") == 1 and "2 writes were lost" in told
 
 
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,11 +297,3 @@ def test_a_terminal_gets_a_bar_below_the_lines(tmp_path: Path, capsys: pytest.Ca
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()] == ["step", "3/5", "checkpoint"]
     assert "/5" in err
-
-
-def test_perplexity_overflow() -> None:
-    assert perplexity(0.0) == 1.0 and perplexity(1e4) == math.inf
-
-
-def test_metrics_file_name_is_the_documented_one() -> None:
-    assert METRICS_FILE == "metrics.jsonl"

@@ -15,21 +15,13 @@ from tests.support.matrix import config_of
 from tests.support.parallel_run import train
 from tests.support.plain_run import MORE_STEPS, STEPS, plain
 from tests.support.pools import Pools
-from tests.tiers import THOROUGH, in_tiers
+from tests.tiers import EACH_STAGE, in_tiers
 
 # (world, tensor, sequence)
 PLACES = [(2, 1, False), (2, 2, False), (2, 2, True), (3, 1, False), (3, 3, False), (3, 3, True)]
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [
-        pytest.param(0, marks=pytest.mark.heavy),
-        1,
-        pytest.param(2, marks=pytest.mark.heavy),
-        pytest.param(3, marks=THOROUGH),
-    ],
-)
+@EACH_STAGE
 @pytest.mark.parametrize(("world", "tensor", "sequence"), in_tiers(PLACES, [(3, 3, True)]))
 def test_a_parallel_run_trains_the_plain_model(
     ranks: Pools, run_seed: int, tmp_path: Path, world: int, tensor: int, sequence: bool, stage: int

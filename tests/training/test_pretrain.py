@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-import sys
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +15,15 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.launched import metrics_of, pretrain, run, said, script
+from tests.support.launched import metrics_of, pretrain, said, script, zero_tp
 from tests.support.mistakes import MISTAKES, Mistake
-from tests.tiers import THOROUGH, in_tiers
+from tests.tiers import THOROUGH
 from zero_tp.checkpoint.directory import find_checkpoint, read_manifest
 
 METRICS = {
-    "step",
-    "consumed_samples",
-    "loss",
-    "learning_rate",
-    "grad_norm",
-    "tokens_per_second",
-    "model_tflops",
-    "mfu",
-    "hfu",
-    "memory_gib",
-    "seconds",
-    "loss_scale",
-    "skipped_steps",
+    *("step", "consumed_samples", "loss", "learning_rate", "grad_norm", "tokens_per_second", "model_tflops"),
+    *("mfu", "hfu", "memory_gib", "seconds", "loss_scale", "skipped_steps"),
 }
-
-
 SLOW_TO_IMPORT = {
     *("datasets", "lm_eval", "matplotlib", "pandas", "scipy", "sklearn"),
     *("torch._inductor.compile_fx", "transformers.generation.utils", "transformers.modeling_utils"),
@@ -47,11 +34,21 @@ SLOW_TO_IMPORT = {
 Output = list[str]
 
 
+def succeed(world: int, directory: Path, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run small.json with more words, and check that it ends well."""
+    done = pretrain(world, directory, "--deepspeed_config", "small.json", *words, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def sets(*changes: str) -> list[str]:
+    return [word for change in changes for word in ("--set", change)]
+
+
 @pytest.fixture(scope="module")
 def finished(workplace: Path) -> Output:
     """What a run of 8 steps said; it lies in runs/small."""
-    done = pretrain(4, workplace, "--deepspeed_config", "small.json", "--profile-steps", "2:3")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeed(4, workplace, "--profile-steps", "2:3")
     return said(done.stdout + done.stderr)
 
 
@@ -98,24 +95,19 @@ def test_a_run(workplace: Path, finished: Output) -> None:
 @THOROUGH
 def test_a_stopped_run_goes_on_bit_for_bit(workplace: Path, finished: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped after step 6 and started again with the same command. The first says what its processes import."""
-    again_at: tuple[str, ...] = ("--deepspeed_config", "small.json", "--output-dir", "again")
-    again_at += ("--set", "scheduler.params.total_num_steps=9")
+    again_at = ("--output-dir", "again", *sets("scheduler.params.total_num_steps=9"))
     with monkeypatch.context() as told:
         told.setenv("PYTHONPROFILEIMPORTTIME", "1")
-        first = pretrain(4, workplace, *again_at, "--set", "zero_tp.training.steps=6")
-    assert first.returncode == 0, first.stdout + first.stderr
+        first = succeed(4, workplace, *again_at, *sets("zero_tp.training.steps=6"))
     imported = set(re.findall(r"^import time:.*\| +(\S+)$", first.stderr, re.MULTILINE))
     assert {"torch", "deepspeed", "zero_tp.training.loop"} <= imported
     assert not imported & SLOW_TO_IMPORT, "each rank pays for it at every start"
-    second = pretrain(4, workplace, *again_at)
-    assert second.returncode == 0, second.stdout + second.stderr
-    assert "resuming step 6" in second.stdout
+    assert "resuming step 6" in succeed(4, workplace, *again_at).stdout
     again = trained_steps(workplace / "again")
     assert [(r["step"], r["loss"], r["grad_norm"]) for r in again] == [
         (r["step"], r["loss"], r["grad_norm"]) for r in trained_steps(workplace / "runs" / "small")[:8]
     ], "bit for bit"
-    done = pretrain(4, workplace, *again_at)
-    assert done.returncode == 0
+    done = succeed(4, workplace, *again_at)
     assert "the run is at step 8, zero_tp.training.steps is 8: nothing to do" in done.stdout
 
 
@@ -124,14 +116,11 @@ def test_a_decay_begins_at_a_checkpoint_of_the_stable_phase(workplace: Path) -> 
     """With the losses of a run that planned it so; the line that says the new length is printed."""
     params = {"num_warmup_steps": 2, "num_training_steps": "auto", "num_decay_steps": 3, "min_lr_ratio": 0.1}
     block = json.dumps({"type": "warmup_stable_decay", "params": params})
-    sets = [f"scheduler={block}", "zero_tp.checkpoint.interval=4", "zero_tp.checkpoint.keep=3"]
+    changes = [f"scheduler={block}", "zero_tp.checkpoint.interval=4", "zero_tp.checkpoint.keep=3"]
 
     def ended(output: str, steps: int, *others: str) -> str:
-        words = ["--deepspeed_config", "small.json", "--output-dir", output, *others]
-        words += [word for key in (*sets, f"zero_tp.training.steps={steps}") for word in ("--set", key)]
-        done = pretrain(2, workplace, *words)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        changed = sets(*changes, f"zero_tp.training.steps={steps}")
+        return succeed(2, workplace, "--output-dir", output, *others, *changed).stdout
 
     ended("planned", 7)
     ended("long", 9)
@@ -153,10 +142,8 @@ def test_a_new_run_starts_from_another_one(workplace: Path, finished: Output) ->
     small = [record for record in metrics_of(workplace / "runs" / "small") if "validation_loss" in record]
     changes: tuple[str, ...] = ("optimizer.params.lr=1e-4", "zero_tp.parallel.tensor=1", "zero_tp.training.steps=2")
     changes += ("zero_tp.training.seed=7", "csv_monitor.enabled=false", "train_micro_batch_size_per_gpu=4")
-    words = ("--deepspeed_config", "small.json", "--output-dir", "child", *(w for c in changes for w in ("--set", c)))
-    begun = pretrain(2, workplace, *words, "--from", "runs/small")
-    assert begun.returncode == 0, begun.stdout + begun.stderr
-    told = said(begun.stdout)
+    words = ("--output-dir", "child", *sets(*changes))
+    told = said(succeed(2, workplace, *words, "--from", "runs/small").stdout)
     step = read_manifest(find_checkpoint(workplace / "runs" / "small")).step
     (start,) = [number for number, line in enumerate(told) if line.startswith("started from runs/small/checkpoints/")]
     assert (
@@ -170,11 +157,10 @@ def test_a_new_run_starts_from_another_one(workplace: Path, finished: Output) ->
     assert trained[-1]["validation_loss"] < small[0]["validation_loss"], "it has what its parent had learned"
     parent = read_manifest(find_checkpoint(workplace / "child")).parent
     assert parent is not None and parent.step == step
-    inspected = run([sys.executable, "-m", "zero_tp", "inspect", "child"], workplace)
+    inspected = zero_tp(workplace, "inspect", "child")
     assert f"trained on {step * 8 * 64:,} tokens" in inspected.stdout, inspected.stderr
-    again = pretrain(2, workplace, *words, "--from", "runs/small")
-    assert again.returncode == 0 and "the run is at step 2" in again.stdout, again.stdout + again.stderr
-    other = pretrain(2, workplace, *words, "--from", "child")
+    assert "the run is at step 2" in succeed(2, workplace, *words, "--from", "runs/small").stdout
+    other = pretrain(2, workplace, "--deepspeed_config", "small.json", *words, "--from", "child")
     assert other.returncode == 2, "a run is no child of its own"
     (refusal,) = said(other.stderr)
     assert refusal.startswith("error: --from child: child was started from ")
@@ -182,10 +168,8 @@ def test_a_new_run_starts_from_another_one(workplace: Path, finished: Output) ->
 
 @pytest.mark.heavy
 def test_a_run_goes_on_elsewhere_and_is_exported(workplace: Path, finished: Output) -> None:
-    elsewhere = ("--set", "zero_tp.parallel.tensor=1", "--set", "zero_optimization.stage=3")
-    words = ("--deepspeed_config", "small.json", "--set", "zero_tp.training.steps=9", *elsewhere)
-    other = pretrain(2, workplace, *words, launcher="torchrun")
-    assert other.returncode == 0, other.stdout + other.stderr
+    changed = sets("zero_tp.training.steps=9", "zero_tp.parallel.tensor=1", "zero_optimization.stage=3")
+    other = succeed(2, workplace, *changed, launcher="torchrun")
     moved = "resuming step 8 saved at TP 2 × DP 2, SP, ZeRO-2, fp32 → TP 1 × DP 2, ZeRO-3, fp32"
     assert moved in said(other.stdout)
     assert "total_num_steps: stays 9, because the rate has been falling since step 2" in other.stdout
@@ -208,37 +192,15 @@ def test_a_run_goes_on_elsewhere_and_is_exported(workplace: Path, finished: Outp
     assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(workplace)], "no process is left"
 
 
-def wrong(directory: Path, mistake: Mistake) -> Path:
-    path = directory / "wrong.json"
-    path.write_text(json.dumps(mistake.config()))
-    return path
-
-
-def one_line(text: str, mistake: Mistake) -> None:
-    errors = [line for line in said(text) if line.startswith("error: ")]
-    assert len(errors) == 1, text
-    assert errors[0].startswith(f"error: {mistake.key}"), errors[0]
-    assert all(word in errors[0] for word in mistake.words), (errors[0], mistake.words)
-    assert "Traceback" not in text
-
-
-@pytest.mark.parametrize("mistake", in_tiers(MISTAKES[::12], MISTAKES[:1]), ids=lambda mistake: mistake.name)
-def test_check_names_a_mistake(mistake: Mistake, tmp_path: Path) -> None:
-    """Every mistake goes through RunConfig.load in the unit tests; here some of them through the command."""
-    done = run([sys.executable, "-m", "zero_tp", "check", str(wrong(tmp_path, mistake)), "--world-size", "4"], tmp_path)
-    assert done.returncode == 2
-    one_line(done.stdout + done.stderr, mistake)
-
-
-SHOWN = [MISTAKES[0], MISTAKES[len(MISTAKES) // 2], MISTAKES[-1]]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("mistake", SHOWN, ids=lambda mistake: mistake.name)
+@THOROUGH
+@pytest.mark.parametrize(
+    "mistake", [MISTAKES[0], MISTAKES[len(MISTAKES) // 2], MISTAKES[-1]], ids=lambda mistake: mistake.name
+)
 def test_the_launcher_shows_a_mistake_once(mistake: Mistake, tmp_path: Path) -> None:
-    done = pretrain(4, tmp_path, "--deepspeed_config", str(wrong(tmp_path, mistake)))
-    assert done.returncode != 0
+    """Every mistake goes through RunConfig.load in the unit tests; here some of them through the command."""
+    (tmp_path / "wrong.json").write_text(json.dumps(mistake.config()))
+    done = pretrain(4, tmp_path, "--deepspeed_config", "wrong.json")
     text = done.stdout + done.stderr
-    one_line(text, mistake)
-    assert said(text) == [line for line in said(text) if line.startswith("error: ")], "nothing else is said"
-    assert "exits with return code = 2" in text
+    assert done.returncode != 0 and "exits with return code = 2" in text and "Traceback" not in text
+    (line,) = said(text)
+    assert line.startswith(f"error: {mistake.key}") and all(word in line for word in mistake.words)

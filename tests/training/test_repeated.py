@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zero_tp.errors import UserError
 from zero_tp.process import connect
 from zero_tp.process.environment import RankEnvironment
-from zero_tp.training.guards import check_repeated
+from zero_tp.training.guards import check_reproducible
 
 
 class NoStreams:
@@ -63,9 +63,9 @@ def test_a_repeated_run_is_deterministic(before: tuple[bool, bool], fails: bool)
         outside = mode()
         if fails:
             with pytest.raises(RuntimeError, match="the run"):
-                check_repeated(run, model, NoStreams(), 1)
+                check_reproducible(run, model, NoStreams(), 1)
         else:
-            check_repeated(run, model, NoStreams(), 1)
+            check_reproducible(run, model, NoStreams(), 1)
         assert mode() == outside and outside[:2] == before
     finally:
         torch.use_deterministic_algorithms(False)

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.checkpoint.test_checkpoint import SEQUENCE, VOCABULARY, write_config
 from tests.support.pools import Pools
+from tests.support.tiny_models import write_corpus
 from zero_tp.config import RunConfig
-from zero_tp.data.indexed import IndexedWriter
 
 
 def read_own_inputs(path: str, folders: list[str], last_ranks_change: str = "") -> str:
@@ -68,9 +68,7 @@ DIFFERENCES: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.mark.parametrize("difference", [None, *DIFFERENCES])
 def test_ranks_agree_on_what_they_read(ranks: Pools, tmp_path: Path, difference: str | None) -> None:
     path, one = write_config(tmp_path / "run.json", 1, "fp32", 1), tmp_path / "one" / "nowhere"
-    one.mkdir(parents=True)
-    with IndexedWriter(one / "train", VOCABULARY) as writer:
-        writer.add_document(np.arange(3 * SEQUENCE) % VOCABULARY)
+    write_corpus(one / "train", [np.arange(3 * SEQUENCE) % VOCABULARY], VOCABULARY)
     tokenizer = Tokenizer(WordLevel({"<end>": 0, "<unknown>": 1}, unk_token="<unknown>"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(one / "tokenizer")
     (one / "a.txt").write_text("text")

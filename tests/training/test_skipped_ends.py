@@ -44,22 +44,16 @@ def pretrained(
 
 
 @THOROUGH
-def test_the_last_step_is_saved_although_it_was_skipped(workplace: Path) -> None:
-    done = pretrained(workplace, "last-skipped", "{3, 4}", "training.steps=4", "checkpoint.interval=null")
-    assert done.returncode == 0, done.stderr
-    directory = workplace / "last-skipped"
-    assert complete_steps(directory) == [4]
-    counters = read_manifest(step_directory(directory, 4)).progress.counters
+def test_the_last_step_and_that_of_a_stop_are_saved_although_they_were_skipped(workplace: Path) -> None:
+    settings = ("training.steps=4", "checkpoint.interval=null")
+    for name, skipped, stopped, last in (("last-skipped", "{3, 4}", 0, 4), ("stop-skipped", "{2}", 2, 2)):
+        done = pretrained(workplace, name, skipped, *settings, stopped=stopped)
+        assert done.returncode == 0 and (f"stopped after step {last}" in done.stdout) == bool(stopped), done.stderr
+        assert complete_steps(workplace / name) == [last]
+    counters = read_manifest(step_directory(workplace / "last-skipped", 4)).progress.counters
     assert (counters["global_steps"], counters["skipped_steps"]) == (4, 2)
     again = pretrained(workplace, "last-skipped", "{}", "training.steps=5", "checkpoint.interval=null")
     assert again.returncode == 0 and "resuming step 4" in again.stdout, again.stdout + again.stderr
-
-
-@THOROUGH
-def test_the_step_of_a_stop_is_saved_although_it_was_skipped(workplace: Path) -> None:
-    done = pretrained(workplace, "stop-skipped", "{2}", "training.steps=4", "checkpoint.interval=null", stopped=2)
-    assert done.returncode == 0 and "stopped after step 2" in done.stdout, done.stdout + done.stderr
-    assert complete_steps(workplace / "stop-skipped") == [2]
 
 
 @THOROUGH

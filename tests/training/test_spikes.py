@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -11,6 +16,17 @@ import torch
 from tests.support.pools import Pools
 from tests.support.replicas import replica, rows
 from tests.tiers import in_tiers
+from zero_tp.config.schema import Spike
+from zero_tp.training.guards import describe_spike
+
+
+@contextmanager
+def scaled_gradients(engine: Any, factor: float) -> Iterator[None]:
+    """Multiply every gradient of the steps inside."""
+    hooks = [parameter.register_hook(lambda gradient: factor * gradient) for parameter in engine.model.parameters()]
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 def skipped_both_ways(stage: int, dtype: str) -> list[Any]:
@@ -19,21 +35,14 @@ def skipped_both_ways(stage: int, dtype: str) -> list[Any]:
 
     found = []
     for way in ("veto", "nan"):
-        engine = replica(stage, dtype, tensor=2)
+        engine = replica(stage, dtype, tensor=2, spike=Spike(loss=6))
         state: list[Any] = []
         for step in range(1, 6):
-            spike = way == "veto" and step == 3
-            engine._spikes = _bounds()
-            hooks = []
-            if way == "nan" and step == 3:
-                hooks = [
-                    parameter.register_hook(lambda gradient: gradient * float("nan"))
-                    for parameter in engine.model.parameters()
-                ]
-            with mock.patch.object(TrainingEngine, "_is_spike", lambda *_, spike=spike: spike):
+            with (
+                mock.patch.object(TrainingEngine, "_is_spike", lambda *_, s=step, w=way: w == "veto" and s == 3),
+                scaled_gradients(engine, math.nan if way == "nan" and step == 3 else 1.0),
+            ):
                 engine.train_step(rows(engine, step))
-            for hook in hooks:
-                hook.remove()
             states = engine.zero.states()
             tensors = [states.get(fragment, kind).clone() for kind in states.kinds() for fragment in states.fragments]
             state.append((engine.zero.progress(), tensors, engine.zero.vetoed is not None, engine.skipped))
@@ -58,12 +67,6 @@ def test_a_veto_leaves_the_loss_scale(ranks: Pools, stage: int) -> None:
             assert all(torch.equal(one, other) for one, other in zip(ours[1], theirs[1], strict=True))
 
 
-def _bounds() -> Any:
-    from zero_tp.config.schema import Spike
-
-    return Spike(loss=6)
-
-
 SKIPPED = [
     *((stage, dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")),
     (1, "bf16_fp32_accumulation"),
@@ -83,22 +86,12 @@ def test_a_veto_skips_a_step_as_deepspeed_skips_one(ranks: Pools, stage: int, dt
 
 def spiking(resumed_after: int) -> tuple[list[str], list[float], list[int]]:
     """Which steps were skipped as spikes of a run with one odd step, resumed after a step; its losses and counters."""
-    import json
-
-    from zero_tp.config.schema import Spike
-
     spike = Spike(loss=3, grad_norm=3, window=6)
     engine = replica(1, spike=spike)
     told, losses = [], []
     for step in range(1, 15):
-        hooks = []
-        if step == 11:
-            hooks = [
-                parameter.register_hook(lambda gradient: 100 * gradient) for parameter in engine.model.parameters()
-            ]
-        losses.append(engine.train_step(rows(engine)))
-        for hook in hooks:
-            hook.remove()
+        with scaled_gradients(engine, 100.0 if step == 11 else 1.0):
+            losses.append(engine.train_step(rows(engine)))
         told.append(engine.spike)
         if step == resumed_after:
             progress = json.loads(json.dumps(engine.zero.progress()))
@@ -116,11 +109,6 @@ def test_a_spike_is_skipped_alike_on_a_run_and_one_that_was_resumed(ranks: Pools
 
 
 def test_the_bound_follows_what_came_before() -> None:
-    import statistics
-
-    from zero_tp.config.schema import Spike
-    from zero_tp.training.guards import describe_spike
-
     recent: list[list[float]] = []
     values = [3.0, 3.1, 9.9, 2.9, 3.0, 9.0, 3.0, 2.8, 3.1, 3.0, 3.3]
     for index, value in enumerate(values):

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import ROOT, free_port, metrics_of
-from tests.support.waits import patience
+from tests.support.launched import ROOT, free_port, metrics_of, run
 
 PARTS = ("zero_tp", "ds_configs", "launch", "eval", "setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
@@ -47,14 +46,10 @@ class Installed:
         subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
         site = next(folder.glob("env/lib/python*/site-packages"))
         (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        path = f"{self.bin}:{os.environ['PATH']}"
-        own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        self.environment = {**own, "PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
     def run(self, *words: str) -> str:
-        done = subprocess.run(
-            words, cwd=self.directory, env=self.environment, capture_output=True, text=True, timeout=patience(240)
-        )
+        path = f"{self.bin}:{os.environ['PATH']}"
+        done = run(words, self.directory, variables={"PATH": path, "PYTHONPATH": str(self.directory)})
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -18,10 +18,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tests.checkpoint.test_checkpoint import OFFLOADS
 from tests.models.test_model import NO_DROPOUT
 from tests.support.compare import grid
+from tests.support.launched import pretrain, run, script
 from tests.support.native import native_tensors, perturbed
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
-from tests.training.test_pretrain import pretrain, run, script
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.directory import read_manifest, step_directory
 from zero_tp.checkpoint.inspect import inspect

@@ -30,7 +30,7 @@ from zero_tp.strict_json import read_object
 from zero_tp.training.callback import Callback, Metrics, TrainState
 
 RUN_IDS = "monitors.json"
-"""In the run directory: each service's id of this run, so that a resumed run continues it."""
+"""In the run directory: each service's id of this run, by which a resumed run continues it."""
 PROJECT = "zero_tp"
 CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR = 10.0, 1.0
 _RUN_IDS_LOCK = threading.Lock()  # each tracker is opened by a thread of its own
@@ -106,7 +106,9 @@ class Tracker:
         logger.warning_once, tracking.logger = logger.warning, logger
         run_id = run.run_id(name)
         arguments = service.arguments(run, options, run_id).items()
-        known = {key: x for key, x in arguments if x is not None or key == "run_name"}  # Comet's has no default
+        known = {
+            key: value for key, value in arguments if value is not None or key == "run_name"
+        }  # Comet's has no default
         tracker = tracking.LOGGER_TYPE_TO_CLASS[service.package](**known)
         tracker.main_process_only = False  # only rank 0 opens it
         tracker.start()
@@ -253,13 +255,13 @@ class CsvFiles:
         """Nothing is left to write."""
 
 
-Open = Callable[[RunInfo], Tracker | CsvFiles]
+OpenTracker = Callable[[RunInfo], Tracker | CsvFiles]
 
 
-def trackers_of(config: RunConfig) -> dict[str, tuple[str | None, Open]]:
+def trackers_of(config: RunConfig) -> dict[str, tuple[str | None, OpenTracker]]:
     """Return the trackers of a run by their keys in the config: the package that each needs, and how it is opened."""
     raw = config.resolved()
-    trackers: dict[str, tuple[str | None, Open]] = {
+    trackers: dict[str, tuple[str | None, OpenTracker]] = {
         name: (service.package, partial(Tracker, name, service, raw[name]))
         for name, service in BLOCKS.items()
         if raw.get(name, {}).get("enabled")
@@ -273,11 +275,7 @@ def trackers_of(config: RunConfig) -> dict[str, tuple[str | None, Open]]:
 
 
 def check_installed(config: RunConfig) -> None:
-    """Check that the packages of the run's trackers are installed, without importing them.
-
-    Raises:
-        ConfigError: names the first that is not.
-    """
+    """Check that the packages of the run's trackers are installed, without importing them."""
     for key, (package, _) in trackers_of(config).items():
         if package is not None and find_spec(package) is None:
             raise ConfigError(key, f"the package {package} is not installed", f"pip install {package}, or leave it out")
@@ -316,7 +314,7 @@ class TrackerThread(threading.Thread):
         except (Exception, SystemExit) as error:
             if not self._has_failed:
                 self._has_failed = True
-                self._report(f"{self.key} failed ({one_line(first_line(error), 300)}); the run goes on")
+                self._report(f"{self.key} failed ({one_line(first_line(error), 300)}); training continues")
 
 
 class Trackers(Callback):
@@ -336,7 +334,7 @@ class Trackers(Callback):
             thread.queue.put((known, int(values["step"] or 0)))
 
     def on_end(self, state: TrainState) -> None:
-        """Close all trackers together within 10 s. A run that failed waits 1 s, so that its error is seen."""
+        """Close all trackers together within 10 s. A failed run waits 1 s: its error is printed afterwards."""
         seconds = CLOSE_SECONDS if state.error is None else CLOSE_SECONDS_AFTER_ERROR
         deadline = time.monotonic() + seconds
         for thread in self._threads:

@@ -103,7 +103,7 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment) -> tuple[
 
 
 def use_deterministic_cublas() -> None:
-    """Make cuBLAS deterministic, as `guards.check_repeated` requires. Call it before this process uses CUDA.
+    """Make cuBLAS deterministic, as `guards.check_reproducible` requires. Call it before this process uses CUDA.
 
     torch reads the variable at its first product (`Context::alertCuBLASConfigNotDeterministic`).
     """

@@ -10,8 +10,8 @@ from zero_tp.report.runs import VALIDATION, Run
 
 COLOURS = tuple(PALETTE[name] for name in ("blue", "red", "green", "purple", "yellow", "cyan", "grey"))
 DASHES, LEGEND_COLUMNS = ("-", "--", ":"), 4
-MOST_PALE = 3
-"""If more runs are drawn, only their averages are."""
+MAX_RAW_CURVES = 3
+"""With more runs only the averages are drawn."""
 SPAN = 50
 """A smoothed curve averages over a fiftieth of the values."""
 
@@ -62,9 +62,6 @@ def draw_runs(runs: list[Run], against: str) -> Any:
 
     Args:
         against: "step" or "tokens".
-
-    Raises:
-        UserError: matplotlib is not installed.
     """
     shown, several = panels(runs), len(runs) > 1
     rows = -(-len(shown) // 2)
@@ -88,21 +85,21 @@ def draw_runs(runs: list[Run], against: str) -> Any:
     if several:
         from matplotlib.lines import Line2D
 
-        lines = [Line2D([], [], label=run.name, **_look(number)) for number, run in enumerate(runs)]
+        lines = [Line2D([], [], label=run.name, **_line_style(number)) for number, run in enumerate(runs)]
         figure.legend(handles=lines, loc="outside upper left", ncols=LEGEND_COLUMNS, fontsize=8, frameon=False)
     return figure
 
 
-def _look(number: int) -> dict[str, Any]:
+def _line_style(number: int) -> dict[str, Any]:
     """Return the colour and dashes of a run or series, other than those of its neighbours."""
     dashes = DASHES[number // len(COLOURS) % len(DASHES)]
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": dashes}
 
 
 def _draw_panel(axes: Any, runs: list[Run], units: list[float], labels: dict[str, str]) -> list[float]:
-    """Draw one run with a colour for each series, or several with a colour for each run; return all finite values.
+    """Draw one run with a colour for each series, or several runs with a colour for each; return all finite values.
 
-    Evaluations are points that are joined. A noisy series is its average above pale values.
+    Evaluations are joined points. A noisy series is drawn as its average over its pale raw values.
     """
     labels = {name: label for name, label in labels.items() if not equals_mfu(runs, name)}
     several, finite = len(runs) > 1, list[float]()
@@ -110,15 +107,15 @@ def _draw_panel(axes: Any, runs: list[Run], units: list[float], labels: dict[str
         for turn, (name, label) in enumerate(labels.items()):
             if not run.finite(name):
                 continue
-            look = _look(number if several else turn) | ({"linestyle": "-."} if several and turn else {})
+            style = _line_style(number if several else turn) | ({"linestyle": "-."} if several and turn else {})
             places = [unit * step for step in run.series[name]]
             curve = values = [(100 if name in PERCENT else 1) * value for value in run.series[name].values()]
             finite += filter(math.isfinite, values)
             if not _is_evaluation(name) and name not in NOT_NOISY and len(values) > SPAN:
-                if len(runs) <= MOST_PALE:
-                    axes.plot(places, values, alpha=0.3, linewidth=0.8, **look)
+                if len(runs) <= MAX_RAW_CURVES:
+                    axes.plot(places, values, alpha=0.3, linewidth=0.8, **style)
                 curve = smoothed(values)
-            (line,) = axes.plot(places, curve, linewidth=1.2 if curve is values else 1.5, **look)
+            (line,) = axes.plot(places, curve, linewidth=1.2 if curve is values else 1.5, **style)
             if _is_evaluation(name):
                 line.set(marker="o", markersize=3.5)
             if label not in axes.get_legend_handles_labels()[1]:

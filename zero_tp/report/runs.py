@@ -61,11 +61,7 @@ class Run:
 
 
 def read_runs(directories: list[Path]) -> list[Run]:
-    """Read runs in the order given, each with a name of its own.
-
-    Raises:
-        UserError: a directory is no run's, or is given twice.
-    """
+    """Read runs in the order given, each with a name of its own."""
     absolute = [path.resolve() for path in directories]
     for number, path in enumerate(absolute):
         if path in absolute[:number]:

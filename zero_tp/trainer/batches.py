@@ -87,13 +87,18 @@ class SampleComparison:
 
 
 def count_labels(
-    batches: Sequence[Mapping[str, Any]], topology: Topology, device: torch.device, *, shifted: bool, everywhere: bool
+    batches: Sequence[Mapping[str, Any]],
+    topology: Topology,
+    device: torch.device,
+    *,
+    shifted: bool,
+    over_data_parallel: bool,
 ) -> tuple[Tensor, Tensor] | None:
     """Return (labelled tokens, labelled rows) of a step's micro-batches, or None where they have no labels.
 
     Args:
         shifted: the first token of a row is no label, as a causal model shifts them.
-        everywhere: count over all data-parallel ranks, by an all-reduce of two numbers.
+        over_data_parallel: count on all data-parallel ranks, with an all-reduce of two numbers.
     """
     if not batches or "labels" not in batches[0]:
         return None
@@ -106,6 +111,6 @@ def count_labels(
         if "next_sentence_label" in batch:
             rows = rows + (batch["next_sentence_label"] != IGNORE_INDEX).sum().to(device)
     counts = torch.stack([tokens, rows])
-    if everywhere:
+    if over_data_parallel:
         counts = all_reduce(counts, topology.data_group)
     return counts[0], counts[1]

@@ -28,9 +28,6 @@ def save_states(
 
     Args:
         scheduler: the one that Trainer steps; its state is saved if DeepSpeed has none.
-
-    Raises:
-        UserError: on every rank; a rank could not write.
     """
 
     def describe() -> dict[str, Any]:
@@ -58,11 +55,7 @@ def save_states(
 
 
 def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> None:
-    """Restore the states of `save_states`, on any topology. Collective.
-
-    Raises:
-        UserError: there is nothing to resume, it is damaged or of another model, or ranks do not see the same.
-    """
+    """Restore the states of `save_states`, on any topology. Collective."""
     point = broadcast_resume_point(partial(open_checkpoint, folder))
     assert point.checkpoint is not None and point.manifest is not None
     resume(zero, point.checkpoint, seed)

@@ -61,12 +61,12 @@ class SteppedEngine:
 
 
 class TensorParallelAccelerator(Accelerator):
-    """An Accelerator that deals samples to data-parallel ranks and prepares a model by the engine of its ZeRO stage."""
+    """An Accelerator that distributes samples over DP ranks and prepares a model with the engine of its ZeRO stage."""
 
     def __init__(
         self, topology: Topology, clipping: float, on_engine: Callable[[ZeroEngine], None], **options: Any
     ) -> None:
-        """Take what Accelerator takes.
+        """Take Accelerator's arguments.
 
         Args:
             clipping: the bound on the gradient norm, unless DeepSpeed's config has one.
@@ -83,7 +83,7 @@ class TensorParallelAccelerator(Accelerator):
         super().__init__(**options)
         self.topology, self.clipping, self.on_engine = topology, clipping, on_engine
         self.dataloader_config.dispatch_batches = False  # accelerate dispatches to all ranks, so every rank reads
-        # The mesh by which accelerate deals samples to DeepSpeed's AutoTP.
+        # The mesh by which accelerate distributes samples under DeepSpeed's AutoTP.
         self.state.ds_device_mesh = DeviceMesh.from_group(
             topology.tensor_group, self.device.type, mesh_dim_names=("tp",)
         )
@@ -111,7 +111,7 @@ class TensorParallelAccelerator(Accelerator):
         zero.initialize(model, optimizer.params if isinstance(optimizer, DummyOptim) else optimizer)
         check_replicas(model, self.topology)
         if not hasattr(zero.optimizer, "overflow"):
-            zero.optimizer.overflow = False  # accelerate looks once whether there is one, which ZeRO-0 sets later
+            zero.optimizer.overflow = False  # accelerate checks once for it, before ZeRO-0 sets it
         wrapped = DeepSpeedOptimizerWrapper(zero.optimizer)
         result = [zero.engine, wrapped, *(_scheduler(dummy, zero, wrapped) for dummy in rest)]
         self.deepspeed_engine_wrapped = SteppedEngine(zero)
@@ -122,11 +122,7 @@ class TensorParallelAccelerator(Accelerator):
 
 
 def finalized_config(plugin: Any, topology: Topology, clipping: float) -> dict[str, Any]:
-    """Return DeepSpeed's config with accelerate's values and the batch of data-parallel ranks filled in.
-
-    Raises:
-        UserError: a key would train another model, or make its checkpoints unusable.
-    """
+    """Return DeepSpeed's config with accelerate's values and the batch of data-parallel ranks filled in."""
     plugin.deepspeed_config_process(
         must_match=False,
         **{"gradient_clipping": clipping, "zero_optimization.stage3_gather_16bit_weights_on_model_save": False},
@@ -144,11 +140,7 @@ def finalized_config(plugin: Any, topology: Topology, clipping: float) -> dict[s
 
 
 def _sharded_optimizer(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """Return the optimizer, or DeepSpeed's of its kind for states that are offloaded, as accelerate does.
-
-    Raises:
-        UserError: its update needs whole tensors.
-    """
+    """Return the optimizer, or DeepSpeed's of its kind for states that are offloaded, as accelerate does."""
     name = type(optimizer).__name__
     library = type(optimizer).__module__.partition(".")[0]  # bitsandbytes has an AdamW too, with states in blocks
     if name not in ELEMENTWISE or library not in ("torch", "deepspeed"):

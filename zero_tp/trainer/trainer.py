@@ -1,7 +1,7 @@
 """transformers' Trainer on tensor-parallel ranks; `TensorParallel` does the same for a subclass of Trainer.
 
-Trainer keeps its loop, arguments, callbacks and metrics. Replaced are the distribution of samples over ranks, the
-divisor of a step's loss, the engine, and checkpoints.
+Trainer keeps its loop, arguments, callbacks and metrics. This module replaces the distribution of samples over ranks,
+the divisor of a step's loss, the engine, and checkpoints.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ class TensorParallel(Base):
         self,
         model: Any = None,
         args: TrainingArguments | None = None,
-        *positional: Any,
+        *arguments: Any,
         tensor_parallel: int = 1,
         sequence_parallel: bool = True,
-        **named: Any,
+        **options: Any,
     ):
-        """Take what Trainer takes, with DeepSpeed's config in `args`; every rank of the job does.
+        """Take Trainer's arguments; `args` has DeepSpeed's config. Collective over all ranks.
 
         Args:
-            model: one of transformers' own, whole and the same on every rank, which is split here; or one of ours,
-                which has its topology already.
-            tensor_parallel: TP degree of a model of transformers'.
+            model: a transformers model, whole and equal on every rank, which is split here; or a zero_tp model, which
+                has its topology already.
+            tensor_parallel: TP degree for a transformers model.
             sequence_parallel: also use SP.
 
         Raises:
@@ -95,11 +95,11 @@ class TensorParallel(Base):
         else:
             self.topology = Topology(tensor_parallel, sequence_parallel)
             model = parallel_model(model, self.topology, seed=args.seed, device=args.device)
-        self._rows: Tensor | None = None
-        super().__init__(model, args, *positional, **named)
+        self._labelled_rows: Tensor | None = None
+        super().__init__(model, args, *arguments, **options)
         if self.compute_loss_func is not None:
             raise UserError("compute_loss_func: it needs whole logits with gradients, which no rank forms")
-        self.model_accepts_loss_kwargs = True  # the losses of labelled tokens and of labelled rows are both sums here
+        self.model_accepts_loss_kwargs = True  # losses of tokens and of rows are sums here
         if args.label_names is None and not self.model.spec.sentence_head:
             self.label_names = ["labels"]
 
@@ -148,9 +148,9 @@ class TensorParallel(Base):
             self.topology,
             device,
             shifted=self._loss_shifts_labels,
-            everywhere=self.args.average_tokens_across_devices,
+            over_data_parallel=self.args.average_tokens_across_devices,
         )
-        self._rows = counts[1] if counts is not None else None
+        self._labelled_rows = counts[1] if counts is not None else None
         return counts[0] if counts is not None else None
 
     def compute_loss(
@@ -167,8 +167,8 @@ class TensorParallel(Base):
         arguments = (
             pad_for_sequence_parallelism(inputs, self.topology, causal=causal) if self.model.training else dict(inputs)
         )
-        if "next_sentence_label" in arguments and self._rows is not None:
-            arguments["num_rows_in_batch"] = self._rows
+        if "next_sentence_label" in arguments and self._labelled_rows is not None:
+            arguments["num_rows_in_batch"] = self._labelled_rows
         loss = super().compute_loss(
             model, arguments, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
@@ -218,7 +218,7 @@ class TensorParallel(Base):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore random states; those of a TP group's first rank everywhere, because data collators draw from them."""
+        """Restore random states: a TP group takes its first rank's, because data collators draw from them."""
         super()._load_rng_state(checkpoint)
         if checkpoint is None or self.topology.tensor == 1:
             return
@@ -235,11 +235,7 @@ class ZeroTPTrainer(TensorParallel, Trainer):  # type: ignore[misc]
 
 
 def _check(args: TrainingArguments) -> None:
-    """Check that the arguments are exact on tensor-parallel ranks; connect the ranks, and count them.
-
-    Raises:
-        UserError: an argument is not exact, or accelerate counts other ranks than the launcher has started.
-    """
+    """Check that the arguments are exact on tensor-parallel ranks; connect the ranks, and count them."""
     for name, why in REFUSED.items():
         if getattr(args, name, None):
             raise UserError(f"TrainingArguments.{name}: {why}; leave it out")
@@ -249,6 +245,6 @@ def _check(args: TrainingArguments) -> None:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if args.world_size != world:
         raise UserError(
-            f"TrainingArguments: accelerate counts {args.world_size} of {world} ranks, so that losses would be divided "
+            f"TrainingArguments: accelerate counts {args.world_size} of {world} ranks, and losses would be divided "
             "by the wrong number; on a machine without accelerators give use_cpu=True"
         )

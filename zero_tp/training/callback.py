@@ -131,9 +131,9 @@ class TrainState:
         try:
             yield
         except BrokenPipeError:
-            raise  # nobody reads the output
+            raise  # the reader of the output has gone
         except OSError as error:
             self.lost_writes[target] += 1
             if self.lost_writes[target] == 1:
                 reason = one_line(error.strerror or first_line(error), 300)
-                write_stderr(f"{target} could not be written ({reason}); the run goes on")
+                write_stderr(f"{target} could not be written ({reason}); training continues")

@@ -1,6 +1,6 @@
 """Build a model in DeepSpeed's engine, in the one order that works, and run its steps and evaluations.
 
-What differs between the ZeRO stages is in zero/stages.py.
+zero/stages.py has the differences between the ZeRO stages.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class TrainingEngine:
         self._norm: Tensor | float = float("nan")
         self.skipped, self.spike = False, ""
         self._figures = torch.full((len(self.model.figures),), float("nan"))
-        self._spikes = spike
+        self._spike_bounds = spike
         self.mark: Callable[[str], None] = lambda phase: None
         self.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
 
@@ -142,7 +142,7 @@ class TrainingEngine:
 
     @property
     def skipped_steps(self) -> int:
-        """Return how many steps of the run updated nothing: their gradients were not finite, or a spike's."""
+        """Return how many steps of the run updated nothing: their gradients were not finite, or they were spikes."""
         return int(self.engine.skipped_steps)
 
     def train_step(
@@ -193,18 +193,18 @@ class TrainingEngine:
                 f"a step was given {len(batches)} micro-batches, and gradient_accumulation_steps is {accumulation}: "
                 "DeepSpeed would update in the middle of a global batch; give as many"
             )
-        shares = self._shares(batches)
+        divisors = self._loss_divisors(batches)
         if guarded is not None and guard_gradients:
-            self._repeat(batches[0], shares, guarded)
-        self._accumulate(batches, shares, guarded)
+            self._check_reproducible(batches[0], divisors, guarded)
+        self._accumulate(batches, divisors, guarded)
         guards.check_hooks(self.model.gradient_hooks)
         if guarded is not None:
             guards.check_duplicates(self.zero, guarded)
         self.spike = ""
-        self.zero.step(self._is_spike if self._spikes is not None else None)
+        self.zero.step(self._is_spike if self._spike_bounds is not None else None)
         self._norm, self.skipped = self.zero.outcome()
 
-    def _accumulate(self, batches: Sequence[AnyBatch], shares: Mapping[str, Tensor], guarded: int | None) -> None:
+    def _accumulate(self, batches: Sequence[AnyBatch], divisors: Mapping[str, Tensor], guarded: int | None) -> None:
         """Run the forward and backward of all micro-batches; set the step's loss and figures, means over DP."""
         self.engine.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -213,7 +213,7 @@ class TrainingEngine:
             self.activations.begin_micro_batch(index)
             guarding = guarded is not None and index == 0
             with guards.check_expert_choices(self.model, self.topology, guarded or 0) if guarding else nullcontext():
-                output = self._forward(self.engine, batch, **shares)
+                output = self._forward(self.engine, batch, **divisors)
             loss: Tensor = output.loss
             self.mark("backward")
             self.zero.backward(loss)
@@ -232,34 +232,34 @@ class TrainingEngine:
 
         DeepSpeed skips a step whose numbers are not finite; some of its norms are -1 then.
         """
-        assert self._spikes is not None
+        assert self._spike_bounds is not None
         numbers = torch.stack([self._loss, norm.to(self._loss)])
         if self.topology.world > 1:
             dist.broadcast(numbers, 0)
         loss, gradient_norm = numbers.tolist()
         if math.isfinite(loss) and math.isfinite(gradient_norm) and gradient_norm >= 0:
-            self.spike = guards.describe_spike(self._spikes, self.zero.recent, loss, gradient_norm)
+            self.spike = guards.describe_spike(self._spike_bounds, self.zero.recent, loss, gradient_norm)
         return bool(self.spike)
 
-    def _repeat(self, batch: AnyBatch, shares: Mapping[str, Tensor], step: int) -> None:
+    def _check_reproducible(self, batch: AnyBatch, divisors: Mapping[str, Tensor], step: int) -> None:
         """Run a micro-batch twice, outside DeepSpeed's engine, which would reduce its gradients."""
         self.model.train()
         self.activations.begin_micro_batch(-1)  # keeps everything: recomputation needs a whole backward
         scale = self.zero.loss_scale.value if self.zero.loss_scale is not None else 1.0
 
         def run() -> Tensor:
-            loss: Tensor = self._forward(self.model, batch, **shares).loss
+            loss: Tensor = self._forward(self.model, batch, **divisors).loss
             return loss * scale
 
-        guards.check_repeated(run, self.model, self.model.streams, step)
+        guards.check_reproducible(run, self.model, self.model.streams, step)
 
     def _forward(self, model: Any, batch: AnyBatch, **options: Any) -> Any:
         return model(batch.input_ids, **batch.arguments(), **options)
 
-    def _shares(self, batches: Sequence[AnyBatch]) -> dict[str, Tensor]:
-        """Return the divisors of a micro-batch's sums of losses: the mean number of its labels, fp64.
+    def _loss_divisors(self, batches: Sequence[AnyBatch]) -> dict[str, Tensor]:
+        """Return what divides a micro-batch's summed losses: the mean number of labels of a micro-batch, fp64.
 
-        DeepSpeed takes the mean over micro-batches and DP ranks, which makes it the mean over all labels. One
+        DeepSpeed then takes the mean over micro-batches and DP ranks; together that is the mean over all labels. One
         all-reduce over DP of the numbers of labels, and of labelled rows. The host does not wait for them.
         """
         counts = torch.zeros(2, dtype=torch.int64, device=self.device)
@@ -268,8 +268,8 @@ class TrainingEngine:
                 if labels is not None:
                     counts[kind] += (labels != IGNORE_INDEX).sum()
         tokens, rows = all_reduce(counts, self.topology.data_group).double() / (len(batches) * self.topology.data)
-        shares = {"num_items_in_batch": tokens}
-        return shares | ({"num_rows_in_batch": rows} if self.model.spec.sentence_head else {})
+        divisors = {"num_items_in_batch": tokens}
+        return divisors | ({"num_rows_in_batch": rows} if self.model.spec.sentence_head else {})
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[AnyBatch | tuple[Tensor, Tensor]]) -> dict[str, float]:

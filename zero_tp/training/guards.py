@@ -79,8 +79,8 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
             when = f"after step {step}" if step else "at the start"
             raise UserError(
                 f"{when} parameter {name} differs between tensor parallel ranks by {difference:.3g} (allowed: "
-                f"{allowed:.3g}): the replicas have drifted apart and are no longer one model; go on from a checkpoint "
-                "before that, and report this"
+                f"{allowed:.3g}): the replicas have drifted apart and are no longer one model; resume from an earlier "
+                "checkpoint, and report this"
             )
 
 
@@ -119,7 +119,7 @@ def check_expert_choices(model: nn.Module, topology: Topology, step: int) -> Ite
         if differs:
             raise UserError(
                 f"in step {step} {name} chose other experts on one tensor parallel rank than on another: their parts "
-                "of a token's experts do not fit together; go on from a checkpoint before that, and report this"
+                "of a token's experts do not fit together; resume from an earlier checkpoint, and report this"
             )
 
 
@@ -143,17 +143,17 @@ def check_duplicates(zero: ZeroEngine, step: int) -> None:
     gathered = _all_gather_numbers(list(digests.values()), zero.model)
     for name, digest_by_rank in zip(digests, gathered, strict=True):
         for members in topology.data_members():
-            deviating = _minority({rank: digest_by_rank[rank] for rank in members})
+            deviating = _deviating_ranks({rank: digest_by_rank[rank] for rank in members})
             if deviating:
                 problem = "differs between" if len(deviating) == len(members) else "is not what the others hold on"
                 raise UserError(
-                    f"before the update of step {step} parameter {name} {problem} {name_ranks(deviating)}, and "
-                    "data-parallel ranks hold it alike: memory or a message was corrupted; go on from a checkpoint "
-                    "before that, and look at the hardware of these ranks"
+                    f"before the update of step {step} parameter {name} {problem} {name_ranks(deviating)}, but "
+                    "data-parallel ranks must hold equal copies: memory or a message was corrupted; resume from an "
+                    "earlier checkpoint, and check the hardware of these ranks"
                 )
 
 
-def check_repeated(run: Callable[[], Tensor], model: nn.Module, streams: Any, step: int) -> None:
+def check_reproducible(run: Callable[[], Tensor], model: nn.Module, streams: Any, step: int) -> None:
     """Run a micro-batch twice and check that its local gradients are equal bit for bit.
 
     Neither run changes gradients, weights or random streams.
@@ -183,7 +183,7 @@ def check_repeated(run: Callable[[], Tensor], model: nn.Module, streams: Any, st
         raise UserError(
             f"before step {step} the gradient of {name} differs between two runs of one "
             f"micro-batch on {name_ranks(deviating)}, and others may: a fault of its hardware, or a kernel that adds "
-            "in no fixed order; go on elsewhere, or set zero_tp.training.guard_gradients to false"
+            "in no fixed order; resume on other hardware, or set zero_tp.training.guard_gradients to false"
         )
 
 
@@ -216,7 +216,7 @@ def _all_gather_numbers(numbers: Sequence[int], model: nn.Module) -> list[list[i
     return values
 
 
-def _minority(digests: dict[int, int]) -> list[int]:
+def _deviating_ranks(digests: dict[int, int]) -> list[int]:
     """Return the ranks whose digest is not the majority's; all ranks if there is no majority."""
     if len(set(digests.values())) == 1:
         return []

@@ -43,7 +43,7 @@ def train(state: TrainState, callbacks: Sequence[Callback], requests: Requests |
             if state.stop:
                 break
         if state.stop:
-            state.print(f"stopped after step {state.step}, as requested; the same command goes on from there")
+            state.print(f"stopped after step {state.step}, as requested; the same command resumes from there")
         else:
             name = state.directory
             state.print(f"next: zero-tp report {name}, zero-tp convert to-hf {name} --output exports/{name.name}")

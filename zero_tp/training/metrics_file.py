@@ -69,9 +69,6 @@ def cut_metrics(path: Path, last_step: int) -> int:
 
     A run that resumes from step k trains k + 1, … again, and the file holds each step once. A killed run can leave
     half a line.
-
-    Raises:
-        OSError: it can't be read, is no regular file, or the disk is full.
     """
     if not os.path.lexists(path):
         return 0
@@ -89,11 +86,7 @@ def cut_metrics(path: Path, last_step: int) -> int:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line whole or not at all, because the next one begins where it ends.
-
-    Raises:
-        OSError: the disk is full or gone.
-    """
+    """Append a line whole or not at all, because the next one begins where it ends."""
     with path.open("ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:

@@ -225,5 +225,5 @@ class CheckpointCallback(Callback):
             return
         message = f"step {step} was not saved: {problem}; the checkpoints before it are intact"
         if final:
-            raise UserError(f"{message}: make room, and start the same command again to go on from there")
-        state.print(f"{message}, training goes on")
+            raise UserError(f"{message}: make room, and start the same command again to resume")
+        state.print(f"{message}, training continues")

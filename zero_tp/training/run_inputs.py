@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class RunInputs:
     """A run's data, tokenizer and model config, checked against each other.
 
-    No rank is connected yet: a mistake ends the job early.
+    No rank is connected yet, so a mistake ends the job early.
 
     Raises:
         UserError: data, tokenizer and model do not fit, or the directory holds another run.

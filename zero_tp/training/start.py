@@ -59,9 +59,9 @@ def start_training(
         UserError: nothing says where the ranks meet, a setting does not work here, or a checkpoint cannot be resumed.
     """
     environment.export()  # before anything is written
-    is_first, config, block = environment.rank == 0, inputs.config, inputs.config.zero_tp
+    is_rank_zero, config, block = environment.rank == 0, inputs.config, inputs.config.zero_tp
     _start_watchdog(watch, block.training.timeouts, environment)
-    with run_directory(inputs.directory) if is_first else nullcontext() as owner:
+    with run_directory(inputs.directory) if is_rank_zero else nullcontext() as owner:
         topology, device = connect_deepspeed(config, environment)
         if environment.world > 1:
             watch.connect(environment.store.join(), topology.group_names)
@@ -93,7 +93,7 @@ def start_training(
                 resume(engine.zero, point.checkpoint, block.training.seed)
             elif parent.checkpoint is not None:
                 init_from_parent(engine.zero, parent.checkpoint)
-        if is_first:
+        if is_rank_zero:
             print(*_describe_run(inputs, engine, point, source), sep="\n")
             if parent.checkpoint is not None:
                 print(*describe_parent(parent, config, inputs.corpora, inputs.validation_corpora), sep="\n")

@@ -58,7 +58,7 @@ class StepTimer:
 
 
 class RunProgress(NamedTuple):
-    """What the console shows besides a line of metrics.jsonl: tokens of all steps, devices, and times in seconds."""
+    """What the console shows in addition to metrics.jsonl: tokens of all steps, devices, and times in seconds."""
 
     tokens: int
     devices: int
@@ -102,8 +102,8 @@ class StepLogger(Callback):
         skipped = engine.skipped or bool(engine.spike)
         logged = skipped or state.is_due(block.logging.interval) or step == state.total_steps
         intervals = (block.training.guard_interval, block.evaluation.interval, block.checkpoint.interval)
-        # Reading the loss synchronises with the device. It is read before the clock stops, on steps that log,
-        # evaluate or save, so that the device's work counts as the step's.
+        # Reading the loss synchronises with the device. Steps that log, evaluate or save read it before the clock
+        # stops: then the device's work counts as the step's.
         reads_loss = logged or state.is_last_step or any(map(state.is_due, intervals))
         loss = engine.loss if reads_loss else math.nan
         self._timer.stop()

@@ -1,4 +1,4 @@
-"""What is found before any rank is connected: another corpus than the run's, another tokenizer than the model's."""
+"""What is refused before any rank is connected: another corpus than the run's, another tokenizer than the model's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from tests.support.corpora import run
 from tests.support.run_log import train_state
+from tests.support.settings import deepspeed_settings, gpt2_config
+from tests.support.tiny_models import write_corpus
 from zero_tp.checkpoint.manifest import check_same_run, fixed_of
 from zero_tp.config import RunConfig
 from zero_tp.data import indexed
 from zero_tp.data.content import bin_path, content_path
-from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
+from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.planning.forecast import MemoryForecast
@@ -31,29 +34,24 @@ from zero_tp.training.run_inputs import RunInputs
 from zero_tp.training.start import start_training
 
 SIZES: dict[str, Any] = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 300}
+GPT2 = {"model_type": "gpt2", **SIZES}
 
 
 def prepare(prefix: Path, seed: int, documents: int = 20) -> None:
     random = np.random.default_rng(seed)
-    prefix.parent.mkdir(exist_ok=True)
-    with IndexedWriter(prefix, 300) as writer:
-        for _ in range(documents):
-            writer.add_document(random.integers(0, 300, random.integers(5, 30)))
+    write_corpus(prefix, (random.integers(0, 300, random.integers(5, 30)) for _ in range(documents)), 300)
 
 
-def run_of(folder: Path, model: dict[str, Any], **data: Any) -> RunInputs:
-    path = folder / "run.json"
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_tp": {
-            "model": model,
-            "data": {"train": str(folder / "data" / "train"), "sequence_length": 8, **data},
-            "training": {"steps": 1},
-        },
-    }
-    path.write_text(json.dumps(config))
+def run_of(folder: Path, model: Mapping[str, Any] = GPT2, **data: Any) -> RunInputs:
+    path, data = folder / "run.json", {"train": str(folder / "data" / "train"), "sequence_length": 8, **data}
+    block = {"model": model, "data": data, "training": {"steps": 1}}
+    path.write_text(json.dumps(deepspeed_settings(0, zero_tp=block)))
     return RunInputs(RunConfig.load(path, world_size=1), folder / "run")
+
+
+def saved_of(run: RunInputs, **others: Any) -> Any:
+    """Return what a start reads of the manifest of a run's checkpoint."""
+    return SimpleNamespace(**json.loads(json.dumps({"corpora": run.corpora} | others)))
 
 
 def test_a_run_goes_on_where_its_forecast_fails(
@@ -71,60 +69,23 @@ def test_a_run_goes_on_where_its_forecast_fails(
     assert capsys.readouterr().out == "plan: none; the planner failed: ZeroDivisionError: no such shape\n"
 
 
-def manifest_of(saved: dict[str, Any]) -> Any:
-    """Return what of a manifest is read here."""
-    return SimpleNamespace(**saved)
-
-
-def test_the_identity_is_the_corpus_and_not_its_place(tmp_path: Path, seed: int) -> None:
-    for name in ("a", "b"):
-        prepare(tmp_path / name, seed)
-    before = IndexedCorpus(tmp_path / "a").identity()
-    assert before == IndexedCorpus(tmp_path / "b").identity()
-    assert before["documents"] == 20 and before["tokens"] == IndexedCorpus(tmp_path / "a").tokens
-    prepare(tmp_path / "b", seed + 1)
-    assert IndexedCorpus(tmp_path / "b").identity()["sha256"] != before["sha256"]
-    content = np.fromfile(bin_path(tmp_path / "a"), np.uint16)
-    content[len(content) // 2] ^= 1  # documents as long as before
-    content.tofile(bin_path(tmp_path / "a"))
-    after = IndexedCorpus(tmp_path / "a").identity()
-    assert after["sha256"] != before["sha256"] and after | before == before
-
-
-def test_a_corpus_that_was_prepared_again_is_refused(tmp_path: Path, seed: int) -> None:
-    prepare(tmp_path / "data" / "train", seed)
-    model = {"model_type": "gpt2", **SIZES}
-    saved = json.loads(json.dumps({"corpora": run_of(tmp_path, model).corpora}))
-    run_of(tmp_path, model).check_resumed(tmp_path / "step", manifest_of(saved))
-    prepare(tmp_path / "data" / "train", seed, documents=21)
-    with pytest.raises(UserError) as caught:
-        run_of(tmp_path, model).check_resumed(tmp_path / "step", manifest_of(saved))
-    told = str(caught.value)
-    assert told.startswith(f"zero_tp.data.train: {tmp_path}/data/train holds 21 documents of ")
-    assert f"but the run of {tmp_path}/step was started with 20 documents of " in told
-    assert told.endswith("prepare it as it was, or give another --output-dir") and "\n" not in told
-
-
 def test_a_corpus_that_moved_is_the_same(tmp_path: Path, seed: int) -> None:
-    model, names = {"model_type": "gpt2", **SIZES}, ("a", "b")
-    for name in names:
+    for name in ("a", "b"):
         prepare(tmp_path / "data" / name, seed + ord(name))
 
     def resumed(folder: str, weights: dict[str, float]) -> None:
-        run = run_of(tmp_path, model, train={str(tmp_path / folder / name): each for name, each in weights.items()})
+        run = run_of(tmp_path, train={str(tmp_path / folder / name): each for name, each in weights.items()})
         check_same_run(tmp_path / "step", manifest, run.config)
         run.check_resumed(tmp_path / "step", manifest)
 
     shares = {"a": 0.25, "b": 0.75}
-    before = run_of(tmp_path, model, train={str(tmp_path / "data" / name): each for name, each in shares.items()})
-    record = {"fixed": fixed_of(before.config), "corpora": before.corpora}
-    manifest = manifest_of(json.loads(json.dumps(record)) | {"kinds": ("a", "b")})
+    before = run_of(tmp_path, train={str(tmp_path / "data" / name): each for name, each in shares.items()})
+    manifest = saved_of(before, fixed=fixed_of(before.config), kinds=["a", "b"])
     (tmp_path / "data").rename(tmp_path / "moved")
     resumed("moved", shares)
-    with pytest.raises(UserError, match=r"^zero_tp\.data\.train: \[\[.* was started with \[\["):
-        resumed("moved", {"a": 0.5, "b": 0.5})
-    with pytest.raises(UserError, match=r"^zero_tp\.data\.train: \[\[.* was started with \[\["):
-        resumed("moved", {"a": 0.25})
+    for changed in ({"a": 0.5, "b": 0.5}, {"a": 0.25}):
+        with pytest.raises(UserError, match=r"^zero_tp\.data\.train: \[\[.* was started with \[\["):
+            resumed("moved", changed)
     (tmp_path / "moved").rename(tmp_path / "data")
     prepare(tmp_path / "moved" / "a", seed)
     shutil.copytree(tmp_path / "data", tmp_path / "moved", ignore=lambda *_: ["a.bin", "a.idx"], dirs_exist_ok=True)
@@ -138,7 +99,7 @@ def test_a_model_of_another_tokenizer_is_refused(tmp_path: Path, seed: int) -> N
     """Of two that agree on the tokens that both have, one may have more."""
     prepare(tmp_path / "data" / "train", seed)
     directory = tmp_path / "model"
-    GPT2LMHeadModel(GPT2Config(**SIZES, bos_token_id=0, eos_token_id=0)).save_pretrained(directory)
+    GPT2LMHeadModel(gpt2_config(**SIZES)).save_pretrained(directory)
     texts = ["to be, or not to be, that is the question " * 3, "whether it is nobler in the mind to suffer " * 3]
     train_bpe(iter(texts), 280).save_pretrained(tmp_path / "data" / "tokenizer")
     model = {"from_pretrained": str(directory)}
@@ -173,7 +134,7 @@ LLAMA = {
 
 @pytest.mark.parametrize(
     ("model", "padding"),
-    [(LLAMA, None), (LLAMA | {"pad_token_id": 7}, 7), ({"model_type": "gpt2", **SIZES}, "the tokenizer's")],
+    [(LLAMA, None), (LLAMA | {"pad_token_id": 7}, 7), (GPT2, "the tokenizer's")],
 )
 def test_a_tokenizer_never_decides_what_training_depends_on(
     tmp_path: Path, model: dict[str, Any], padding: int | str | None
@@ -194,7 +155,7 @@ def test_ranks_that_cannot_meet_leave_nothing(tmp_path: Path, seed: int, monkeyp
         monkeypatch.setenv(name, "")  # so that what is set below is taken back
         monkeypatch.delenv(name)
     prepare(tmp_path / "data" / "train", seed)
-    run = run_of(tmp_path, {"model_type": "gpt2", **SIZES})
+    run = run_of(tmp_path)
     slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "12"}
     told = r"^MASTER_ADDR is not set: 2 ranks need it to meet; export it before srun, as launch/slurm\.sbatch does$"
     environment = RankEnvironment.of_this_process(slurm)
@@ -206,11 +167,8 @@ def test_ranks_that_cannot_meet_leave_nothing(tmp_path: Path, seed: int, monkeyp
 def test_a_byte_that_was_changed_in_a_large_corpus_is_refused(tmp_path: Path, seed: int) -> None:
     """Between the blocks that the quick identity reads, and with the file's times set back."""
     prefix = tmp_path / "data" / "train"
-    prefix.parent.mkdir()
-    with IndexedWriter(prefix, 300) as writer:
-        writer.add_document(np.random.default_rng(seed).integers(0, 300, 700_000))
-    model = {"model_type": "gpt2", **SIZES}
-    saved = json.loads(json.dumps({"corpora": run_of(tmp_path, model).corpora}))
+    write_corpus(prefix, [np.random.default_rng(seed).integers(0, 300, 700_000)], 300)
+    saved = saved_of(run_of(tmp_path))
     data = bin_path(prefix)
     times = data.stat()
     with data.open("r+b") as file:
@@ -220,11 +178,15 @@ def test_a_byte_that_was_changed_in_a_large_corpus_is_refused(tmp_path: Path, se
         file.write(bytes([byte ^ 1]))
     os.utime(data, ns=(times.st_atime_ns, times.st_mtime_ns))
     quick = IndexedCorpus(prefix).identity(whole=False)
-    assert quick.items() <= saved["corpora"][str(prefix)].items(), "the quick identity sees nothing"
-    with pytest.raises(UserError, match=r"^zero_tp.data.train: .* was started with 1 documents of 700,000 "):
-        run_of(tmp_path, model).check_resumed(tmp_path / "step", manifest_of(saved))
-    del saved["corpora"][str(prefix)]["content"]  # as saved before it was noted
-    run_of(tmp_path, model).check_resumed(tmp_path / "step", manifest_of(saved))
+    assert quick.items() <= saved.corpora[str(prefix)].items(), "the quick identity sees nothing"
+    with pytest.raises(UserError) as caught:
+        run_of(tmp_path).check_resumed(tmp_path / "step", saved)
+    told = str(caught.value)
+    assert told.startswith(f"zero_tp.data.train: {prefix} holds 1 documents of 700,000 tokens ")
+    assert f"but the run of {tmp_path}/step was started with 1 documents of " in told
+    assert told.endswith("prepare it as it was, or give another --output-dir") and "\n" not in told
+    del saved.corpora[str(prefix)]["content"]  # as saved before it was noted
+    run_of(tmp_path).check_resumed(tmp_path / "step", saved)
 
 
 def test_all_of_a_corpus_is_read_once(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,33 +219,29 @@ def test_all_of_a_corpus_is_read_once(tmp_path: Path, seed: int, monkeypatch: py
 @pytest.mark.parametrize(("file", "at"), [("train.bin", 1000), ("validation.bin", 3), ("train.idx", -16)])
 def test_a_bit_flipped_in_a_prepared_corpus_is_refused_at_the_first_start(tmp_path: Path, file: str, at: int) -> None:
     run(tmp_path, "data")
-    model, validation = {"model_type": "gpt2", **SIZES}, str(tmp_path / "data" / "validation")
-    path = tmp_path / "data" / file
-    content, whole = bytearray(path.read_bytes()), run_of(tmp_path, model, validation=validation).read()
+    path, validation = tmp_path / "data" / file, str(tmp_path / "data" / "validation")
+    content, whole = bytearray(path.read_bytes()), run_of(tmp_path, validation=validation).read()
     content[at] ^= 1
     path.write_bytes(content)
     for _ in range(2):  # what is damaged is not remembered
         with pytest.raises(
             UserError, match=rf"^{path} is damaged: its SHA-256 is \w{{12}}…, not \w{{12}}… as in report\.json"
         ):
-            run_of(tmp_path, model, validation=validation).read()
+            run_of(tmp_path, validation=validation).read()
     content[at] ^= 1
     path.write_bytes(content)
-    assert run_of(tmp_path, model, validation=validation).read() == whole
+    assert run_of(tmp_path, validation=validation).read() == whole
     (tmp_path / "data" / "report.json").unlink()
     content[at] ^= 1
     path.write_bytes(content)
-    assert run_of(tmp_path, model, validation=validation).read() != whole, "nothing says what it was"
+    assert run_of(tmp_path, validation=validation).read() != whole, "nothing says what it was"
 
 
 def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path, seed: int) -> None:
     prepare(tmp_path / "data" / "train", seed)
-    with IndexedWriter(tmp_path / "data" / "late", 400) as writer:
-        for token in (5, 299, 300):
-            writer.add_document([1, 2, 3, 4, 5, 6, 7, 8, token])
-    model = {"model_type": "gpt2", **SIZES}
-    late = str(tmp_path / "data" / "late")
+    rows = ([1, 2, 3, 4, 5, 6, 7, 8, token] for token in (5, 299, 300))
+    late = str(write_corpus(tmp_path / "data" / "late", rows, 400))
     for data in ({"train": late}, {"validation": late}):
         with pytest.raises(UserError, match=r"late\.bin holds token id 300, outside the model's vocabulary of 300: "):
-            run_of(tmp_path, model, **data)
-    run_of(tmp_path, model | {"vocab_size": 301}, train=late)
+            run_of(tmp_path, GPT2, **data)
+    run_of(tmp_path, GPT2 | {"vocab_size": 301}, train=late)

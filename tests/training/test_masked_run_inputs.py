@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.tiny_models import bert_fields, prepared_speeches
+from tests.support.settings import deepspeed_settings
+from tests.support.tiny_models import bert_fields, prepared_speeches, write_corpus
 from zero_tp.checkpoint.manifest import check_same_run, fixed_of
 from zero_tp.config import ConfigError, RunConfig
-from zero_tp.data.indexed import IndexedWriter
 from zero_tp.data.masked import MaskedSamples, MaskedValidation
-from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.training.run_inputs import RunInputs
 
@@ -38,19 +38,10 @@ def config_of(
     **block: Any,
 ) -> RunConfig:
     data = {"train": str(train or corpus / "train"), "validation": str(corpus / "validation")}
-    written = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_tp": {
-            "model": model,
-            "objective": objective,
-            "data": {**data, "sequence_length": length},
-            "training": {"steps": 1},
-            **block,
-        },
-    }
+    block |= {"model": model, "objective": objective, "data": data | {"sequence_length": length}}
+    block["training"] = {"steps": 1}
     path = folder / "run.json"
-    path.write_text(json.dumps(written))
+    path.write_text(json.dumps(deepspeed_settings(0, micro_batch=2, zero_tp=block)))
     return RunConfig.load(path, world_size=1)
 
 
@@ -72,24 +63,10 @@ def test_a_run_has_the_samples_that_its_file_says(tmp_path: Path, corpus: Path) 
     assert (defaults.pairs.masking.probability, defaults.pairs.masking.max_ngram) == (0.15, 3)
 
 
-def test_a_tokenizer_that_cannot_mask(tmp_path: Path, corpus: Path) -> None:
-    train_bpe(iter(["some words"]), 300).save_pretrained(str(tmp_path / "bpe"))
-    with pytest.raises(
-        UserError, match=r"bpe: it has no mask_token and no sep_token and no cls_token, which the masked"
-    ):
-        run_of(tmp_path, corpus, tokenizer=str(tmp_path / "bpe"))
-    with IndexedWriter(tmp_path / "alone", 400) as writer:
-        writer.add_document(range(300))
+def test_a_corpus_without_its_tokenizer_cannot_be_masked(tmp_path: Path, corpus: Path) -> None:
+    alone = write_corpus(tmp_path / "alone", [range(300)], 400)
     with pytest.raises(UserError, match=r"zero_tp\.tokenizer: the masked objective needs the tokenizer"):
-        run_of(tmp_path, corpus, train=tmp_path / "alone")
-
-
-def test_documents_that_are_too_short(tmp_path: Path, corpus: Path) -> None:
-    with IndexedWriter(tmp_path / "short", 400) as writer:
-        writer.add_document([7, 8])
-    tokenizer = str(corpus / "tokenizer")
-    with pytest.raises(UserError, match=r"short: no document has the 3 tokens .* for two segments"):
-        run_of(tmp_path, corpus, train=tmp_path / "short", tokenizer=tokenizer)
+        run_of(tmp_path, corpus, train=alone)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +90,8 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path, corpus: Path, options: di
 
 def test_a_resumed_run_has_the_same_objective_and_the_same_words(tmp_path: Path, corpus: Path) -> None:
     before = run_of(tmp_path, corpus)
-    manifest: Any = SimpleNamespace(
-        fixed=fixed_of(before.config), kinds=("a", "b"), corpora=json.loads(json.dumps(before.corpora)), model={}
-    )
+    saved = {"fixed": fixed_of(before.config), "kinds": ["a", "b"], "corpora": before.corpora, "model": {}}
+    manifest: Any = SimpleNamespace(**json.loads(json.dumps(saved)))
     check_same_run(tmp_path, manifest, before.config)
     before.check_resumed(tmp_path, manifest)
     other = config_of(tmp_path, corpus, objective={"type": "masked", "max_ngram": 2})
@@ -126,10 +102,7 @@ def test_a_resumed_run_has_the_same_objective_and_the_same_words(tmp_path: Path,
     words = prepared["model"]["vocab"]
     inner = next(token for token in words if token.startswith("##") and token[2:].isalpha())
     words["x" + inner[2:] * 3] = words.pop(inner)
-    changed = tmp_path / "tokenizer"
-    changed.mkdir()
-    for path in (corpus / "tokenizer").iterdir():
-        (changed / path.name).write_bytes(path.read_bytes())
+    changed = Path(shutil.copytree(corpus / "tokenizer", tmp_path / "tokenizer"))
     (changed / "tokenizer.json").write_text(json.dumps(prepared))
     after = run_of(tmp_path, corpus, tokenizer=str(changed))
     with pytest.raises(UserError, match=r"special tokens and words \w+….* special tokens and words \w+…"):
