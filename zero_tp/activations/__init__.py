@@ -1,1 +1,1 @@
-"""Choose the activations that backward recomputes, and store the others."""
+"""Choose the activations that backward recomputes, and store the inputs that it needs."""

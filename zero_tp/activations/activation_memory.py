@@ -16,7 +16,7 @@ from zero_tp.models.transformer import TransformerLayer
 from zero_tp.topology import Topology
 
 RECOMPUTED_MODULES = {"layer": "", "attention_core": "attention.core"}
-"""Parts of a layer that backward runs again from their inputs → their module."""
+"""Parts of a layer that backward runs again from their inputs → their submodule."""
 
 
 class ActivationMemory:
@@ -48,7 +48,7 @@ class ActivationMemory:
                 layer = model.transformer.layers[number]
                 assert isinstance(layer, TransformerLayer)
                 self._wrap_part(layer, name)
-        self.begin_micro_batch(policy.keep_micro_batches)
+        self.begin_micro_batch(policy.keep_micro_batches)  # recompute until a step counts its micro-batches
 
     def begin_micro_batch(self, index: int) -> None:
         """Begin micro-batch `index` of a step; the first `keep_micro_batches` keep all their activations."""
@@ -74,7 +74,7 @@ class ActivationMemory:
             self._wrap(second, output.consume)
 
     def _wrap(self, module: nn.Module, recomputing: Forward) -> None:
-        """Run `recomputing` in micro-batches that recompute. Names of modules and parameters don't change."""
+        """Replace the forward in micro-batches that recompute. Modules and parameters keep their names."""
         plain: Forward = module.forward
 
         def forward(*inputs: Any, **options: Any) -> Tensor:

@@ -37,18 +37,18 @@ class _Recompute(torch.autograd.Function):
     ) -> Tensor:
         ctx.function, ctx.streams, ctx.store = function, streams, store
         ctx.states = streams.snapshot()
-        ctx.tokens = [store.put(tensor.detach()) for tensor in inputs]
+        ctx.handles = [store.put(tensor.detach()) for tensor in inputs]
         return function(*inputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError("recomputed activations need loss.backward(), without inputs= and not autograd.grad()")
-        if ctx.tokens is None:
+        if ctx.handles is None:
             raise RuntimeError("backward a second time through recomputed activations: they are freed by the first")
         needed = ctx.needs_input_grad[4:]
-        tokens, ctx.tokens = ctx.tokens, None  # freed here, although the graph may outlive this call
-        inputs = [ctx.store.take(token) for token in tokens]
+        handles, ctx.handles = ctx.handles, None  # freed with this call, although the graph may live longer
+        inputs = [ctx.store.take(handle) for handle in handles]
         inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(inputs, needed, strict=True)]
         with torch.enable_grad(), ctx.streams.replaying(ctx.states):
             output = ctx.function(*inputs)
@@ -62,12 +62,12 @@ def recomputed(forward: Forward, streams: RandomStreams, store: Store) -> Forwar
     Positional arguments are tensors and get gradients; keyword arguments are kept as they are.
     """
 
-    def run(*inputs: Tensor, **shared: Any) -> Tensor:
+    def run(*inputs: Tensor, **options: Any) -> Tensor:
         if not torch.is_grad_enabled():
-            return forward(*inputs, **shared)
+            return forward(*inputs, **options)
         # Parameters inside need gradients even if no input does (a frozen embedding).
         anchor = torch.empty(0, device=inputs[0].device, requires_grad=True)
-        output: Tensor = _Recompute.apply(partial(forward, **shared), streams, store, anchor, *inputs)
+        output: Tensor = _Recompute.apply(partial(forward, **options), streams, store, anchor, *inputs)
         return output
 
     return run
@@ -76,7 +76,7 @@ def recomputed(forward: Forward, streams: RandomStreams, store: Store) -> Forwar
 class RecomputedOutput:
     """Drop the output of `producer`, and recompute it in the backward of `consumer`, the next module.
 
-    The producer draws no random numbers, and its own backward keeps its input anyway.
+    The producer must draw no random numbers. Its own backward keeps its input anyway.
     """
 
     def __init__(self, producer: nn.Module, consumer: nn.Module):

@@ -1,6 +1,7 @@
 """Stores keep the inputs of recomputed modules from forward until backward.
 
-In place, split over the TP group (P_a), in one preallocated buffer (M_D), or in host memory (P_a+cpu).
+In place, split over the TP group (P_a), in one preallocated buffer (M_D), or in host memory (P_a+cpu): the names of
+arXiv 1910.02054.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ LEAVING = 2
 
 
 class Store(Protocol):
-    """Keeps tensors: `put` returns a token, and `take` returns the tensor of a token."""
+    """Keeps tensors: `put` returns a handle, and `take` returns the tensor of a handle."""
 
     def put(self, tensor: Tensor) -> Any:
-        """Store a tensor, which the caller no longer changes. Return a token; dropping it frees the space."""
+        """Store a tensor, which the caller no longer changes. Return a handle; dropping it frees the space."""
 
-    def take(self, token: Any) -> Tensor:
-        """Return the tensor of a token, bit for bit, on its device."""
+    def take(self, handle: Any) -> Tensor:
+        """Return the tensor of a handle, bit for bit, on its device."""
 
 
 class InPlace:
@@ -35,8 +36,8 @@ class InPlace:
     def put(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def take(self, token: Tensor) -> Tensor:
-        return token
+    def take(self, handle: Tensor) -> Tensor:
+        return handle
 
 
 class Partitioned:
@@ -56,9 +57,9 @@ class Partitioned:
         piece = F.pad(piece, (0, length - piece.numel())) if piece.numel() < length else piece.clone()
         return self.store.put(piece), tensor.shape
 
-    def take(self, token: tuple[Any, Size]) -> Tensor:
+    def take(self, handle: tuple[Any, Size]) -> Tensor:
         """Gather the pieces over the TP group. [⌈numel/t⌉] → the tensor's shape."""
-        piece, shape = token
+        piece, shape = handle
         whole = all_gather(self.store.take(piece), self.group)
         return whole[: shape.numel()].view(shape)
 
@@ -91,10 +92,10 @@ class ContiguousBuffer:
         view.copy_(tensor)
         return slot
 
-    def take(self, token: Any) -> Tensor:
-        """Return a view of the slot; hold the token as long as the view is used."""
+    def take(self, handle: Any) -> Tensor:
+        """Return a view of the slot; hold the handle as long as the view is used."""
         assert self.buffer is not None
-        return self.buffer[token.index, : token.shape.numel()].view(token.shape)
+        return self.buffer[handle.index, : handle.shape.numel()].view(handle.shape)
 
     def slot_for(self, tensor: Tensor) -> tuple[Any, Tensor]:
         """Return a free slot and its view, shaped like the tensor."""
@@ -125,17 +126,17 @@ class ContiguousBuffer:
 
 
 class _HostTensor:
-    """The token of a tensor in host memory, or on its way there or back."""
+    """The handle of a tensor in host memory, or on its way there or back."""
 
     def __init__(self, host: Tensor, slot: Any, device: torch.device, previous: _HostTensor | None):
         self.host, self.slot, self.device = host, slot, device
         self.previous = weakref.ref(previous) if previous is not None else lambda: None
         self.device_copy: Tensor | None = None
-        self.returned: Any = None  # event: the copy to the device is done
+        self.copied_back: Any = None  # event: the copy to the device is done
 
     def __del__(self) -> None:
         if self.device_copy is not None:  # never taken: the copy must end before its memory is reused
-            torch.get_device_module(self.device).current_stream(self.device).wait_event(self.returned)
+            torch.get_device_module(self.device).current_stream(self.device).wait_event(self.copied_back)
 
 
 class Host:
@@ -169,20 +170,20 @@ class Host:
         out.wait_stream(runtime.current_stream(device))
         with runtime.stream(out):
             host.copy_(tensor, non_blocking=True)
-        token = _HostTensor(host, slot, device, self._last() if self._last is not None else None)
-        self._last = weakref.ref(token)
+        handle = _HostTensor(host, slot, device, self._last() if self._last is not None else None)
+        self._last = weakref.ref(handle)
         self._copies_out.append((tensor, out.record_event()))
         self._free_all_but_last(LEAVING, device)
-        return token
+        return handle
 
-    def take(self, token: _HostTensor) -> Tensor:
-        self._free_all_but_last(0, token.device)  # all copies out are done before one comes back
-        self._fetch(token)
-        previous = token.previous()
+    def take(self, handle: _HostTensor) -> Tensor:
+        self._free_all_but_last(0, handle.device)  # all copies out are done before one comes back
+        self._fetch(handle)
+        previous = handle.previous()
         if previous is not None:
             self._fetch(previous)  # backward needs it next
-        torch.get_device_module(token.device).current_stream(token.device).wait_event(token.returned)
-        tensor, token.device_copy = token.device_copy, None
+        torch.get_device_module(handle.device).current_stream(handle.device).wait_event(handle.copied_back)
+        tensor, handle.device_copy = handle.device_copy, None
         assert tensor is not None
         return tensor
 
@@ -192,16 +193,16 @@ class Host:
             torch.get_device_module(device).current_stream(device).wait_event(self._copies_out[0][1])
             self._copies_out.popleft()
 
-    def _fetch(self, token: _HostTensor) -> None:
-        if token.device_copy is not None:
+    def _fetch(self, handle: _HostTensor) -> None:
+        if handle.device_copy is not None:
             return
-        _, back = self._copy_streams(token.device)
-        runtime = torch.get_device_module(token.device)
-        token.device_copy = torch.empty(token.host.shape, dtype=token.host.dtype, device=token.device)
-        back.wait_stream(runtime.current_stream(token.device))  # which may still use this memory
+        _, back = self._copy_streams(handle.device)
+        runtime = torch.get_device_module(handle.device)
+        handle.device_copy = torch.empty(handle.host.shape, dtype=handle.host.dtype, device=handle.device)
+        back.wait_stream(runtime.current_stream(handle.device))  # which may still use this memory
         with runtime.stream(back):
-            token.device_copy.copy_(token.host, non_blocking=True)
-        token.returned = back.record_event()
+            handle.device_copy.copy_(handle.host, non_blocking=True)
+        handle.copied_back = back.record_event()
 
     def _copy_streams(self, device: torch.device) -> tuple[Any, Any]:
         if self._streams is None:

@@ -1,4 +1,4 @@
-"""Compare and share values between ranks: files and decisions of a run, tokens and random numbers of a generation."""
+"""Compare and share values between ranks: a run's files and decisions, the tokens and random numbers of `generate`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def require_same_on_all_ranks(values: Mapping[str, str]) -> None:
-    """Check that all ranks have read the same values. Collective: 32 bytes a rank, more only if they differ.
+    """Check that all ranks have read the same values. Collective: 32 bytes a rank, all values only if they differ.
 
     Args:
         values: this rank's values by name; the name starts the error message of a difference.
@@ -52,8 +52,8 @@ def require_same_on_all_ranks(values: Mapping[str, str]) -> None:
                 for value, numbers in list(ranks_by_value.items())[:4]
             )
             raise UserError(
-                f"{name}: {differences}; put it on storage that all nodes share, or wait until it shows all of them "
-                "the same"
+                f"{name}: {differences}; put it on storage that all nodes share, or wait until they all see "
+                "the same content"
             )
 
 
@@ -81,15 +81,15 @@ def on_rank_zero(work: Callable[[], T]) -> T:
 
 
 def check_on_all_ranks(check: Callable[[], None]) -> None:
-    """Run a check on every rank; raise the first rank's `UserError` on all of them. Collective."""
+    """Run a check on every rank; raise the `UserError` of the lowest failing rank on all of them. Collective."""
     own: UserError | None = None
     try:
         check()
     except UserError as error:
         own = error
-    for first_error in all_gather_object(own):
-        if first_error is not None:
-            raise first_error
+    for error_of_rank in all_gather_object(own):
+        if error_of_rank is not None:
+            raise error_of_rank
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -105,7 +105,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> Tensor:
     for number, tensor in enumerate(tensors.values()):
         content = tensor.detach().contiguous().view(-1).view(torch.uint8)
         positions = torch.arange(1, content.numel() + 1, device=tensor.device)
-        # Each position has an odd factor of its own: changing or swapping bytes changes the sum.
+        # An odd factor for each position: changing a byte, or swapping two of a tensor, changes the sum.
         factors = (positions * 0x1E3779B97F4A7C15 + number).bitwise_xor(positions >> 7) | 1
         sums.append((content * factors).sum())
     return (torch.stack(sums).sum() + total) >> 1

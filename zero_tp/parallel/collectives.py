@@ -1,8 +1,8 @@
 """The collectives inside a layer, and the conjugate operators built on them.
 
 Tensor parallelism uses f and f̄, sequence parallelism g and ḡ (arXiv 2205.05198, figures 4 and 5). Each pair is
-conjugate: what one does forward the other does backward. A column-parallel layer does the backward of its own f or g,
-where it overlaps (linear.py).
+conjugate: what one does forward the other does backward. A column-parallel layer runs f or g itself, and overlaps its
+backward with GEMMs (linear.py).
 
 Shapes: s sequence, b batch, h hidden, t TP size. Activations are [s, b, h]; a sequence shard is [s/t, b, h].
 The group is always an argument; a group of one rank communicates nothing.
@@ -91,8 +91,8 @@ def _sum_pieces(received: Tensor, size: int) -> Tensor:
     return total
 
 
-# With `async_op=False` NCCL's kernel runs on the current stream: no events, and no references that keep its tensors
-# alive (ProcessGroupNCCL::collective of torch 2.13).
+# With `async_op=False` NCCL's kernel runs on the current stream: torch 2.13 records no events and holds no references
+# to its tensors (ProcessGroupNCCL::collective).
 
 
 def all_reduce(tensor: Tensor, group: Group) -> Tensor:

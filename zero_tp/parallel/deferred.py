@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Deferred:
-    """An asynchronous copy of a tensor to the host; `wait` waits for the copy, not for later work of the device."""
+    """An asynchronous copy of a tensor to the host, or a CPU tensor itself. `wait` waits for no later device work."""
 
     def __init__(self, tensor: Tensor):
         self._values, self._copy_done = tensor, None

@@ -25,14 +25,14 @@ class ElementwiseOps:
     """
 
     def starts(self, stop: int, step: int) -> Sequence[int]:
-        """Return the first index of each chunk of `step` indices below `stop`. A subclass may skip chunks."""
+        """Return the first index of each chunk of `step` indices below `stop`. Planning's subclass skips some."""
         return range(0, stop, step)
 
     def pieces(self, rows: Tensor, accelerator_elements: int | None = None) -> Iterator[slice]:
         """Yield the rows of each chunk of `rows` [n, *].
 
         Args:
-            accelerator_elements: elements of a chunk on other devices than CPUs; None: all rows are one chunk.
+            accelerator_elements: maximum elements of a chunk on an accelerator; None: all rows are one chunk.
         """
         limit = CACHE_ELEMENTS * torch.get_num_threads() if rows.device.type == "cpu" else accelerator_elements
         count = rows.shape[0]
@@ -79,7 +79,7 @@ class ElementwiseOps:
 
 
 class Compiled(ElementwiseOps):
-    """Run the functions compiled by `torch.compile`, at the first call of each shape."""
+    """Run functions that `torch.compile` compiles at their first call."""
 
     def rows(
         self,
@@ -101,7 +101,7 @@ def _detached(value: Any) -> Any:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # A second number of rows (masked tokens) makes torch compile one dynamic kernel for all further numbers.
+    # At the second number of rows (of masked tokens) torch compiles one dynamic kernel for all further numbers.
     return torch.compile(function, fullgraph=True)
 
 
@@ -122,7 +122,7 @@ class ElementwiseModule(nn.Module):
 
     @property
     def elementwise(self) -> ElementwiseOps:
-        """How this module runs its elementwise functions in its present mode."""
+        """How this module runs its elementwise functions: in training as set, in evaluation in chunks."""
         return self.training_elementwise if self.training else CHUNKED
 
 
@@ -147,6 +147,6 @@ def compile_elementwise(model: nn.Module, device: torch.device) -> None:
     except (BackendCompilerFailed, OSError) as error:
         cause = getattr(error, "inner_exception", error)
         raise UserError(
-            f"zero_tp.compile: torch can't compile for {device.type} here ({cause}): set it to false"
+            f"zero_tp.compile: torch can't compile for {device.type} here ({cause}); set it to false"
         ) from error
     set_training_elementwise(model, COMPILED)

@@ -16,7 +16,7 @@ from zero_tp.parallel.parameter import Normal, ParameterMaker
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Look up this rank's rows, then sum over TP: all-reduce (f̄) forward, reduce-scatter (ḡ) under SP.
+    """Look up this rank's rows, then sum over TP: all-reduce (f̄), or under SP reduce-scatter (ḡ).
 
     Args:
         padding_token: its row starts as zeros and gets no gradient, as in torch's Embedding.

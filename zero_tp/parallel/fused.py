@@ -1,8 +1,8 @@
 """Matrix products fused with their gathers and scatters: torch's "async TP" operators, on CUDA only.
 
-They need memory that the devices of a TP group share. Results equal those of a separate collective and product up to
-the order of sums. In 16 bits the bias is added to the rounded product: an error of at most half a unit in the last
-place of the product.
+They need a TP group whose devices can access each other's memory. Results equal those of a separate collective and
+product up to the order of sums. In 16 bits the bias is added to the rounded product: an error of at most half a unit in
+the last place of the product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def enable_fused_products(topology: Topology, device: torch.device) -> None:
     if device.type != "cuda":
         raise UserError(f"{key}: needs CUDA devices, and this run is on {device.type}; {remedy}")
     group = topology.tensor_group
-    assert group is not None  # under SP, which the config asks for
+    assert group is not None  # the config requires SP
     try:
         symmetric_memory.rendezvous(symmetric_memory.empty(1, device=device), group)
     except RuntimeError as error:

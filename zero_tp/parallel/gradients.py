@@ -42,7 +42,7 @@ class GradientHooks:
     ZeRO-2 and 3 see the sum only if the hooks are registered before `deepspeed.initialize`.
 
     Attributes:
-        sums: the GradientSum of each parameter.
+        sums: the GradientSum of each parameter with a partial gradient, by name.
     """
 
     def __init__(self, model: nn.Module, group: Group):
@@ -55,19 +55,19 @@ class GradientHooks:
                     continue  # a tied parameter is summed once
                 seen.add(id(parameter))
                 if isinstance(layout, Replicated) and layout.gradient == "partial":
-                    own = getattr(module, "gradient_sum", None)
-                    self.sums[name] = own or _register_sum(parameter, group)
+                    layer_sum = getattr(module, "gradient_sum", None)
+                    self.sums[name] = layer_sum or _register_sum(parameter, group)
 
     @property
     def fired(self) -> dict[str, int]:
-        """How often each parameter's gradient was summed; training checks it."""
+        """How often each parameter's gradient was summed so far; training checks that it was."""
         return {name: gradient_sum.fired for name, gradient_sum in self.sums.items()}
 
 
 def _register_sum(parameter: nn.Parameter, group: Group) -> GradientSum:
-    total = GradientSum(group)
-    parameter.register_hook(lambda gradient: total.start(gradient, async_op=False).wait()[0])
-    return total
+    gradient_sum = GradientSum(group)
+    parameter.register_hook(lambda gradient: gradient_sum.start(gradient, async_op=False).wait()[0])
+    return gradient_sum
 
 
 @torch.no_grad()

@@ -1,9 +1,9 @@
-"""Linear layers of E groups: every row is multiplied by its group's matrix, over rows that are sorted by group.
+"""Linear layers of E groups, such as experts: rows are sorted by group, and each is multiplied by its group's matrix.
 
-n tokens, each with k rows (copies) in k groups; i input features, o output features, both of the rank.
+n tokens, each with k rows (copies) in k groups; i input and o output features of this rank's shard.
 
-The host reads where groups end only if torch has no product of all groups for the operands: on CUDA it has one kernel
-for bf16 rows of multiples of 16 bytes.
+If torch has no grouped kernel for the operands, the host reads where groups end and multiplies them one by one. On CUDA
+the kernel takes bf16 rows whose size is a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 
     @classmethod
     def of(cls, chosen: Tensor, count: int) -> Routing:
-        """Sort by group, stably. Each copy's group, int64 [n, k], of `count` groups."""
+        """Sort copies by group, stably. `chosen`: the group of each copy, int64 [n, k], of `count` groups."""
         groups = chosen.flatten()
         order = groups.argsort(stable=True)
         sizes = torch.zeros(count, dtype=torch.int64, device=groups.device)
@@ -49,7 +49,7 @@ class Routing(NamedTuple):
 
 
 def _has_grouped_kernel(*operands: Tensor) -> bool:
-    """Return whether `F.grouped_mm` takes the operands: rows of multiples of 16 bytes; fake tensors only in bf16."""
+    """Return whether `F.grouped_mm` takes the operands: rows a multiple of 16 bytes; fake only in bf16."""
     dtype = operands[0].dtype
     if dtype != torch.bfloat16 and (is_fake(operands[0]) or dtype not in (torch.float32, torch.float16)):
         return False
@@ -86,7 +86,7 @@ def grouped_outer_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 class _GroupedColumns(torch.autograd.Function):
-    """Compute Y[row] = X[its token] W_eᵀ. Backward keeps X as it is, and gathers it and copies its rows again."""
+    """Compute Y[row] = X[its token] W_eᵀ. Only X is saved; backward gathers it and copies its rows again."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, weight: Tensor, routing: Routing, group: Group, sequence: bool) -> Tensor:
@@ -117,22 +117,22 @@ class _GroupedColumns(torch.autograd.Function):
 
 
 class _GroupedRows(torch.autograd.Function):
-    """Compute Y[token] = Σ over its rows of weight · (X[row] W_eᵀ), added in fp32 and rounded once.
+    """Compute Y[token] = Σ over its rows of routing weight · (X[row] W_eᵀ), added in fp32 and rounded once.
 
-    Backward keeps no product: the gradient of a row's weight is X[row] · (W_eᵀ G[its token]).
+    No product is saved: the gradient of a row's routing weight is X[row] · (W_eᵀ G[its token]), a partial sum over TP.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-        ctx.save_for_backward(rows, weight, weights, *routing)
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, routing_weights: Tensor, routing: Routing) -> Tensor:
+        ctx.save_for_backward(rows, weight, routing_weights, *routing)
         outputs = grouped_product(rows, weight.mT, routing.ends)
-        return (outputs[routing.places] * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+        return (outputs[routing.places] * routing_weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, weights, *sorting = ctx.saved_tensors
+        rows, weight, routing_weights, *sorting = ctx.saved_tensors
         routing = Routing(*sorting)
-        copies, sorted_weights = gradient[routing.tokens], weights.flatten()[routing.order].unsqueeze(1)
+        copies, sorted_weights = gradient[routing.tokens], routing_weights.flatten()[routing.order].unsqueeze(1)
         unweighted = grouped_product(copies, weight, routing.ends)
         routing_gradient = (unweighted.float() * rows).sum(1)[routing.places]
         row_gradient = (unweighted * sorted_weights).to(rows.dtype)
@@ -143,7 +143,7 @@ class _GroupedRows(torch.autograd.Function):
 
 
 class _Grouped(nn.Module):
-    """Matrices of E groups in one weight [E, o, i], which is split over TP as `layout` says."""
+    """Matrices of E groups in one weight [E, o, i], split over TP by `layout`."""
 
     def __init__(self, make: ParameterMaker, groups: int, inputs: int, outputs: int, layout: Sharded, init: Normal):
         super().__init__()
@@ -155,7 +155,7 @@ class GroupedColumns(_Grouped):
     """Split every group's matrix by columns. [s, b, i] → [n·k, o], rows sorted by group; [s/t, b, i] under SP.
 
     Under SP, forward all-gathers the input (g); backward gathers it again during the product for the input's gradient,
-    which it reduce-scatters during that for the weight's. Without SP the caller sums the input's gradient over TP (f).
+    which it reduce-scatters during the weight's. Without SP the caller sums the input's gradient over TP (f).
     """
 
     def forward(self, tensor: Tensor, routing: Routing, *, sequence: bool) -> Tensor:

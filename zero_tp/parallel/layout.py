@@ -49,7 +49,7 @@ class Sharded:
             offset += part
 
     def rows_of(self, shard: Tensor, rank: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield (start, stop, rows) of each part: rows of the whole, as views of the shard. Zeroes its padding."""
+        """Yield (start, stop, rows) of each part: rows of the whole, as views of the shard. Also zeroes its padding."""
         offset = 0
         for start, stop, padding in self.ranges(rank, size):
             yield start, stop, shard.narrow(self.dim, offset, stop - start)
@@ -59,7 +59,7 @@ class Sharded:
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """Return this rank's piece of the whole tensor, zero-padded where `padded`."""
         if whole.shape[self.dim] != sum(self.parts):
-            raise ValueError(f"dimension {self.dim} is {whole.shape[self.dim]}, the layout's parts sum to {self.parts}")
+            raise ValueError(f"dimension {self.dim} is {whole.shape[self.dim]}, not the sum of its parts {self.parts}")
         shard = whole.new_empty(self.local_shape(whole.shape, size))
         for start, stop, rows in self.rows_of(shard, rank, size):
             rows.copy_(whole.narrow(self.dim, start, stop - start))
@@ -70,11 +70,11 @@ class Sharded:
         lengths = self.piece_sizes(len(shards))
         split = [shard.split(list(lengths), self.dim) for shard in shards]
         pieces = []
-        for index, left in enumerate(self.parts):
+        for index, remaining in enumerate(self.parts):
             for pieces_of_rank in split:
-                piece = pieces_of_rank[index].narrow(self.dim, 0, min(left, lengths[index]))
+                piece = pieces_of_rank[index].narrow(self.dim, 0, min(remaining, lengths[index]))
                 pieces.append(piece)
-                left -= piece.shape[self.dim]
+                remaining -= piece.shape[self.dim]
         return torch.cat(pieces, self.dim)
 
     def local_shape(self, whole: Sequence[int], size: int) -> tuple[int, ...]:

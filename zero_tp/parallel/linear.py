@@ -108,9 +108,9 @@ def _gathered_products(
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """Compute Y_j = X W_jᵀ + b_j for one or several weights, with X's collective inside, so backward overlaps both.
+    """Compute Y_j = X W_jᵀ + b_j for one or several weights; collectives of X and its gradient overlap with GEMMs.
 
-    Under SP only the input shard X_i is kept for backward, which gathers the whole input again. `rows` are the used
+    Under SP only the input shard X_i is saved for backward, which gathers the whole input again. `rows` are the used
     rows of each weight (None: all); the gradient of the others is zero.
     """
 
@@ -193,17 +193,17 @@ class _RowParallel(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(tensor, weight)
         ctx.group, ctx.sequence, ctx.fused = group, sequence, fused
-        # As one matrix: of a strided X torch would make s products of b rows (bf16 on CPU, s 256, b 4, i 256, o 256:
-        # 28 ms instead of 0.6).
+        # As one matrix: with a strided X torch would compute s products of b rows (bf16 on CPU, s 256, b 4, i 256, o
+        # 256: 28 ms instead of 0.6).
         matrix, rows = tensor.flatten(0, 1), tensor.shape[:2]
         if group_size(group) == 1:
             return F.linear(matrix, weight, bias).unflatten(0, rows)
         if sequence and fused:
-            whole = fused_matmul_reduce_scatter(tensor, weight.t(), group)
+            output = fused_matmul_reduce_scatter(tensor, weight.t(), group)
         else:
             partial = F.linear(matrix, weight).unflatten(0, rows)
-            whole = reduce_scatter(partial, group) if sequence else all_reduce(partial, group)
-        return whole if bias is None else whole.add_(bias)
+            output = reduce_scatter(partial, group) if sequence else all_reduce(partial, group)
+        return output if bias is None else output.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

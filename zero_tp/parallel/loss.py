@@ -33,9 +33,9 @@ _FP32_SUMS = ("cuda", "xpu")
 def block_positions(sequence: int, batch: int, rows: int, columns: int, dtype: torch.dtype) -> int:
     """Return the sequence positions of one block; at least one.
 
-    A block has as many tokens as the weight [rows, columns] has columns, if that is more than `BLOCK_ELEMENTS`: then
-    its logits are no larger than the scaled weight gradient, which backward makes later. In bf16 up to twice as many
-    tokens are one block, because a single block's gradient needs no fp32 accumulation.
+    A block has `BLOCK_ELEMENTS` logits, or as many tokens as the weight [rows, columns] has columns if that is more:
+    its logits are then no larger than the scaled weight gradient, which backward makes later. In bf16 up to twice as
+    many tokens are one block, because a single block's gradient needs no fp32 accumulation.
 
     Args:
         columns: 0 if the weight has no gradient, as in evaluation.
@@ -58,17 +58,17 @@ def accumulates_in_fp32(sequence: int, positions: int, dtype: torch.dtype) -> bo
 
 def shard_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, valid: int) -> Tensor:
     """Return the logits in fp32, [n, h] × [v/t, h] → [n, v/t]; padded rows (from `valid` on) get no probability."""
-    return _without_padding(F.linear(hidden, weight, bias).float(), valid)
+    return _mask_padding_(F.linear(hidden, weight, bias).float(), valid)
 
 
-def _without_padding(logits: Tensor, valid: int) -> Tensor:
+def _mask_padding_(logits: Tensor, valid: int) -> Tensor:
     if valid < logits.shape[1]:
         logits[:, valid:] = torch.finfo(torch.float32).min
     return logits
 
 
 class Softmax(NamedTuple):
-    """What a softmax over the whole vocabulary needs of all t ranks.
+    """The statistics of a softmax over the whole vocabulary, gathered from all t ranks.
 
     Attributes:
         maxima: each rank's greatest logit, [t, n]. greatest: their maximum, [n].
@@ -81,15 +81,15 @@ class Softmax(NamedTuple):
     total: Tensor
     extra: Tensor
 
-    def is_argmax(self, chosen: Tensor) -> Tensor:
+    def is_argmax(self, is_local_argmax: Tensor) -> Tensor:
         """Return whether a label is the argmax of the whole vocabulary: the first of the greatest logits.
 
         Args:
-            chosen: whether the label is the argmax of each rank's own logits, [t, n, *] → [n, *].
+            is_local_argmax: whether the label is the argmax of each rank's own logits, [t, n, *] → [n, *].
         """
         is_greatest = self.maxima == self.greatest
         first = is_greatest & (is_greatest.cumsum(0) == 1)
-        return (first.view(*first.shape, *(1,) * (chosen.ndim - 2)) & chosen).any(0)
+        return (first.view(*first.shape, *(1,) * (is_local_argmax.ndim - 2)) & is_local_argmax).any(0)
 
 
 def all_gather_softmax(maximum: Tensor, total: Tensor, extra: Tensor, group: Group) -> Softmax:
@@ -108,19 +108,19 @@ def all_gather_softmax(maximum: Tensor, total: Tensor, extra: Tensor, group: Gro
 
 def _max_and_sum_exp(logits: Tensor, valid: int) -> tuple[Tensor, Tensor]:
     """Return each row's maximum and the sum of exp(logit - maximum), fp32 [n]."""
-    wide = _without_padding(logits.float(), valid)
+    wide = _mask_padding_(logits.float(), valid)
     maximum = wide.amax(1)
     return maximum, (wide - maximum.unsqueeze(1)).exp_().sum(1)
 
 
 def _argmax(logits: Tensor, valid: int) -> Tensor:
     """Return the first column of each row's maximum, [n]."""
-    return _without_padding(logits.float(), valid).argmax(1)
+    return _mask_padding_(logits.float(), valid).argmax(1)
 
 
 def _probabilities(logits: Tensor, maximum: Tensor, factor: Tensor, valid: int) -> Tensor:
     """Return exp(logit - maximum) · factor, fp32 [n, v/t]."""
-    return (_without_padding(logits.float(), valid) - maximum.unsqueeze(1)).exp_().mul_(factor.unsqueeze(1))
+    return (_mask_padding_(logits.float(), valid) - maximum.unsqueeze(1)).exp_().mul_(factor.unsqueeze(1))
 
 
 def _to_probabilities_(logits: Tensor, maximum: Tensor, factor: Tensor, valid: int) -> None:
@@ -140,8 +140,8 @@ def _log_probability(
     maximum, total = ops.rows(_max_and_sum_exp, (logits,), valid, accelerator_elements=SLICE_ELEMENTS)
     extra = target_logit.unsqueeze(0)
     if accuracy:
-        chosen = ops.rows(_argmax, (logits,), valid, accelerator_elements=SLICE_ELEMENTS) == target
-        extra = torch.stack((target_logit, chosen.float()))
+        is_local_argmax = ops.rows(_argmax, (logits,), valid, accelerator_elements=SLICE_ELEMENTS) == target
+        extra = torch.stack((target_logit, is_local_argmax.float()))
     softmax = all_gather_softmax(maximum, total, extra, group)
     log_probability = softmax.extra[:, 0].sum(0) - softmax.greatest - softmax.total.log()
     correct = softmax.is_argmax(softmax.extra[:, 1] == 1) if accuracy else None
@@ -230,7 +230,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = [differentiate and needed for needed in ctx.needs_input_grad[:3]]
         needs_hidden, needs_weight, needs_bias = needs
         counted = labels != ignore
-        count = _divisor(divisor, counted, hidden)
+        denominator = _divisor(divisor, counted, hidden)
         loss, correct = (torch.zeros((), dtype=torch.float32, device=hidden.device) for _ in range(2))
         # Contiguous whatever the layout of `hidden`: each block is written through a flattened view.
         hidden_gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
@@ -247,10 +247,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             target = labels[start : start + step].flatten() - first
             target = target.masked_fill(~is_counted | (target < 0) | (target >= valid), -1)
             logits = F.linear(block, weight, bias)
-            log_probability, maximum, factor, chosen = _log_probability(logits, target, valid, group, ops, accuracy)
+            log_probability, maximum, factor, is_argmax = _log_probability(logits, target, valid, group, ops, accuracy)
             loss -= log_probability.masked_fill(~is_counted, 0.0).sum()
-            if chosen is not None:
-                correct += (chosen & is_counted).sum()
+            if is_argmax is not None:
+                correct += (is_argmax & is_counted).sum()
             if any(needs):
                 _to_logit_gradients_(logits, target, valid, maximum, factor.masked_fill(~is_counted, 0.0), ops)
             if hidden_gradient is not None:
@@ -264,16 +264,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del logits  # before the next block's are made
         if hidden_gradient is not None and group_size(group) > 1:
             hidden_gradient = (reduce_scatter if sequence else all_reduce)(hidden_gradient, group)
-        ctx.save_for_backward(hidden_gradient, weight_gradient, bias_gradient, count)
+        ctx.save_for_backward(hidden_gradient, weight_gradient, bias_gradient, denominator)
         ctx.dtypes = hidden.dtype, weight.dtype
         ctx.mark_non_differentiable(correct)
-        return loss / count, correct
+        return loss / denominator, correct
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_gradient, weight_gradient, bias_gradient, count = ctx.saved_tensors
+        hidden_gradient, weight_gradient, bias_gradient, denominator = ctx.saved_tensors
         # The mean over no token is 0/0 = nan and its gradient zero, as in torch.
-        scale = gradient.float() / count.masked_fill(count == 0, 1.0)
+        scale = gradient.float() / denominator.masked_fill(denominator == 0, 1.0)
         hidden_dtype, weight_dtype = ctx.dtypes
         return (
             _scaled(hidden_gradient, scale, hidden_dtype),
@@ -306,11 +306,11 @@ def vocab_parallel_cross_entropy(
     Args:
         hidden: [s, b, h], or a sequence shard [s/t, b, h] when `sequence`.
         weight: this rank's [⌈v/t⌉, h] rows of the output layer.
-        labels: whole [s, b], each the token that its position predicts, or `ignore_index`.
-        bias: this rank's [⌈v/t⌉] of the output layer's, if it has one.
+        labels: whole [s, b], each the token that its position predicts, or `ignore_index`. Others are not checked.
+        bias: this rank's [⌈v/t⌉] of the output layer's bias, if it has one.
         vocabulary: v; rows past it get no probability and no gradient.
-        divisor: of the sum of the losses; by default the number of labels that are not ignored. A 0-d tensor needs no
-            synchronisation.
+        divisor: divides the sum of the losses; by default the number of labels that are not ignored. A 0-d tensor needs
+            no synchronisation.
         accuracy: count the labels that are the argmax, which takes another pass over the logits, and one number more
             a token in the all-gather.
         ops: runs the softmax, and chooses the blocks.

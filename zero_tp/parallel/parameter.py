@@ -2,8 +2,8 @@
 
 Initial weights are the same for every TP size. A parameter is drawn on the CPU in fp32, in blocks of rows along the
 split dimension; every block has its own generator, seeded by (run seed, parameter name, block). A rank draws only the
-blocks of its shard, and TP 1, 2 and 4 start from the same bits. Data-parallel ranks, which hold the same shards, draw
-each block once among them.
+blocks of its shard, and TP 1, 2 and 4 start from the same bits. Data-parallel ranks hold the same shards, so one of
+them draws each block.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SeededInit:
             self._draw(part.movedim(layout.dim, 0), name, start, whole[layout.dim], init)
 
     def _draw(self, rows: Tensor, name: str, start: int, total: int, init: Normal) -> None:
-        """Draw `rows`: those from `start` on, of the `total` rows of the parameter `name`; fp32, block by block."""
+        """Fill `rows`, the rows from `start` on of the parameter's `total`: drawn in fp32, block by block."""
         stop = start + len(rows)
         for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
             first, last = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, total)
@@ -77,7 +77,7 @@ class SeededInit:
                 continue
             digest = hashlib.sha256(f"{self.seed}/{name}/{block}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            # torch.normal: zero.Init patches torch.empty and its like to make tensors in the run's dtype.
+            # zero.Init patches torch.empty and others to use the run's dtype, but not torch.normal.
             shape = (last - first, target[0].numel())
             drawn = torch.normal(0.0, init.std, shape, generator=generator, dtype=torch.float32, device="cpu")
             if init.zero_row is not None and first <= init.zero_row < last:

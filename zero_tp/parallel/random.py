@@ -20,7 +20,7 @@ SHARED, PER_RANK = "shared", "per_rank"
 
 @contextmanager
 def _copied_state(generator: torch.Generator) -> Iterator[None]:
-    """Let the CPU's default generator continue `generator`, by copying states."""
+    """Let the CPU's default generator draw from `generator`, by copying states."""
     default = torch.default_generator
     outside = default.get_state()
     default.set_state(generator.get_state())
@@ -33,7 +33,7 @@ def _copied_state(generator: torch.Generator) -> Iterator[None]:
 
 @contextmanager
 def _shared_state(generator: torch.Generator) -> Iterator[None]:
-    """Let the CUDA device's default generator use the state of `generator`, without copies."""
+    """Let the CUDA device's default generator draw from `generator`, by sharing its state."""
     default = torch.cuda.default_generators[generator.device.index]
     outside = default.graphsafe_get_state()
     default.graphsafe_set_state(generator)

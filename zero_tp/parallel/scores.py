@@ -1,4 +1,4 @@
-"""Score target tokens for evaluation, with the vocabulary split over TP: their losses, and whether they are greedy.
+"""Score target tokens for evaluation, with the vocabulary split over TP: their losses, and whether they are the argmax.
 
 Only positions with a target get logits, one chunk at a time. Ranks exchange 2 + 2k numbers a position and never logits.
 v vocabulary, t TP size, h hidden, n positions with a target, k alternatives.
@@ -60,9 +60,8 @@ def vocab_parallel_token_scores(
     for chunk in positions.split(max(1, loss.BLOCK_ELEMENTS // rows)):
         if not len(chunk):
             continue
-        wanted = flat_labels[chunk]
         logits = loss.shard_logits(flat_hidden[chunk], weight, bias, valid)
-        nll[chunk], greedy[chunk] = scores_of_logits(logits, wanted, first=first, valid=valid, group=group)
+        nll[chunk], greedy[chunk] = scores_of_logits(logits, flat_labels[chunk], first=first, valid=valid, group=group)
     scored = flat_labels != ignore_index
     return TokenScores(nll.where(scored, 0.0).view(labels.shape), (greedy & scored).view(labels.shape))
 
@@ -80,14 +79,14 @@ def scores_of_logits(
     """
     valid = logits.shape[1] if valid is None else valid
     here = (labels >= first) & (labels < first + valid)
-    own = logits.gather(1, (labels - first).clamp(0, logits.shape[1] - 1)).masked_fill(~here, 0.0)
+    label_logits = logits.gather(1, (labels - first).clamp(0, logits.shape[1] - 1)).masked_fill(~here, 0.0)
     best = logits.amax(1)
     # Argmax only for rows whose label has the maximum; all rows would take 5 % of the logits' time (CPU, h 576).
-    row, alternative = (here & (own == best.unsqueeze(1))).nonzero(as_tuple=True)
-    chosen = torch.zeros_like(own)
-    chosen[row, alternative] = (logits[row].argmax(1) + first == labels[row, alternative]).to(own.dtype)
+    row, alternative = (here & (label_logits == best.unsqueeze(1))).nonzero(as_tuple=True)
+    is_local_argmax = torch.zeros_like(label_logits)
+    is_local_argmax[row, alternative] = (logits[row].argmax(1) + first == labels[row, alternative]).to(logits.dtype)
     total = logits.sub_(best.unsqueeze(1)).exp_().sum(1)
-    softmax = loss.all_gather_softmax(best, total, torch.cat((own, chosen), 1).t(), group)
-    owns, choices = softmax.extra.transpose(1, 2).chunk(2, 2)  # [t, n, k]
-    nll = softmax.total.log().unsqueeze(1) - (owns.sum(0) - softmax.greatest.unsqueeze(1))
-    return TokenScores(nll, softmax.is_argmax(choices == 1))
+    softmax = loss.all_gather_softmax(best, total, torch.cat((label_logits, is_local_argmax), 1).t(), group)
+    logits_by_rank, argmax_by_rank = softmax.extra.transpose(1, 2).chunk(2, 2)  # [t, n, k]
+    nll = softmax.total.log().unsqueeze(1) - (logits_by_rank.sum(0) - softmax.greatest.unsqueeze(1))
+    return TokenScores(nll, softmax.is_argmax(argmax_by_rank == 1))

@@ -1,1 +1,1 @@
-"""Safetensors are written and read here."""
+"""Write and read safetensors files."""

@@ -34,7 +34,7 @@ class Written:
     """The size and hash of a file: the hexadecimal SHA-256 of the SHA-256s of its parts of 8 MiB.
 
     Several threads hash the parts: one hashes 1.8 GB/s, less than some disks deliver. `parts` are their hashes.
-    Without hashing both are empty.
+    Without hashing, `sha256` and `parts` are empty.
     """
 
     size: int
@@ -143,11 +143,11 @@ def read_hashed(path: Path) -> Written:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return (tensor → dtype, shape, data_offsets, and `__metadata__`; the byte from which the offsets count)."""
+    """Return the header (tensor → dtype, shape, data_offsets; `__metadata__`), and the byte where the data begin."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(path.stat().st_size, MOST_BYTES):
-            raise ValueError("its header is longer than the file")
+            raise ValueError(f"its header of {length} bytes is longer than the file or than {MOST_BYTES} bytes")
         header = parse_json(file.read(length))
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")

@@ -30,7 +30,7 @@ class LossScale:
         self._scaler = getattr(optimizer, "loss_scaler", None) or CreateLossScaler(
             torch.half, engine.loss_scale(), engine.dynamic_loss_scale(), engine.dynamic_loss_scale_args()
         )
-        self._scaler.raise_error_at_min_scale = False  # training stops or goes on, by `on_nonfinite`
+        self._scaler.raise_error_at_min_scale = False  # `on_nonfinite` decides whether training stops
         optimizer._update_scale = _no_update
 
     @property
@@ -39,7 +39,7 @@ class LossScale:
         return float(self._scaler.cur_scale)
 
     def update(self, overflow: bool) -> None:
-        """Update the scale after a step, which was skipped if some rank overflowed."""
+        """Update the scale after a step, which DeepSpeed skipped if some rank overflowed."""
         before = (self._scaler.cur_scale, getattr(self._scaler, "cur_hysteresis", None))
         self._scaler.update_scale(overflow)
         self._optimizer.loss_scale = self._scaler.cur_scale

@@ -1,4 +1,4 @@
-"""Build and set learning rate schedules: DeepSpeed's, and transformers' by the same two functions."""
+"""Build learning rate schedules of DeepSpeed and transformers, and set them to a step."""
 
 from __future__ import annotations
 

@@ -39,13 +39,16 @@ def has_libaio() -> bool:
 
 
 def compilation_note(config: dict[str, Any], accelerator: Any) -> str | None:
-    """Return a log line about the op that DeepSpeed will compile for a run; None if it is compiled or not needed.
+    """Return a log line about the op that DeepSpeed will compile for a run; None if it is built already or not needed.
 
     DeepSpeed's own optimizers, such as CPU Adam for offloaded states, are built when a machine first needs them, which
     takes g++ more than two minutes.
 
     Args:
         config: DeepSpeed's, resolved. accelerator: DeepSpeed's.
+
+    Raises:
+        UserError: a part of a compiler is missing.
     """
     name = builder_name(config)
     if name is None:

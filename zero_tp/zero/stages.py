@@ -1,4 +1,4 @@
-"""One class for each ZeRO stage; training and checkpoints never ask for the stage."""
+"""The ZeroEngine of each ZeRO stage; training and checkpoints do not depend on the stage."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 def compute_norms_in_chunks(optimizer: Any) -> None:
     """Make a ZeRO optimizer of DeepSpeed compute gradient norms in chunks, instead of from whole fp64 copies."""
-    direct = getattr(optimizer, "get_grad_norm_direct", None)
-    if direct is None:  # its BF16_Optimizer
+    original = getattr(optimizer, "get_grad_norm_direct", None)
+    if original is None:  # DeepSpeed's BF16_Optimizer
         return
 
     def chunked_norm(gradients: Iterable[Tensor], params: Iterable[nn.Parameter], norm_type: float = 2) -> Tensor:
         assert norm_type == 2, "only the 2-norm is computed"
         own = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
-        norm: Tensor = direct([sum_of_squares(gradient).sqrt().reshape(1) for gradient in own], params, norm_type)
+        norm: Tensor = original([sum_of_squares(gradient).sqrt().reshape(1) for gradient in own], params, norm_type)
         return norm
 
     optimizer.get_grad_norm_direct = chunked_norm
 
 
 class WithoutZero(ZeroEngine):
-    """ZeRO-0: every DP rank holds all masters and states. The gradient norm and clipping are ours, in fp64.
+    """ZeRO-0: every DP rank holds all masters and states. `_clip` computes the gradient norm and clips, in fp64.
 
     DeepSpeed computes both in fp64 for ZeRO-1, -2 and -3. Without ZeRO it has no norm in fp32 runs; in 16 bit its norm
     is in fp32 (inexact at 1e-4 on CPUs) and counts only the gradients of TP rank 0. So its clipping is off.
@@ -136,7 +136,7 @@ class WithoutZero(ZeroEngine):
                     offset += parameter.numel()
 
     def checkpoint_slice(self, fragment: Fragment) -> slice:
-        """Return this rank's piece: all DP ranks hold the same fragment."""
+        """Return this rank's piece: all DP ranks hold the same fragment, and each writes a part."""
         length = -(-fragment.numel // self.topology.data)
         first = self.topology.data_rank * length
         return slice(min(fragment.numel, first), min(fragment.numel, first + length))
@@ -195,7 +195,7 @@ class PartitionedStates(ZeroEngine):
         optimizer.step = step_unless_vetoed
 
     def fragments(self) -> Iterator[Fragment]:
-        optimizer = self.optimizer  # the first name is BF16_Optimizer's
+        optimizer = self.optimizer  # BF16_Optimizer has the first of these two names
         groups = getattr(optimizer, "fp32_groups_flat_partition", None) or optimizer.single_partition_of_fp32_groups
         for name, parameter in self.model.named_parameters():
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]
@@ -210,7 +210,7 @@ class PartitionedStates(ZeroEngine):
 
 
 def is_single_replica(settings: dict[str, Any], data: int) -> bool:
-    """Return whether gradients of ZeRO-1 or 2 stay in place: one replica, no offload, and no copies by the config."""
+    """Return whether gradients of ZeRO-1 or 2 stay in place: one replica, no offload, no copies by the config."""
     offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
     return data == 1 and offload.get("device", "none") == "none" and not copies_gradients(settings)
 
@@ -239,14 +239,14 @@ class PartitionedParameters(ZeroEngine):
         self.optimizer._get_norm_groups = norms_or_veto
 
     def _step(self) -> None:
-        updates = self.engine.is_gradient_accumulation_boundary()
+        is_update = self.engine.is_gradient_accumulation_boundary()
         super()._step()
         accelerator = get_accelerator()
-        if updates and not accelerator.is_synchronized_device():
+        if is_update and not accelerator.is_synchronized_device():
             # DeepSpeed 0.19.8 gathers on a side stream. Nothing orders that after the update, unless its throughput
             # timer or its gather of persistent weights synchronises with the device.
-            gathers = self.optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
-            gathers.wait_stream(accelerator.current_stream())
+            gather_stream = self.optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
+            gather_stream.wait_stream(accelerator.current_stream())
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that stay gathered: those smaller than `stage3_param_persistence_threshold`."""
@@ -259,8 +259,8 @@ class PartitionedParameters(ZeroEngine):
         # zero.Init reads the DP size from deepspeed.comm before it initialises deepspeed.comm.
         deepspeed.init_distributed(verbose=False)
         return deepspeed.zero.Init(
-            # With mpu= alone it ignores the DP group and overwrites the other TP ranks' shards; mpu= is for reading the
-            # batch sizes.
+            # With mpu= alone it ignores the DP group and overwrites the other TP ranks' shards. It needs mpu= too, to
+            # read the batch sizes.
             data_parallel_group=self.topology.data_group,
             mpu=self.topology,
             # No dtype=: with one, DeepSpeed 0.19.8 uses bf16 on devices that do not support fp16.

@@ -2,7 +2,7 @@
 
 Of each parameter's TP shard a rank holds one fragment: all of it under ZeRO-0, its DP partition under ZeRO-1 to 3. The
 fragment's master is a piece of a flat fp32 tensor; the optimizer's states (moments) are tensors of the same length.
-Writing into the views restores a run. docs/checkpoints.md says why DeepSpeed's own checkpoints do not serve here.
+Writing into the views restores a run. docs/checkpoints.md explains why DeepSpeed's own checkpoints are not used.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Fragment:
     offset: int
     numel: int
 
-    def view(self, whole: Tensor) -> Tensor:
+    def view(self, tensor: Tensor) -> Tensor:
         """Return the fragment's elements of `flat`, or of a state of that length. [numel]"""
-        return whole.detach().view(-1).narrow(0, self.offset, self.numel)
+        return tensor.detach().view(-1).narrow(0, self.offset, self.numel)
 
     @property
     def master(self) -> Tensor:
@@ -59,7 +59,7 @@ class OptimizerStates:
         self.optimizer = optimizer
 
     def kinds(self) -> list[str]:
-        """Return `master` and the names of the optimizer states of its length."""
+        """Return `master` and the names of the optimizer states that have as many elements."""
         if not self.fragments:
             return [MASTER]
         flat = self.fragments[0].flat
@@ -91,11 +91,11 @@ class OptimizerStates:
         """
         if steps is None:
             return
-        by_torch = type(self.optimizer).__module__.startswith("torch.")
+        is_torch = type(self.optimizer).__module__.startswith("torch.")
         on_device = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
         for flat in {id(fragment.flat): fragment.flat for fragment in self.fragments}.values():
             device = flat.device if on_device else "cpu"
-            count = torch.tensor(float(steps), device=device) if by_torch else steps
+            count = torch.tensor(float(steps), device=device) if is_torch else steps
             self.optimizer.state[flat]["step"] = count
         _replay_cpu_adam(self.optimizer, steps)
 

@@ -31,10 +31,10 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Disable `torch.compile` inside the block, by torch's own variable.
+    """Disable `torch.compile` inside the block, by torch's TORCHDYNAMO_DISABLE.
 
-    DeepSpeed imports Muon, which compiles at import, to check an optimizer's type: that would load torch's whole
-    compiler, 1.5 s of each rank's start.
+    To check an optimizer's type, DeepSpeed imports Muon, which compiles at import: loading torch's compiler would take
+    1.5 s of each rank's start.
     """
     before = os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -131,7 +131,7 @@ class ZeroEngine(ABC):
         self.engine.step()
 
     def _is_vetoed(self, norm: Tensor) -> bool:
-        """Ask the veto whether to skip a step with this norm. On every rank."""
+        """Return whether the veto skips a step with this norm. All ranks must call it."""
         if self._veto is not None and self._veto(norm):
             self.vetoed = norm
         return self.vetoed is not None
@@ -172,14 +172,14 @@ class ZeroEngine(ABC):
         self.restore_updates(progress)
         for name in COUNTERS:
             setattr(self.engine, name, progress["counters"][name])
-        # DeepSpeed steps when the accumulation divides this count; the saved run may have had another accumulation.
+        # DeepSpeed steps when this count is a multiple of the accumulation, which may differ from the saved run's.
         self.engine.micro_steps = self.engine.global_steps * self.engine.gradient_accumulation_steps()
         if self.scheduler is not None:  # the config's, which may differ from the save's
             set_schedule(self.scheduler, self.engine.global_steps - self.engine.skipped_steps)
         self.recent = [list(pair) for pair in progress.get("recent", [])]
 
     def restore_updates(self, progress: dict[str, Any]) -> None:
-        """Restore only the moments' part of `progress()`: their count of updates and the loss scale."""
+        """Restore only what belongs to the optimizer's states: the count of updates, and the loss scale."""
         self.states().set_steps(progress["optimizer_steps"])
         if self.loss_scale is not None:
             self.loss_scale.restore(progress["loss_scale"])
