@@ -146,8 +146,8 @@ def _open_spool(directory: Path, identity: dict[str, Any], overwrite: bool, can_
     spool = Spool(directory)
     if spool.identity and not overwrite and (different := differing_settings(spool.identity, identity)):
         raise UserError(
-            f"{directory} keeps {spool.counts.read:,} documents of an interrupted start with other settings "
-            f"({different}): give those again to resume, or start over: --overwrite"
+            f"{directory} keeps {spool.counts.read:,} documents of an interrupted preparation with other settings "
+            f"({different}): give the same settings to resume, or start over: --overwrite"
         )
     if spool.identity != identity or not can_resume:
         remove(directory)
