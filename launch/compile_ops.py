@@ -1,4 +1,4 @@
-"""Compiles DeepSpeed ops for the CPU and prints the paths of the libraries.
+"""Compile DeepSpeed ops for the CPU and print the paths of the libraries.
 
 python launch/compile_ops.py BUILDER…   such as CPUAdamBuilder (DeepSpeedCPUAdam, for offloaded optimizers) or
 FusedAdamBuilder (Adam where the config says `"torch_adam": false`).
@@ -14,7 +14,7 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):  # the builders print
         from deepspeed.ops.op_builder import cpu
 
-        # One after another: each has two source files, and ninja compiles those side by side.
+        # One after another, because ninja already compiles the source files of each in parallel.
         modules = [getattr(cpu, name)().load() for name in sys.argv[1:]]
     for module in modules:
         print(module.__file__)

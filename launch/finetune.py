@@ -32,12 +32,12 @@ from zero_tp.strict_json import read_object
 from zero_tp.zero.ops import without_shared_memory_collectives
 
 Record = dict[str, Any]  # one example of a file, or one tokenized row
-Split = tuple[list[Record], list[Record]]  # examples, rows; Trainer passes on the fields that `forward` has
+Split = tuple[list[Record], list[Record]]  # examples, rows; Trainer drops the fields that `forward` does not take
 MAX_ANSWER_TOKENS = 30  # as in BERT's run_squad.py
 
 
 def read_table(path: Path, first: str, second: str, label: str) -> Iterator[Record]:
-    """Yield the sentence pairs of a table, but not those labelled "-", on which the annotators of MNLI disagreed."""
+    """Yield the sentence pairs of a table, without those labelled "-" (MNLI's annotators disagreed)."""
     if path.suffix == ".jsonl":
         rows: Iterator[Record] = (row for _, row in read_objects(path))
     elif path.suffix in (".tsv", ".csv"):  # GLUE's tables are .tsv, with stray quotation marks and no quoted fields
@@ -89,7 +89,7 @@ def encode_choices(records: Sequence[Record], labels: Mapping[str, int], tokeniz
 
 
 def encode_spans(records: Sequence[Record], labels: Mapping[str, int], tokenizer: Any, length: int) -> list[Record]:
-    """Tokenize each record as rows (question, context). An answer that a row does not hold is at token 0, [CLS]."""
+    """Tokenize each record as rows (question, context). A row without the answer has the span of token 0, [CLS]."""
     features = []
     for number, record in enumerate(records):
         encoded = tokenizer(
@@ -186,7 +186,7 @@ def load_splits(options: argparse.Namespace, tokenizer: Any) -> tuple[Split, Spl
 
 
 def open_padding_tokenizer(model: Path) -> Any:
-    """Return the model's tokenizer, which pads with its end of text where it has no token for padding."""
+    """Return the model's tokenizer; it pads with its eos token if it has no padding token."""
     tokenizer = open_tokenizer(model)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
         remedy = 'name one of its tokens as "pad_token" in tokenizer_config.json'

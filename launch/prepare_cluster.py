@@ -5,10 +5,10 @@
         --executor slurm --executor-arguments '{"partition": "cpu", "time": "4:00:00"}'
 
 Copy it to add other steps of datatrove, in `stages`. Tasks split the inputs by file. A repeated start skips completed
-tasks: their folder, OUTPUT.work/DIGEST, is named by all that decides what they do. docs/data.md says how the
-deduplication differs from that of `zero-tp prepare`.
+tasks: they write to OUTPUT.work/DIGEST, and DIGEST is a hash of the inputs, the settings and the number of tasks.
+docs/data.md says how the deduplication differs from that of `zero-tp prepare`.
 
-Slurm's jobs load pickled steps and do not run this file: its functions import the names that they use themselves.
+Slurm's jobs load pickled steps and do not run this file, so its functions must import the names that they use.
 """
 
 from __future__ import annotations
@@ -52,33 +52,44 @@ BUCKETS, HASHES = 14, 8
 
 
 def parser() -> argparse.ArgumentParser:
-    made = cli.Parser(description=__doc__)
-    made.add_argument("--input", nargs="+", required=True, metavar="FILE|DIR|GLOB", help="as of zero-tp prepare")
-    made.add_argument("--tokenizer", required=True, metavar="DIR", help="a finished tokenizer")
-    made.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory to make")
-    made.add_argument("--tasks", type=int, required=True, metavar="N", help="parts of the work")
-    made.add_argument("--executor", choices=EXECUTORS, default="local", help="what runs the tasks (default: local)")
-    made.add_argument(
+    arguments = cli.Parser(description=__doc__)
+    arguments.add_argument("--input", nargs="+", required=True, metavar="FILE|DIR|GLOB", help="as for zero-tp prepare")
+    arguments.add_argument("--tokenizer", required=True, metavar="DIR", help="a finished tokenizer")
+    arguments.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory to make")
+    arguments.add_argument(
+        "--tasks", type=int, required=True, metavar="N", help="number of tasks among which the inputs are divided"
+    )
+    arguments.add_argument(
+        "--executor", choices=EXECUTORS, default="local", help="what runs the tasks (default: local)"
+    )
+    arguments.add_argument(
         "--executor-arguments",
         type=json.loads,
         default={},
         metavar="JSON",
         help="arguments of datatrove's executor; Slurm's needs partition and time",
     )
-    made.add_argument("--text-key", metavar="KEY", help="field of the text (default: text, or the one that is found)")
-    made.add_argument("--documents", choices=("file", "line", "blank-line"), default="file", help="of .txt files")
-    made.add_argument("--repair-unicode", dest="repair", action="store_true", help="mend Unicode (ftfy)")
-    made.add_argument("--min-tokens", type=int, default=0, metavar="N", help="drop documents of fewer tokens")
-    made.add_argument("--no-deduplicate", dest="deduplicate", action="store_false", help="keep near duplicates")
-    made.add_argument("--eos", metavar="TOKEN", help="what ends a document")
-    made.add_argument("--split-sentences", dest="sentences", metavar="LANGUAGE", help="keep where sentences begin")
-    made.add_argument("--seed", type=int, default=1234, help="of the split (default: 1234)")
-    made.add_argument("--validation-fraction", dest="validation", type=float, default=0.02, metavar="F|COUNT")
-    return made
+    arguments.add_argument("--text-key", metavar="KEY", help="field of the text (default: text, see docs/data.md)")
+    arguments.add_argument(
+        "--documents",
+        choices=("file", "line", "blank-line"),
+        default="file",
+        help="the unit of a .txt file that is one document",
+    )
+    arguments.add_argument("--repair-unicode", dest="repair", action="store_true", help="mend Unicode (ftfy)")
+    arguments.add_argument("--min-tokens", type=int, default=0, metavar="N", help="drop documents of fewer tokens")
+    arguments.add_argument("--no-deduplicate", dest="deduplicate", action="store_false", help="keep near duplicates")
+    arguments.add_argument("--eos", metavar="TOKEN", help="the token that ends a document")
+    arguments.add_argument(
+        "--split-sentences", dest="sentences", metavar="LANGUAGE", help="store the starts of sentences"
+    )
+    arguments.add_argument("--seed", type=int, default=1234, help="seed of the split (default: 1234)")
+    arguments.add_argument("--validation-fraction", dest="validation", type=float, default=0.02, metavar="F|COUNT")
+    return arguments
 
 
 class Words(WhitespaceTokenizer):
-    """Words as `zero-tp prepare --deduplicate near` has them: datatrove's own for English needs spaCy."""
+    """Split words as `zero-tp prepare --deduplicate near` does; datatrove's tokenizer for English needs spaCy."""
 
     def word_tokenize(self, text: str) -> list[str]:
         from zero_tp.data.similarity import words
@@ -91,9 +102,9 @@ def minhash_config() -> MinhashConfig:
 
     Shingles are 5 words of the text as it is, because datatrove's own normalisation turns every number into 0.
     """
-    as_is = TextNormConfig(False, False, False, False, False)
+    unchanged = TextNormConfig(False, False, False, False, False)
     # Its default hash raises with xxhash 4.
-    return MinhashConfig(SHINGLE, BUCKETS, HASHES, norm_config=as_is, hash_config=HashConfig(hash_fc="sha1"))
+    return MinhashConfig(SHINGLE, BUCKETS, HASHES, norm_config=unchanged, hash_config=HashConfig(hash_fc="sha1"))
 
 
 def is_long_enough(encoder: DocumentEncoder, min_tokens: int, document: Document) -> bool:
@@ -107,8 +118,8 @@ def stages(
     """Return the steps of each stage and its number of tasks, in order."""
     documents: list[Step] = [reader]
     if options.repair:  # with ftfy's own defaults, as in zero-tp prepare
-        others = ("fix_latin_ligatures", "fix_character_width", "uncurl_quotes", "fix_line_breaks")
-        documents.append(FTFYFormatter(**dict.fromkeys(others, True), normalization="NFC"))
+        fixes = ("fix_latin_ligatures", "fix_character_width", "uncurl_quotes", "fix_line_breaks")
+        documents.append(FTFYFormatter(**dict.fromkeys(fixes, True), normalization="NFC"))
     if not options.deduplicate:
         return {"tokenize": ([*documents, corpus], options.tasks)}
     if options.min_tokens:  # before MinHash, which might keep the shorter one of two

@@ -2,7 +2,7 @@
 # bash launch/quickstart.sh [ARGUMENT OF PRETRAIN.PY…]
 #
 # Pretrains a small Llama on the State of the Union addresses on 4 CPU ranks (TP 2 × DP 2, sequence parallelism, ZeRO-2),
-# draws its loss, exports it for Hugging Face, evaluates it and prints a sample. Started again it goes on where it was.
+# plots its loss, exports it for Hugging Face, evaluates it and prints a sample. Run again, it resumes.
 # Example: bash launch/quickstart.sh --set zero_tp.training.steps=100
 set -euo pipefail
 
@@ -30,8 +30,8 @@ end() {
     printf '[%d/7] %s: %d s\n' "$step" "$title" $((SECONDS - started))
 }
 
-# A launcher that is told to stop may leave its ranks behind. It gets a process group of its own (set -m), so that all of
-# them can be told, and be ended when they don't listen.
+# A launcher that gets a signal may leave its ranks running. It gets its own process group (set -m), so that `stop` can
+# signal the launcher and all ranks, and kill those that are still running after 10 seconds.
 group=
 stop() {
     trap - INT TERM HUP
@@ -63,7 +63,7 @@ in_group bash launch/setup_env.sh plot
 export PATH="$PWD/.venv/bin:$PATH"
 end
 
-# Four ranks share the cores; more threads a rank only get in each other's way.
+# Four ranks share the cores; more than one thread per rank slows all of them down.
 export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
 
 begin "Corpus and tokenizer"
@@ -71,13 +71,13 @@ in_group python launch/prepare_data.py --input launch/corpus/sotu.jsonl.gz --tok
 end
 
 begin "Pretraining on 4 ranks"
-# The launcher's own port is always the same: a second run on this machine could not start.
+# The launcher's default port is fixed, so a second run on this machine could not start.
 port=$(python -c 'import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])')
 in_group deepspeed --num_accelerators 4 --master_port "$port" --log_level error launch/pretrain.py \
     --deepspeed_config ds_configs/quickstart.json --output-dir "$run" "$@"
 end
 
-# What follows is one process each, with all cores to itself.
+# Each of the next steps is one process, which may use all cores.
 unset OMP_NUM_THREADS
 
 begin "A picture of the run"

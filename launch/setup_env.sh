@@ -2,7 +2,7 @@
 # bash launch/setup_env.sh [EXTRA…]   (data, datatrove, dev, eval, plot)
 #
 # Makes .venv in the repository, installs zero_tp with these extras at the versions of constraints.txt, and compiles the
-# DeepSpeed ops of a CPU run. What is there and current is left alone. PYTHON chooses the interpreter of a new .venv.
+# DeepSpeed ops of a CPU run. Current parts are left alone. PYTHON chooses the interpreter of a new .venv.
 set -euo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -49,10 +49,10 @@ write() { # the whole file or none of it
 if ! installed; then
     echo "set-up: installing zero_tp${extras:+[$extras]} into .venv, some minutes (messages: .venv/setup.log)"
     begin=$SECONDS
-    # Of 18,000 files Python would compile, a third of the time, a run imports a fifth: Python does those when it first
-    # imports them, here, so that ranks that start together find them.
+    # --no-compile: compiling 18,000 files takes a third of the time, and a run imports a fifth of them. The import below
+    # compiles those once, so that ranks that start together do not.
     export PIP_DISABLE_PIP_VERSION_CHECK=1
-    # The constraints hold for the builds' own environments too: by the first name for pip before 25.3, by the second after.
+    # Build environments need the constraints too: the first variable is for pip before 25.3, the second from 25.3 on.
     PIP_CONSTRAINT=$repository/constraints.txt PIP_BUILD_CONSTRAINT=$repository/constraints.txt \
         "$python" -m pip install --no-compile -c constraints.txt -e ".${extras:+[$extras]}" >"$log" 2>&1 ||
         { tail -n 20 "$log" >&2; fail "pip failed; all its messages are in $log"; }
@@ -66,8 +66,8 @@ if ! installed; then
     echo "set-up: installed in $((SECONDS - begin)) s"
 fi
 
-# The tests of offload use one op that DeepSpeed compiles, here once: ranks that start together would all wait for one
-# compiler, and time out on a slow machine. Nothing else on CPUs needs a compiler.
+# The tests of offload use one op that DeepSpeed compiles. It is compiled here, because ranks that start together would
+# all wait for one compiler, and time out on a slow machine. Nothing else on CPUs needs a compiler.
 case ,$extras, in *,dev,*) ;; *) exit 0 ;; esac
 builder=CPUAdamBuilder
 extensions=${TORCH_EXTENSIONS_DIR:-$HOME/.cache/torch_extensions}

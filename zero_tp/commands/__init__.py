@@ -21,7 +21,7 @@ class Command:
     """A command's line in `zero-tp --help` and how it starts.
 
     Attributes:
-        ranks: its process may be one of several ranks.
+        ranks: a launcher may start it as one of several ranks.
         quiet: suppress the output of libraries.
     """
 
@@ -62,13 +62,13 @@ def start(name: str, words: Sequence[str] | None = None, prog: str | None = None
     verbose = "--verbose" in words
     if command.quiet:
         quiet_libraries(verbose)
-    chosen = command_module(name)
+    module = command_module(name)
 
     def parse() -> Any:
-        parser = cli.Parser(prog, description=chosen.__doc__)
-        chosen.add_arguments(parser)
+        parser = cli.Parser(prog, description=module.__doc__)
+        module.add_arguments(parser)
         return parser.parse_args(words)
 
     if command.ranks:
-        chosen.start(parse, verbose, **options)
-    cli.run(lambda: chosen.main(parse()))
+        module.start(parse, verbose, **options)
+    cli.run(lambda: module.main(parse()))

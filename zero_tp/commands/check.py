@@ -1,7 +1,7 @@
-"""Check a run's JSON file without ranks: keys, combinations, sums, and whether its data exist.
+"""Check a run's JSON file without ranks: keys, combinations, batch sizes, and whether its data exist.
 
 The exit status is 0 if a run can start, 1 if FILE is right but a file or directory that a run reads is missing, and 2
-if FILE is wrong: one line for each key, and once the keys are right one for each combination.
+if FILE is wrong: one line for each wrong key or, if all keys are right, for each wrong combination.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config(parser: ArgumentContainer, name: str, help_: str, **options: Any) -> None:
-    """Add an argument that is a config."""
+    """Add an argument that names a config file."""
     parser.add_argument(name, type=config_file, metavar="FILE", help=help_, **options)
 
 
@@ -124,7 +124,7 @@ def _leave_out_activations() -> None:
 
 @contextlib.contextmanager
 def _without_index_of_models() -> Iterator[None]:
-    """Import models' modules from a plain package: `transformers.models` reads its 1,700 files, as `transformers` does.
+    """Import model modules through an empty package, because importing `transformers.models` reads 1,700 files.
 
     Inside the block, `transformers.models` has no attributes but the modules that were imported.
     """
@@ -230,8 +230,8 @@ def _model_states(config: RunConfig, parameters: int) -> Lines:
     data, values = config.batch.data_parallel, config.typed
     if data is None:
         return
-    element = 4 if config.dtype == "fp32" else 2
-    states = model_states(parameters / config.zero_tp.parallel.tensor, config.zero_stage, data, element)
+    element_bytes = 4 if config.dtype == "fp32" else 2
+    states = model_states(parameters / config.zero_tp.parallel.tensor, config.zero_stage, data, element_bytes)
     parts = [f"{name} {size / GIB:.3g}" for name, size in states.items()]
     for block in filter(values.offloads, ("offload_optimizer", "offload_param")):
         parts.append(f"{block} to {values[f'zero_optimization.{block}.device']}")

@@ -1,4 +1,4 @@
-"""Evaluate a causal language model, from a Hugging Face directory or a training run, without training on the task."""
+"""Evaluate a causal language model, from a Hugging Face directory or a training run, without fine-tuning it."""
 
 from __future__ import annotations
 
@@ -42,15 +42,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", nargs="+", action="extend", default=[], metavar="TASK=FILE", help="the text a task reads"
     )
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows at once on a rank (default: 8)")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows per rank and forward (default: 8)")
     parser.add_argument(
-        "--sequence-length", type=int, metavar="N", help="tokens of a window and context (default: all positions)"
+        "--sequence-length",
+        type=int,
+        metavar="N",
+        help="tokens of a window, with its context (default: the model's maximum)",
     )
     parser.add_argument(
         "--overlap",
         type=int,
         metavar="N",
-        help="tokens a window advances by; each window after a text's first scores its last N only "
+        help="stride of the windows in tokens; each window after a text's first scores only its last N "
         "(default: 32 for wikitext103, for perplexity the whole window, so that none overlap)",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
@@ -60,10 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default: float32)")
     parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda if there is one, else cpu)")
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="of texts in JSON lines (default: text)")
+    parser.add_argument(
+        "--text-key", default="text", metavar="KEY", help="field of the text in JSON lines (default: text)"
+    )
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="another tokenizer's directory or hub name")
     parser.add_argument(
-        "--allow-pickle", action="store_true", help="read pickled weights if there are no safetensors; trust the source"
+        "--allow-pickle",
+        action="store_true",
+        help="read pickled weights if there are no safetensors; only if you trust them",
     )
     parser.add_argument("--output", type=Path, metavar="JSON", help="write the results here too")
     parser.add_argument("--verbose", action="store_true", help="show what the libraries print, and every traceback")
@@ -86,7 +93,9 @@ def _add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--include-path", type=Path, metavar="DIR", help="a directory with lm-eval task files (.yaml)")
     parser.add_argument(
-        "--allow-task-code", action="store_true", help="let task files of --include-path run Python; trust the source"
+        "--allow-task-code",
+        action="store_true",
+        help="let task files of --include-path run Python; only if you trust them",
     )
 
 

@@ -60,23 +60,23 @@ def main(options: argparse.Namespace) -> None:
     from zero_tp.planning.plan import plan
 
     config = RunConfig.load(options.file, options.set, options.world_size)
-    chosen = named_device(options.device, options.world_size)
-    run_plan = plan(config, chosen, options.tokens and int(options.tokens))
+    device = named_device(options.device, options.world_size)
+    run_plan = plan(config, device, options.tokens and int(options.tokens))
     from zero_tp.planning import plan_report as report
     from zero_tp.planning.search import Search
 
     result: dict[str, Any] = run_plan.as_json()
     lines = [report.describe(run_plan)]
     if options.dry_run:
-        whole, seconds = run_plan.dry_run_all_layers()
+        dry_run, seconds = run_plan.dry_run_all_layers()
         # "true_view_bytes" is the plan's peak, under the key's old name.
-        peaks = {"dry_run_bytes": whole.as_json(), "true_view_bytes": run_plan.peak.as_json()}
+        peaks = {"dry_run_bytes": dry_run.as_json(), "true_view_bytes": run_plan.peak.as_json()}
         result["dry_run"] = {"seconds": seconds, **peaks}
-        lines += report.dry_run(run_plan.peak, whole, seconds)
+        lines += report.dry_run(run_plan.peak, dry_run, seconds)
     advice: list[str] = []
     fastest = None
     if options.search:
-        search = Search(config, chosen)
+        search = Search(config, device)
         shown, best = search.fastest(options.set, options.top)
         result["candidates"] = [estimate.as_json() for estimate in shown]
         result["tried"], result["fitting"] = len(search.ranked), search.fitting

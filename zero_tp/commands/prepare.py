@@ -55,21 +55,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     show = parser.add_argument_group("instead of preparing")
     show.add_argument("--show", type=Path, metavar="DIR", help="print documents and packed samples of a corpus as text")
-    show.add_argument("--sample", type=int, default=3, metavar="N", help="how many of each (default: 3)")
-    show.add_argument("--sequence-length", type=int, default=256, metavar="S", help="of samples (default: 256)")
+    show.add_argument("--sample", type=int, default=3, metavar="N", help="how many documents and samples (default: 3)")
+    show.add_argument("--sequence-length", type=int, default=256, metavar="S", help="tokens of a sample (default: 256)")
     _add_document_arguments(parser)
     _add_step_arguments(
         parser.add_argument_group("steps", "in this order, each off by default and counted in report.json")
     )
     parser.add_argument("--strict", action="store_true", help="stop at the first record that is no document")
-    parser.add_argument("--processes", type=int, metavar="N", help="that read and tokenise (default: one a core)")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="processes that read and tokenise (default: one per core)"
+    )
     parser.add_argument(
         "--merge", type=Path, metavar="PARTS", help="join the parts that a cluster wrote (launch/prepare_cluster.py)"
     )
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace an OUTPUT, or the progress of an interrupted start, of other inputs or settings",
+        help="replace an OUTPUT or an interrupted preparation of other inputs or settings",
     )
 
 
@@ -82,7 +84,7 @@ def _add_document_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F|COUNT",
         help="documents to hold out: a fraction below 1, or a whole number of documents (default: 0.02)",
     )
-    parser.add_argument("--seed", type=int, default=1234, help="of the split (default: 1234)")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the split (default: 1234)")
     parser.add_argument("--text-key", metavar="KEY", help="field of the text (default: text, see docs/data.md)")
     parser.add_argument(
         "--documents",
@@ -108,7 +110,7 @@ def _add_step_arguments(steps: argparse._ArgumentGroup) -> None:
         const=128,
         default=0,
         metavar="N",
-        help="drop documents of fewer tokens (128 where N is left out)",
+        help="drop documents of fewer than N tokens (128 if N is omitted)",
     )
     steps.add_argument(
         "--deduplicate",
@@ -180,7 +182,7 @@ def _summary(prepared: Prepared) -> Iterator[str]:
     if prepared.reused:
         yield f"{prepared.output} is up to date: made from the same inputs and settings"
     if prepared.resumed:
-        yield f"resumed an interrupted start, which had read {prepared.resumed:,} documents"
+        yield f"resumed an interrupted preparation, which had read {prepared.resumed:,} documents"
     if (documents := report["documents"])["dropped"]:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in documents["dropped"].items())
         dropped = documents["read"] - documents["kept"]

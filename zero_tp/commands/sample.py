@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=int, metavar="N", help=f"most new tokens (default: {TOKENS}, or as many as fit the model)"
     )
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
-    parser.add_argument("--top-k", type=int, default=50, metavar="K", help="choose among the K likeliest (default: 50)")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice (default: 0)")
+    parser.add_argument("--top-k", type=int, default=50, metavar="K", help="sample from the K likeliest (default: 50)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
 
 
 def check(options: argparse.Namespace) -> None:

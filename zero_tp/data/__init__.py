@@ -1,4 +1,4 @@
-"""Corpora: preparing, storing and sampling them. The names of `__all__` are for scripts."""
+"""Prepare, store and sample corpora. `__all__` lists the public API."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:  # on first use: importing torch takes a second
+def __getattr__(name: str) -> Any:  # lazy, because importing torch takes a second
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Rows of packed documents for one forward.
+"""Batches of packed documents for one forward pass.
 
 With `data.document_attention` "reset" a token attends only to its own document in the window, positions restart with
 each document, and a document's last token predicts nothing. The rest of a document from an earlier window counts as a
@@ -92,10 +92,9 @@ def separated(windows: Tensor, documents: Tensor) -> Batch:
     Args:
         documents: each token's document, [m, s + 1]; a token of document PADDING is never a label.
     """
-    after = documents[:, 1:]
-    labels = windows[:, 1:].masked_fill((after != documents[:, :-1]) | (after == PADDING), IGNORE_INDEX)
-    own = documents[:, :-1].contiguous()
-    return Batch(windows[:, :-1].contiguous(), labels, positions_of(own), own)
+    inputs, targets = documents[:, :-1].contiguous(), documents[:, 1:]
+    labels = windows[:, 1:].masked_fill((targets != inputs) | (targets == PADDING), IGNORE_INDEX)
+    return Batch(windows[:, :-1].contiguous(), labels, positions_of(inputs), inputs)
 
 
 def positions_of(documents: Tensor) -> Tensor:

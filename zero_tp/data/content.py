@@ -19,7 +19,7 @@ from zero_tp.strict_json import InvalidJson, read_object
 
 REPORT = "report.json"
 """The report of `prepare`, with the checksum of each file of the output."""
-_CLOCK_TICK = 0.01  # seconds: a file system's times can be as coarse
+_CLOCK_TICK = 0.01  # seconds: the resolution of a coarse file system's times
 
 
 def bin_path(prefix: str | Path) -> Path:

@@ -1,4 +1,4 @@
-"""`prepare` makes a corpus of text files. Its stages, in the order of this module:
+"""`prepare` makes a corpus from documents. Its stages, in the order of this module:
 
 1. `Preparation.read`: the inputs are read once, block by block, in as many processes as there are cores. Each process
    checks, repairs, hashes and (with a finished tokenizer) tokenizes documents. The results go to a `Spool`.
@@ -7,7 +7,7 @@
 4. `write_output`: both corpora, the validation texts and the report; then the output replaces an older one.
 
 Spools and the trained tokenizer are in a hidden directory next to the output, from which an interrupted preparation
-resumes: a kill loses only what no spool has committed. Memory holds 53 bytes a document, a few blocks of 1 MiB a
+resumes: a kill loses only blocks that were not committed. Memory holds 53 bytes a document, a few blocks of 1 MiB a
 process (or one document if that is longer), and nothing of the corpus itself.
 """
 
@@ -63,7 +63,7 @@ from zero_tp.files import clear_partial, hidden_sibling, partial_directory, put_
 Result = TypeVar("Result")
 TOKENIZER = "tokenizer"
 _ITEMS_AHEAD = 3  # per process: submitted and not finished
-_SMALL = 4 << 20  # bytes of inputs that are read before other processes have started
+_SMALL = 4 << 20  # bytes: fewer are read in this process before others would have started
 
 
 def prepare(
@@ -82,13 +82,13 @@ def prepare(
     Args:
         inputs: files, directories, globs, `-` or `hf:NAME`; see `documents.find_sources`.
         output: directory to write. An output of the same inputs and settings is reused.
-        overwrite: replace an output of other inputs or settings, or the progress of an interrupted start with others.
+        overwrite: replace an output or an interrupted preparation of other inputs or settings.
         strict: stop at the first record that is no document, instead of counting it.
-        processes: that read and tokenise; None: one a core.
+        processes: number of processes that read and tokenise; None: one per core.
         progress: show progress bars when stderr is a terminal.
 
     Raises:
-        UserError: bad input, bad settings, or an output or interrupted start of something else.
+        UserError: bad input or settings, or an output or interrupted preparation of other ones.
     """
     output, spec = Path(output), TokenizerSpec.parse(settings.tokenizer)
     check_settings(settings)
@@ -108,23 +108,23 @@ def prepare(
             clear_partial(real_output, (TOKENIZER,))
             is_being_written = hidden_sibling(real_output, "partial").exists()
             if not is_being_written and Spool(directory).identity in (None, reading):
-                shutil.rmtree(directory, ignore_errors=True)  # of a start that was killed at its end
+                shutil.rmtree(directory, ignore_errors=True)  # left by a process that was killed at its end
             return reused
-        # Standard input and the hub may give other documents at another start.
+        # Standard input and the hub may give other documents the next time.
         can_resume = all(source.path is not None for source in sources)
         with (
-            partial_directory(real_output, (TOKENIZER,)) as written,
+            partial_directory(real_output, (TOKENIZER,)) as staging,
             _open_spool(directory, reading, overwrite, can_resume) as spool,
         ):
             resumed = spool.counts.read
             preparation = Preparation(sources, spec, settings, spool, strict, processes, progress)
             preparation.read()
-            documents = preparation.select(written)
-            encoder, tokens = preparation.encode(documents, written / TOKENIZER)
+            documents = preparation.select(staging)
+            encoder, tokens = preparation.encode(documents, staging / TOKENIZER)
             hashes = [spool.sha256[number] for number in range(len(sources))]
             identity = output_identity(sources, hashes, spec, settings)
-            report = write_output(written, documents, tokens, encoder, identity, preparation.seconds)
-            put_in_place(written, real_output)
+            report = write_output(staging, documents, tokens, encoder, identity, preparation.seconds)
+            put_in_place(staging, real_output)
             (directory / COMMITTED).unlink(missing_ok=True)  # the spool is not needed any more
     return Prepared(output, report, reused=False, resumed=resumed)
 
@@ -142,12 +142,12 @@ def name_output_in_errors(output: Path, progress: Path | None = None) -> Iterato
 
 @contextlib.contextmanager
 def _open_spool(directory: Path, identity: dict[str, Any], overwrite: bool, can_resume: bool) -> Iterator[Spool]:
-    """Open the spool in `directory`, with the blocks of an interrupted start; see `prepare`."""
+    """Open the spool in `directory`, with the blocks of an interrupted preparation; see `prepare`."""
     spool = Spool(directory)
     if spool.identity and not overwrite and (different := differing_settings(spool.identity, identity)):
         raise UserError(
-            f"{directory} keeps {spool.counts.read:,} documents of an interrupted start with other settings "
-            f"({different}): give those again to resume, or start over: --overwrite"
+            f"{directory} keeps {spool.counts.read:,} documents of an interrupted preparation with other settings "
+            f"({different}): give the same settings to resume, or start over: --overwrite"
         )
     if spool.identity != identity or not can_resume:
         remove(directory)
@@ -168,9 +168,9 @@ class BlockProcessor:
     """Checks, repairs, hashes and (with a finished tokenizer) tokenizes the records of a block.
 
     Attributes:
-        seed: of the split.
+        seed: seed of the split.
         repair: mend Unicode with ftfy.
-        min_tokens: shorter documents are dropped; their end is not counted.
+        min_tokens: shorter documents are dropped; the eos token is not counted.
         deduplicate: None, "exact" or "near": what is needed to find duplicates.
         sets: the evaluation sets that documents must not overlap with.
     """
@@ -242,7 +242,7 @@ def encode_stored(
 
 
 _worker_function: Callable[..., Any]
-"""The work of this worker process: concurrent.futures has no other place where an initializer can leave it."""
+"""The function that this worker process runs; a global, because a pool's initializer cannot return it."""
 
 
 def map_in_order(work: Callable[..., Result], items: Iterable[tuple[Any, ...]], processes: int) -> Iterator[Result]:
@@ -297,10 +297,10 @@ def _call_worker_function(*item: Any) -> Any:
 
 
 class Preparation:
-    """The stages of `prepare` before the output is written; each continues an interrupted start.
+    """The stages of `prepare` before the output is written; each resumes where an interrupted preparation stopped.
 
     Attributes:
-        seconds: that stages took.
+        seconds: stage → its duration.
     """
 
     def __init__(
@@ -333,13 +333,13 @@ class Preparation:
         total = sum(size for size, _ in self.stamps) or None
         with self.bar(desc="reading", total=total, unit="B", unit_scale=True) as bar:
             self._check_strict()
-            for block in map_in_order(self.processor, self._unread(bar), self.processes):
+            for block in map_in_order(self.processor, self._missing_blocks(bar), self.processes):
                 spool.append(block)
                 self._check_strict()
         spool.flush()
         self.seconds["reading"] = time.perf_counter() - started
 
-    def _unread(self, bar: tqdm) -> Iterator[tuple[int, RecordBatch, str | None]]:
+    def _missing_blocks(self, bar: tqdm) -> Iterator[tuple[int, RecordBatch, str | None]]:
         """Yield each block that is not in the spool, and an empty one with the hash at the end of a source."""
         bytes_before = 0
         for number, (source, stamp) in enumerate(zip(self.sources, self.stamps, strict=True)):
@@ -359,27 +359,27 @@ class Preparation:
             problem = self.spool.counts.problems[0]
             raise UserError(f"{problem.where}: {problem.detail}")
 
-    def select(self, written: Path) -> DocumentTable:
-        """Return the documents of the output, and write `removed.jsonl`."""
+    def select(self, staging: Path) -> DocumentTable:
+        """Return the documents of the output, and write `removed.jsonl` if a step can remove some."""
         documents = DocumentTable(self.spool.blocks, [source.name for source in self.sources], self.spool.counts)
         removed = documents.remove_duplicates(self.settings.deduplicate) + documents.remove_contaminated()
         if self.settings.deduplicate or self.settings.decontaminate:
-            with open(written / "removed.jsonl", "w", encoding="utf-8") as file:
+            with open(staging / "removed.jsonl", "w", encoding="utf-8") as file:
                 file.writelines(json.dumps(document, ensure_ascii=False) + "\n" for document in removed)
         documents.select_validation(self.settings.validation)
         return documents
 
-    def encode(self, documents: DocumentTable, saved: Path) -> tuple[DocumentEncoder, Sequence[StoredBlock]]:
-        """Return the encoder, and the blocks that hold the documents' tokens; save the tokenizer."""
+    def encode(self, documents: DocumentTable, destination: Path) -> tuple[DocumentEncoder, Sequence[StoredBlock]]:
+        """Return the encoder, and the blocks with the documents' tokens; save the tokenizer."""
         started = time.perf_counter()
         if self.processor.encoder is not None:
             assert self.tokenizer is not None
-            self.tokenizer.save_pretrained(str(saved))
+            self.tokenizer.save_pretrained(str(destination))
             self.seconds["tokenizer"] = time.perf_counter() - started
             return self.processor.encoder, self.spool.blocks
-        trained = self._train(documents)
-        shutil.copytree(trained, saved)
-        encoder = DocumentEncoder(load_tokenizer(trained), self.settings.sentences)
+        directory = self._train(documents)
+        shutil.copytree(directory, destination)
+        encoder = DocumentEncoder(load_tokenizer(directory), self.settings.sentences)
         self.seconds["tokenizer"] = time.perf_counter() - started
         with contextlib.closing(Spool(self.spool.directory / "encoded").open({})) as encoded:
             numbers = range(len(encoded.blocks), len(documents.blocks))
@@ -392,7 +392,7 @@ class Preparation:
         return encoder, encoded.blocks
 
     def _train(self, documents: DocumentTable) -> Path:
-        """Train the tokenizer on the training documents, unless an earlier start has; return its directory."""
+        """Train the tokenizer on the training documents, unless it is in the spool's directory; return its own."""
         self.spool.commit()
         trained, unfinished = self.spool.directory / TOKENIZER, self.spool.directory / "tokenizer.new"
         if not trained.exists():

@@ -28,8 +28,8 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
     Args:
         prefixes: a corpus' prefix, or prefix → weight of several.
         sequence_length: s.
-        seed: of the order.
-        samples: the length; None: one pass over all corpora. It may be more than that.
+        seed: seed of the order.
+        samples: the length, also beyond one pass; None: one pass over all corpora.
         separate: add `position_ids`, which restart with each document, for attention to packed rows; a document's first
             token is no label.
     """
@@ -71,7 +71,7 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
 class CorpusStream(IterableDataset[dict[str, Tensor]]):
     """A corpus as an iterable data set: the items of `CorpusDataset`, divided among ranks and a DataLoader's workers.
 
-    Worker w of W of rank r of R yields the items k with k mod (R·W) = r·W + w.
+    Worker w of W of rank r of R yields the items k with (k - first) mod (R·W) = r·W + w.
 
     Args:
         first: the number of the first sample, for example the number of samples that a run has seen.

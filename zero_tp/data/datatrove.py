@@ -96,7 +96,8 @@ class TokenizedCorpus(PipelineStep):
         tokenizer: a directory, or a name on the hub.
         parts: directory for the parts of all tasks, which all machines can read and write.
         eos, sentences, seed, min_tokens: see `PrepareSettings`.
-        settings: other settings of the pipeline, such as its inputs and filters; parts with other ones aren't merged.
+        settings: other settings of the pipeline, such as its inputs and filters; parts that differ in them can't be
+            merged.
         reader: this pipeline's reader: the report then counts the records that it drops, and as `filtered` the
             documents that later steps drop.
     """

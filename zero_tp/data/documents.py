@@ -1,5 +1,5 @@
 """Find the inputs that the user names (files, directories, globs, standard input, data sets of the Hugging Face hub),
-and read their documents in blocks of about 1 MiB, the same ones on every machine.
+and read their documents in blocks of about 1 MiB, with the same boundaries on every machine.
 
 `RecordBatch.documents` parses records, which may happen in another process. A bad record becomes a `Problem`: nothing
 is dropped silently, and no other record is lost.
@@ -39,7 +39,8 @@ from zero_tp.files import open_regular
 
 STDIN = "-"
 _BLOCK_BYTES, _BLOCK_RECORDS = 2**20, 10_000
-_READ_BYTES, _COMPRESSED_BYTES = 2**20, 2**11  # at once; 2 KiB may be 64 MiB decompressed, and are lost at an error
+# Bytes of one read. Compressed ones are few: 2 KiB may decompress to 64 MiB, and a read with an error is lost whole.
+_READ_BYTES, _COMPRESSED_BYTES = 2**20, 2**11
 COMPRESSIONS: dict[str, Callable[[], Any]] = {
     ".gz": partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
     ".bz2": bz2.BZ2Decompressor,
@@ -50,14 +51,14 @@ COMPRESSIONS: dict[str, Callable[[], Any]] = {
 
 
 def _kind(path: Path) -> str | None:
-    """Return a file's key of `FORMATS`, by its name; None: the name has none."""
+    """Return a file's format by its name, a key of `FORMATS`; None: unknown."""
     is_compressed = path.suffix in COMPRESSIONS
     kind = Path(path.stem if is_compressed else path.name).suffix.removeprefix(".")
     return kind if kind in (STREAMS if is_compressed else FORMATS) else None
 
 
 def document_kind(path: Path) -> str:
-    """Return a file's key of `FORMATS`, by its name. UserError: the name has none, or it is compressed twice."""
+    """Return a file's format by its name, a key of `FORMATS`. UserError: unknown, or compressed twice."""
     if (kind := _kind(path)) is None:
         raise UserError(
             f"{path}: unknown kind of file: the name must end with one of .{', .'.join(FORMATS)}; all but "
@@ -138,7 +139,7 @@ def stream(
 
 
 def read_documents(path: Path, text_key: str | None = None) -> Iterator[str]:
-    """Yield the texts of one file, in order. UserError: a record is no document; names its file and line."""
+    """Yield the texts of one file, in order. UserError: a record is no document (with file and line)."""
     for place, document in stream([path], text_key):
         if isinstance(document, Problem):
             raise UserError(f"{place}: {document.detail}")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 EncodedDocument = tuple[npt.NDArray[np.uintc], npt.NDArray[np.bool_]]
-"""A document's token ids [tokens], and whether a sentence begins with each [tokens], or [0] without a language."""
+"""A document's token ids [tokens], and whether a sentence begins with each [tokens]; [0] if sentences are not split."""
 
 
 class DocumentEncoder:

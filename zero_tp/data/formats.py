@@ -33,7 +33,8 @@ from zero_tp.data.records import (
 from zero_tp.errors import UserError, first_line, one_line
 
 DOCUMENTS = ("file", "line", "blank-line")
-_ROWS = 256  # of a table that are in memory
+"""The units of a .txt file that can be one document."""
+_ROWS = 256  # rows of a table in memory at once
 
 
 def import_optional(module: str, purpose: str, extra: str = "data") -> ModuleType:
@@ -78,8 +79,8 @@ def choose_json_key(source: Source, records: Sequence[Record]) -> None:
         if isinstance(parsed, dict):
             for name, value in parsed.items():
                 fields[name] = fields.get(name, False) or isinstance(value, str)
-    usual = source.text_key or TEXT_KEYS[0]
-    source.key = usual if usual in fields or not fields else choose_key(fields, source)
+    preferred = source.text_key or TEXT_KEYS[0]
+    source.key = preferred if preferred in fields or not fields else choose_key(fields, source)
 
 
 def _json(source: Source, file: io.BufferedReader) -> Iterator[Record]:

@@ -21,7 +21,7 @@ import os
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4:
 """Megatron's codes 6 and 7 are floating-point types and never token ids."""
 _UINT16_VOCABULARY = 65_500  # Megatron's own threshold
 _HASHED_BLOCKS, _HASHED_BYTES = 64, 2**20
-_PART = 2**24  # bytes that are hashed and compared at once
+_PART = 2**24  # bytes that are hashed at once
 _INDEX_BLOCK = 2**18  # entries
 _OPENING_CHECKS = 64  # blocks of an index that are checked when it is opened; `content` checks all of it
 
@@ -107,7 +107,7 @@ class IndexedCorpus:
         self._sizes = entries[: 4 * sequences].view("<i4")
         self._pointers = entries[4 * sequences : 12 * sequences].view("<i8")
         self._documents = entries[12 * sequences : 12 * sequences + 8 * boundaries].view("<i8")
-        # From the last entry, because a sum of a billion takes seconds. `_check_index` compares.
+        # From the last entry, because summing a billion takes seconds. `_check_index` checks the others.
         self.tokens = self._end(sequences)
         expected, size = self.tokens * self.dtype.itemsize, data.stat().st_size
         if expected != size:
@@ -123,17 +123,17 @@ class IndexedCorpus:
             return 0
         return int(self._pointers[sequences - 1]) // self.dtype.itemsize + int(self._sizes[sequences - 1])
 
-    def _check_index(self, most: int | None = None) -> None:
-        """Check sequences and document boundaries, in at most `most` blocks of the index; None: in all."""
-        for block in _blocks(len(self._sizes), most):
+    def _check_index(self, max_blocks: int | None = None) -> None:
+        """Check sequences and document boundaries, in at most `max_blocks` blocks of the index; None: in all."""
+        for block in _blocks(len(self._sizes), max_blocks):
             sizes = self._sizes[block].astype(np.int64)
             ends = self._end(block.start) + np.cumsum(sizes)
             if (sizes < 0).any() or (self._pointers[block] != (ends - sizes) * self.dtype.itemsize).any():
                 raise UserError(f"{self.prefix}.idx: sequences don't follow each other without gaps: write it again")
         bounds = self._documents
-        is_whole = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == len(self._sizes)
-        blocks = _blocks(len(self), most)
-        if not is_whole or any((np.diff(bounds[block.start : block.stop + 1]) < 0).any() for block in blocks):
+        is_complete = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == len(self._sizes)
+        blocks = _blocks(len(self), max_blocks)
+        if not is_complete or any((np.diff(bounds[block.start : block.stop + 1]) < 0).any() for block in blocks):
             raise UserError(
                 f"{self.prefix}.idx: document boundaries don't run from 0 to {len(self._sizes):,} sequences"
             )
@@ -179,7 +179,7 @@ class IndexedCorpus:
             )
 
     def identity(self, *, whole: bool = True) -> dict[str, Any]:
-        """Return what identifies the corpus in any place: `documents`, `tokens`, `type`, `sha256` and `content`.
+        """Return what identifies the corpus at any path: `documents`, `tokens`, `type`, `sha256` and `content`.
 
         `sha256` is of PREFIX.idx and of 64 evenly spread blocks of PREFIX.bin, so it may miss a change of a few tokens.
         `content` is the hash of all of PREFIX.bin; `whole` = False leaves it out, because it may have to be computed.
@@ -216,7 +216,7 @@ class IndexedCorpus:
     def first_tokens(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Return the first tokens of documents `first` … `last` - 1 in the flat stream, int64 [last - first].
 
-        Document `len` begins at the end. The mapped file is read: in memory a billion documents take 8 GB.
+        Document `len(self)` begins at the end of the stream. Not cached: a billion documents would take 8 GB.
         """
         sequences = self._documents[first:last]
         starts = np.full(len(sequences), self.tokens, np.int64)
@@ -242,17 +242,19 @@ class IndexedCorpus:
         return bisect_right(self._documents, sequence) - 1
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return a copy of tokens `start` … `start + count - 1` of the flat stream, int64 [count]. Or an IndexError."""
+        """Return a copy of tokens `start` … `start + count - 1` of the stream, int64 [count]. Or an IndexError."""
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens {start} to {start + count} of {self.tokens} in {self.prefix}")
         return self._data[start : start + count].astype(np.int64)
 
 
-def _blocks(count: int, most: int | None = None) -> Iterator[slice]:
-    """Yield slices of `count` entries of an index: all, or at most `most`, evenly spread."""
+def _blocks(count: int, max_blocks: int | None = None) -> Iterator[slice]:
+    """Yield slices of `count` entries of an index: all, or at most `max_blocks`, evenly spread."""
     blocks = -(-count // _INDEX_BLOCK)
-    chosen = range(blocks) if most is None or blocks <= most else [i * (blocks - 1) // (most - 1) for i in range(most)]
-    for block in chosen:
+    numbers: Sequence[int] = range(blocks)
+    if max_blocks is not None and max_blocks < blocks:
+        numbers = [i * (blocks - 1) // (max_blocks - 1) for i in range(max_blocks)]
+    for block in numbers:
         yield slice(block * _INDEX_BLOCK, min((block + 1) * _INDEX_BLOCK, count))
 
 

@@ -2,7 +2,8 @@
 
 A row is `[CLS] A [SEP] B [SEP]`, padded to the sequence length s. A and B are consecutive segments of a document, s - 3
 tokens together; B begins with a sentence. Half of the samples have them swapped; the sentence head learns their order
-(arXiv 1909.08053 section 5.3, 1909.11942 section 3.1). Without that head a row is one segment: `[CLS] A [SEP]`.
+(arXiv 1909.08053 section 5.3, 1909.11942 section 3.1). Without that head a row is one segment,
+`[CLS] A [SEP]`, and s - 3 below is s - 2.
 
 Windows of a document begin every s - 3 tokens, and each is one sample of an epoch; the last one is padded. In a corpus
 with sentences (sequences of its index) a window begins with the sentence of its first token, and for two segments also
@@ -38,7 +39,7 @@ MASKED, RANDOM = 0.8, 0.1
 """Shares of the selected tokens that become the mask token and a random one; the others stay."""
 _TRIES = 16  # random places for an n-gram before all free ones are listed
 _TRAINING, _VALIDATION = 1, 2  # keys of random numbers
-_DOCUMENTS = 1024  # whose windows are counted at once
+_DOCUMENTS = 1024  # documents whose windows are counted at once
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Masking:
     """Selects tokens of a row and masks them.
 
     Attributes:
-        probability: share of a row's ordinary tokens to select: at least one token, at most the share rounded.
+        probability: share of a row's ordinary tokens to select, rounded, at least 1; a longer word is never selected.
         max_ngram: words of the longest n-gram; n words are drawn with probability ∝ 1/n.
     """
 
@@ -99,7 +100,7 @@ def ngrams(
         sizes: tokens of each word.
         follows: whether the next word follows each word but the last, without a special token between.
     """
-    lengths = list(accumulate(1 / n for n in range(1, max_ngram + 1)))
+    cumulative_weights = list(accumulate(1 / n for n in range(1, max_ngram + 1)))
     before, free, count = [0, *accumulate(sizes)], [True] * len(sizes), len(sizes)
 
     def fits(word: int, n: int) -> bool:
@@ -111,10 +112,10 @@ def ngrams(
         )
 
     while budget > 0:
-        drawn = bisect(lengths, next(draw) * lengths[-1]) + 1
+        drawn = bisect(cumulative_weights, next(draw) * cumulative_weights[-1]) + 1
         for n in range(min(drawn, budget), 0, -1):
-            tried = (int(next(draw) * count) for _ in range(_TRIES))
-            word = next((word for word in tried if fits(word, n)), None)
+            candidates = (int(next(draw) * count) for _ in range(_TRIES))
+            word = next((word for word in candidates if fits(word, n)), None)
             if word is None and (places := [word for word in range(count) if fits(word, n)]):
                 word = places[int(next(draw) * len(places))]
             if word is not None:
@@ -141,11 +142,11 @@ def trim(parts: Sequence[npt.NDArray[np.int64]], most: int, draw: Iterator[float
 class DocumentWindows:
     """The windows of a corpus' documents, numbered in order.
 
-    Memory: 8 bytes for 1,024 documents; `locate` counts the windows of as many.
+    Memory: 8 bytes per block of 1,024 documents; `locate` counts the windows inside a block again.
 
     Args:
         length: stride of a document's windows in tokens.
-        shortest: fewer tokens at the end of a document are no window.
+        shortest: tokens of the shortest window at the end of a document.
     """
 
     def __init__(self, corpus: IndexedCorpus, length: int, shortest: int) -> None:
@@ -193,7 +194,7 @@ class SegmentPairs:
 
     @property
     def special(self) -> int:
-        """Return the special tokens of a row. The shortest document has as many: one a segment, and its eos token."""
+        """Return the number of special tokens of a row: also the shortest document's, one token a segment and eos."""
         return 3 if self.sentence_order else 2
 
     def windows(self, corpus: IndexedCorpus) -> DocumentWindows:
@@ -246,7 +247,7 @@ class SegmentPairs:
         first, size = corpus.extent(document)
         start = j * length
         if start:
-            lowest = start - length // 2  # a longer sentence could fill each of its windows alone
+            lowest = start - length // 2  # no earlier, or a long sentence would fill all of its windows
             starts = corpus.sequences(first + lowest, start - lowest + 1)
             start = lowest + int(starts[-1]) if len(starts) else start
         stop = min(start + length, size)
@@ -255,7 +256,7 @@ class SegmentPairs:
             after = corpus.sequences(first + stop, min(length, size - stop))
             if len(after) or stop + length >= size:
                 stop = stop + int(after[0]) if len(after) else size
-            else:  # a sentence as long as a window is cut, which would reveal the later segment
+            else:  # a long sentence is cut at the window's end, which would reveal the later segment
                 begins = begins[:0]
         tokens = corpus.read(first + start, stop - start)
         if stop == size and tokens[-1] == self.masking.vocabulary.eos:

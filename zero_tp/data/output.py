@@ -112,17 +112,17 @@ class DocumentTable:
         Args:
             validation: see `PrepareSettings`.
         """
-        total, hashes, dropped = int(self.in_output.sum()), self.facts["split"], ""
+        total, hashes, drops = int(self.in_output.sum()), self.facts["split"], ""
         count = int(validation) if validation >= 1 else max(1, round(validation * total))
         if self.counts.problems:
             problem = self.counts.problems[0]
-            dropped = f" ({self.counts.dropped.total():,} dropped, the first: {problem.where}: {problem.detail})"
+            drops = f" ({self.counts.dropped.total():,} dropped, the first: {problem.where}: {problem.detail})"
         if not total:
-            raise UserError(f"no text in {', '.join(self.names)}{dropped}")
+            raise UserError(f"no text in {', '.join(self.names)}{drops}")
         if total < 2:
             raise UserError(
                 "the inputs hold 1 document: the split is by document, so give at least 2 (a .txt file is one, unless "
-                f"--documents says otherwise){dropped}"
+                f"--documents says otherwise){drops}"
             )
         if count >= total:
             raise UserError(f"validation {validation:g} of {total:,} documents leaves none to train on")
@@ -157,9 +157,9 @@ def write_output(
     """Write both corpora, the texts of the validation documents and the report beside `tokenizer/`; return the report.
 
     Args:
-        tokens: the blocks that hold the documents' tokens.
-        identity: what decides the output.
-        seconds: of the stages before. Tokens/s are over "encoding", and "reading" if that encoded, too.
+        tokens: the blocks with the documents' tokens.
+        identity: everything that decides the output.
+        seconds: durations of the earlier stages. Tokens/s count "encoding", and "reading" if tokens were encoded there.
     """
     started = time.perf_counter()
     splits = {split: dict.fromkeys(("documents", "tokens", "characters", "bytes"), 0) for split in SPLITS}
@@ -210,7 +210,8 @@ def unigram(train: npt.NDArray[np.int64], validation: npt.NDArray[np.int64]) -> 
     """Return the loss of a model that knows only token frequencies, nats a token.
 
     `train_entropy`: the entropy of the training tokens' frequencies. `validation_cross_entropy`: the validation tokens
-    under those frequencies, one added to each count so that an unseen token has a probability.
+    under those frequencies, one added to each count so that an unseen token has a probability. `uniform`: all
+    tokens equally likely.
     """
     seen = train[train > 0] / train.sum()
     smoothed = (train + 1) / (train.sum() + len(train))

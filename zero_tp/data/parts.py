@@ -88,13 +88,13 @@ def merge(
         if (reused := find_reusable(output, lambda: identity, overwrite)) is not None:
             clear_partial(real_output, (TOKENIZER,))
             return reused
-        with partial_directory(real_output, (TOKENIZER,)) as written:
+        with partial_directory(real_output, (TOKENIZER,)) as staging:
             documents = _join(paths, manifests)
             documents.select_validation(validation)
-            shutil.copytree(paths[0] / TOKENIZER, written / TOKENIZER)
-            encoder = DocumentEncoder(load_tokenizer(written / TOKENIZER), settings.get("sentences"))
-            report = write_output(written, documents, documents.blocks, encoder, identity, seconds)
-            put_in_place(written, real_output)
+            shutil.copytree(paths[0] / TOKENIZER, staging / TOKENIZER)
+            encoder = DocumentEncoder(load_tokenizer(staging / TOKENIZER), settings.get("sentences"))
+            report = write_output(staging, documents, documents.blocks, encoder, identity, seconds)
+            put_in_place(staging, real_output)
     return Prepared(output, report, reused=False)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-_WORD = (1 << 64) - 1
+_MASK_64 = (1 << 64) - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 8
 # Halves have at least 3 bits: with fewer, a Feistel network reaches only some of the orders of a tiny corpus.
@@ -26,7 +26,7 @@ def _fold_key(key: tuple[int, ...]) -> npt.NDArray[np.uint64]:
     """Return the state of a key, uint64 [1]."""
     state = np.zeros(1, np.uint64)
     for part in key:
-        state = _mix((state ^ np.uint64(part & _WORD)) + _GOLDEN)
+        state = _mix((state ^ np.uint64(part & _MASK_64)) + _GOLDEN)
     return state
 
 
@@ -43,7 +43,7 @@ class Permutation:
     """A permutation of 0 … size-1 as a pure function of `key`: each entry in O(1) time and memory.
 
     A Feistel network of 8 rounds permutes the next larger power of 4; outputs beyond `size` are put through it again
-    (cycle walking, fewer than 4 rounds of it on average for 17 and more).
+    (cycle walking; from size 17 on, fewer than 4 passes on average).
     """
 
     def __init__(self, size: int, *key: int) -> None:
@@ -53,7 +53,7 @@ class Permutation:
         self._keys = _mix(_fold_key(key) + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
 
     def entries(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the entries at these indices, int64 of their shape. IndexError: one is outside 0 … size-1."""
+        """Return the entries at these indices, int64 [indices]. IndexError: one is outside 0 … size-1."""
         if numbers.size and not (numbers.min() >= 0 and numbers.max() < self.size):
             raise IndexError(f"entries {numbers.min()} to {numbers.max()} of a permutation of {self.size}")
         half, mask = np.uint64(self._half), np.uint64((1 << self._half) - 1)

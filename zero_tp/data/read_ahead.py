@@ -27,7 +27,7 @@ class ReadAhead(Generic[T]):
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def take(self, step: int) -> T:
-        """Return the batches of `step`, and start to read those after it. Raises what reading them raises."""
+        """Return the batches of `step`, and start to read the next ones. Raises the errors of reading them."""
         pending, self._pending = self._pending, None
         batches = pending[1].result() if pending is not None and pending[0] == step else self._read(step)
         if step < self._last:

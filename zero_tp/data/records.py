@@ -22,7 +22,7 @@ EVERY_STRING = "\0"
 """In place of a field's name: all strings of a record are its text."""
 MOST_LINE = MOST_BYTES
 MOST_TEXT = 2**25
-"""The longest document, in characters: to encode it, tokenizers needs about 130 bytes of memory for each."""
+"""The longest document, in characters. To encode it, tokenizers needs about 130 bytes of memory a character."""
 MOST_PROBLEMS = 10
 Content = bytes | dict[str, Any]
 
@@ -218,8 +218,8 @@ def choose_key(fields: Mapping[str, bool], source: Source) -> str:
     if source.text_key == EVERY_STRING:
         return EVERY_STRING
     texts = [name for name, is_text in fields.items() if is_text]
-    usual = (*TEXT_KEYS, *(texts if len(texts) == 1 else ()))
-    for name in usual if source.text_key is None else (source.text_key,):
+    candidates = (*TEXT_KEYS, *(texts if len(texts) == 1 else ()))
+    for name in candidates if source.text_key is None else (source.text_key,):
         if name in texts:
             return name
     raise UserError(

@@ -44,8 +44,8 @@ class TrainingSamples(ABC, Generic[BatchType]):
 
     Args:
         weights: corpus prefix → weight, in any unit (only their proportions count).
-        corpora: in that order. windows: how many each has.
-        seed: of the order.
+        corpora, windows: the corpora in that order, and the number of windows of each.
+        seed: seed of the order.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class PackedSamples(TrainingSamples[Batch]):
     Args:
         prefixes: corpus prefix → weight, in any unit (only their proportions count).
         sequence_length: s.
-        seed: of the order.
-        separate: separate the documents of a sample (see batch.py); the samples are the same.
+        seed: seed of the order.
+        separate: separate the documents of a sample (see batch.py); its token ids are the same.
 
     Raises:
         UserError: no corpus, a weight that isn't a positive number or too small a share, a corpus shorter than s + 1
@@ -240,11 +240,11 @@ class FixedSamples(ABC, Generic[BatchType]):
             raise ValueError(f"data rank {data_rank} of {data_size}")
         if limit is not None and limit < 1:
             raise ValueError(f"limit {limit}: at least 1 window")
-        whole = len(self)
-        count = whole if limit is None else min(limit, whole)
+        total = len(self)
+        count = total if limit is None else min(limit, total)
         for first in range(data_rank * micro_batch, count + data_rank * micro_batch, micro_batch * data_size):
             numbers = range(first, min(first + micro_batch, count))
-            yield self._batch([n * whole // count for n in numbers], micro_batch)
+            yield self._batch([n * total // count for n in numbers], micro_batch)
 
 
 class ValidationSamples(FixedSamples[Batch]):

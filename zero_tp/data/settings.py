@@ -20,8 +20,8 @@ from zero_tp.errors import UserError, shown
 from zero_tp.strict_json import read_json
 from zero_tp.validation import ConfigModel, Count, Positive, validate
 
-FORMAT = 1  # raised when the same settings would give other files
-SPOOL_FORMAT = 5  # raised when the format of a spool changes
+FORMAT = 1  # increment it when the same settings give other files
+SPOOL_FORMAT = 5  # increment it when the format of a spool changes
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class PrepareSettings:
     Attributes:
         tokenizer: `bpe:SIZE`, `wordpiece:SIZE`, `wordpiece-cased:SIZE` or a directory.
         validation: below 1, the fraction of the documents held out (at least one document); from 1, their number.
-        seed: of the split.
+        seed: seed of the split.
         text_key: field of the text; None: see `records.choose_key`.
         documents: the unit of a .txt file that is one document: "file", "line" or "blank-line" (paragraphs).
         stdin: kind of standard input, one of `STREAMS`.
@@ -71,8 +71,8 @@ class Prepared:
 
     Attributes:
         report: the content of report.json.
-        reused: the output was there already.
-        resumed: documents that an interrupted start had read.
+        reused: an earlier output has the same inputs and settings, so nothing was written.
+        resumed: documents that an interrupted preparation had read.
     """
 
     output: Path
@@ -163,7 +163,7 @@ def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
 
 def check_settings(settings: PrepareSettings) -> None:
     """Raise a UserError for the first setting that is out of its range."""
-    trained = TokenizerSpec.parse(settings.tokenizer).directory is None
+    trains_tokenizer = TokenizerSpec.parse(settings.tokenizer).directory is None
     check_validation(settings.validation)
     checks: dict[str, tuple[object, str]] = {
         "seed": (0 <= settings.seed < 1 << 64, "from 0 to 2^64 - 1"),
@@ -171,13 +171,16 @@ def check_settings(settings: PrepareSettings) -> None:
         "stdin": (settings.stdin in STREAMS, f"one of {', '.join(STREAMS)}"),
         "deduplicate": (settings.deduplicate in (None, "exact", "near"), "exact or near"),
         "min_tokens": (
-            settings.min_tokens == 0 or (settings.min_tokens > 0 and not trained),
+            settings.min_tokens == 0 or (settings.min_tokens > 0 and not trains_tokenizer),
             "at least 0; it counts the tokens of a finished tokenizer: prepare without it first, and then give that "
             "output's tokenizer directory",
         ),
-        "eos": (settings.eos is None or not trained, f"{settings.tokenizer} has its own; give a directory to choose"),
+        "eos": (
+            settings.eos is None or not trains_tokenizer,
+            f"{settings.tokenizer} has its own; give a directory to choose",
+        ),
         "tokenizer_documents": (
-            settings.tokenizer_documents is None or (settings.tokenizer_documents > 0 and trained),
+            settings.tokenizer_documents is None or (settings.tokenizer_documents > 0 and trains_tokenizer),
             "at least 1, for a tokenizer that is trained",
         ),
         "sentences": (
@@ -193,13 +196,13 @@ def check_settings(settings: PrepareSettings) -> None:
 
 
 def check_validation(validation: float) -> None:
-    whole = validation >= 1 and float(validation).is_integer()
-    if not whole and not 0 < validation < 1:
+    is_count = validation >= 1 and float(validation).is_integer()
+    if not is_count and not 0 < validation < 1:
         raise UserError(f"validation {validation:g}: a fraction between 0 and 1, or a whole number of documents from 1")
 
 
 def find_reusable(output: Path, compute_identity: Callable[[], dict[str, Any]], overwrite: bool) -> Prepared | None:
-    """Return the existing output if it has the identity of `compute_identity`; None: there is none to reuse."""
+    """Return the existing output if its identity is that of `compute_identity`; None: nothing can be reused."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
     identity = compute_identity()

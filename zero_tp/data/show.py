@@ -31,8 +31,8 @@ def show_corpus(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
 
     Args:
         path: an output of `prepare`, or a prefix.
-        sample: the number of documents, evenly spread, and of samples to show of each corpus.
-        sequence_length: tokens of a sample; the samples are those of training, in the order of the corpus.
+        sample: how many documents (evenly spread) and how many samples to show of each corpus.
+        sequence_length: tokens of a sample; the samples are in corpus order, which training shuffles.
     """
     if sample < 1 or sequence_length < 1:
         raise UserError(f"sample {sample}, sequence length {sequence_length}: at least 1")

@@ -25,7 +25,7 @@ from zero_tp.errors import UserError
 
 SHINGLE, THRESHOLD, NGRAM = 5, 0.7, 13
 _NUMBERS, _BANDS, _SEED = 128, 32, 42
-_HEADING = re.compile(r"^ ?= ([^=\n]+) = ?$", re.MULTILINE)
+_HEADING = re.compile(r"^ ?= ([^=\n]+) = ?$", re.MULTILINE)  # the title of a WikiText article
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -48,7 +48,7 @@ def sketches(texts: Sequence[str]) -> list[bytes]:
     rensa = import_optional("rensa", "--deduplicate near")
     sets = [shingles(text) for text in texts]
     minhashes = rensa.RMinHash.from_token_sets(sets, num_perm=_NUMBERS, seed=_SEED)
-    return [minhash.__reduce__()[2] if words else b"" for minhash, words in zip(minhashes, sets, strict=True)]
+    return [minhash.__reduce__()[2] if tokens else b"" for minhash, tokens in zip(minhashes, sets, strict=True)]
 
 
 def _restore(sketch: bytes) -> Any:
@@ -112,7 +112,7 @@ def _title(text: str) -> str:
 
 @dataclass(frozen=True)
 class EvaluationSets:
-    """Evaluation sets: the sorted hashes of their 13-grams (`ngram_hashes`), and normalised titles of WikiText's."""
+    """Evaluation sets: sorted hashes of their 13-grams (`ngram_hashes`), and normalised titles of WikiText articles."""
 
     hashes: npt.NDArray[np.uint64]
     titles: frozenset[str]

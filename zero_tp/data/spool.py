@@ -21,7 +21,7 @@ from zero_tp.files import write_atomically
 
 Mask = npt.NDArray[np.bool_]
 COMMIT_SECONDS = 5.0
-"""A kill loses at most this much work."""
+"""Time between commits; a kill loses the work since the last one."""
 DOCUMENT = np.dtype(
     [
         *(("split", "<u8"), ("place", "<i8"), ("characters", "<i8"), ("bytes", "<i8")),
@@ -83,7 +83,7 @@ class Spool:
     Bytes beyond it belong to blocks that were being written when the process died; the next start truncates them.
 
     Attributes:
-        identity: what decides the content of blocks, a JSON object; None: nothing was committed.
+        identity: everything that decides the content of blocks, a JSON object; None: nothing was committed.
         blocks, counts: all blocks in order, and the counts of their records.
         last_blocks: source → number of its last block.
         sha256: source → hash of a source that was read to its end.
@@ -111,7 +111,7 @@ class Spool:
                 self._index(file.readline())
 
     def open(self, identity: Mapping[str, Any]) -> Spool:
-        """Open the file to append blocks of this identity, which is that of the committed ones."""
+        """Open the file to append blocks. `identity` must be that of the committed blocks, if there are any."""
         assert self.identity in (None, identity)
         self.directory.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()

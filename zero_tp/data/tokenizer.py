@@ -21,7 +21,7 @@ from zero_tp.weights.weight_files import TOKENIZER_FILES, is_regular, resolve
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-_ENDS = re.compile(r"[<\[]\W?(/s|eos|eod|end.?of.?(text|document|sentence))\W?[>\]]", re.IGNORECASE)
+_EOS_NAMES = re.compile(r"[<\[]\W?(/s|eos|eod|end.?of.?(text|document|sentence))\W?[>\]]", re.IGNORECASE)
 MOST_IDS = 2**24
 _SPACE, *_BREAKS = (chr(256 + byte) for byte in b" \t\n\v\f\r")  # as byte-level BPE writes them: Ġ is the space
 _METASPACE = "\u2581"
@@ -87,7 +87,7 @@ def load_tokenizer(directory: Path, eos: str | None = None) -> PreTrainedTokeniz
             raise UserError(f"tokenizer {directory}: it has no token {eos!r}: give --eos one that it has")
         tokenizer.eos_token = eos
     if tokenizer.eos_token_id is None and missing_for_masking(tokenizer):
-        likely = sorted(filter(_ENDS.fullmatch, tokenizer.get_vocab()))
+        likely = sorted(filter(_EOS_NAMES.fullmatch, tokenizer.get_vocab()))
         if len(likely) != 1:
             candidates = ", ".join(likely) or "none with a well-known name"
             raise UserError(
@@ -125,7 +125,7 @@ class MaskingVocabulary:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast, directory: Path, size: int) -> MaskingVocabulary:
-        """Read it from a tokenizer of at most v = `size` tokens. UserError: it lacks tokens, or marks of words."""
+        """Read a tokenizer with ids below v = `size`. UserError: it lacks special tokens, or marks of words."""
         if missing := missing_for_masking(tokenizer):
             raise UserError(
                 f"tokenizer {directory}: it has no {' and no '.join(f'{name}_token' for name in missing)}, which the "
