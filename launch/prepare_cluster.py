@@ -193,6 +193,8 @@ def main() -> None:
             (work / "logs" / "tokenize" / "completions" / f"{rank:05d}").unlink(missing_ok=True)
     merging = functools.partial(merge_parts, corpus.parts, output, options.validation)
     if options.executor == "slurm":  # its executor only queues jobs
+        # Merging again is cheap if nothing has changed, and datatrove would skip it.
+        (work / "logs" / "merge" / "completions" / "00000").unlink(missing_ok=True)
         executor(options, work, "merge", [merging], 1, last).run()
         print(f"queued; the logs will be in {work / 'logs'}")
     else:

@@ -61,7 +61,7 @@ from zero_tp.errors import UserError
 from zero_tp.files import clear_partial, hidden_sibling, partial_directory, put_in_place, remove, sync
 
 Result = TypeVar("Result")
-TOKENIZER = "tokenizer"
+TOKENIZER, REMOVED = "tokenizer", "removed.jsonl"
 _ITEMS_AHEAD = 3  # per process: submitted and not finished
 _SMALL = 4 << 20  # bytes: fewer are read in this process before others would have started
 
@@ -124,7 +124,7 @@ def prepare(
             hashes = [spool.sha256[number] for number in range(len(sources))]
             identity = output_identity(sources, hashes, spec, settings)
             report = write_output(staging, documents, tokens, encoder, identity, preparation.seconds)
-            put_in_place(staging, real_output)
+            put_in_place(staging, real_output, stale=lambda name: name == REMOVED)
             (directory / COMMITTED).unlink(missing_ok=True)  # the spool is not needed any more
     return Prepared(output, report, reused=False, resumed=resumed)
 
@@ -364,7 +364,7 @@ class Preparation:
         documents = DocumentTable(self.spool.blocks, [source.name for source in self.sources], self.spool.counts)
         removed = documents.remove_duplicates(self.settings.deduplicate) + documents.remove_contaminated()
         if self.settings.deduplicate or self.settings.decontaminate:
-            with open(staging / "removed.jsonl", "w", encoding="utf-8") as file:
+            with open(staging / REMOVED, "w", encoding="utf-8") as file:
                 file.writelines(json.dumps(document, ensure_ascii=False) + "\n" for document in removed)
         documents.select_validation(self.settings.validation)
         return documents

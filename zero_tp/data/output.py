@@ -187,6 +187,11 @@ def write_output(
                     splits[split][name] += int(facts[name][selected].sum())
             for text in documents.blocks[number].texts(facts["bytes"], in_validation):
                 texts_file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    for split, figures in splits.items():
+        if not figures["tokens"]:
+            raise UserError(
+                f"the {split} documents hold no tokens; give more text, or set another --validation-fraction"
+            )
     seconds["encoding"] = seconds.get("encoding", 0.0) + time.perf_counter() - started
     encoding = seconds["encoding"] + (seconds["reading"] if tokens is documents.blocks else 0.0)
     report = {
