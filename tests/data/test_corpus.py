@@ -103,6 +103,11 @@ def test_reuse_overwrite_and_refusal(tmp_path: Path) -> None:
     (first.output / "plots" / "lengths.png").touch()
     replaced = prepare([source], first.output, PrepareSettings("bpe:300", 0.1, 9), overwrite=True)
     assert not replaced.reused
+    deduplicated = PrepareSettings("bpe:300", 0.1, 9, deduplicate="exact")
+    prepare([source], first.output, deduplicated, overwrite=True)
+    assert (first.output / "removed.jsonl").exists()
+    prepare([source], first.output, PrepareSettings("bpe:300", 0.1, 9), overwrite=True)
+    assert not (first.output / "removed.jsonl").exists(), "a file of the old output"
     assert (first.output / "notes.md").read_text() == "mine" and (first.output / "plots" / "lengths.png").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.jsonl"]
     (first.output / "train.bin").write_bytes(b"")
@@ -304,7 +309,7 @@ def test_what_was_read_with_other_settings_is_not_lost_without_a_word(tmp_path: 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Preparation, "select", interrupted)
         prepare([source], out, settings)
-    with pytest.raises(UserError, match=r"keeps 40 documents .* other settings \(seed\): give those .* --overwrite"):
+    with pytest.raises(UserError, match=r"keeps 40 documents .* other settings \(seed\): give the same .* --overwrite"):
         prepare([source], out, other)
     assert kept() == 40 and not prepare([source], tmp_path / "of others", other).resumed
     os.rename(tmp_path / "of others", out)
