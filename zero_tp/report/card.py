@@ -16,9 +16,9 @@ LOSSES = {"loss": "loss", "validation_loss": "validation loss"}
 
 
 def model_card(checkpoint: Path, manifest: Manifest) -> str:
-    """Return the card of a model that is exported from a checkpoint, by its manifest and its run's metrics.
+    """Return the card of a model exported from a checkpoint, from the manifest and the run's metrics.
 
-    A card is for others to read: only the last two parts of the paths of corpora and of the parent are shown.
+    Cards are published, so of the paths of corpora and of the parent only the last two parts are shown.
     """
     task = "fill-mask" if manifest.generation is None else "text-generation"
     data = ModelCardData(library_name="transformers", pipeline_tag=task, tags=["zero_tp"])

@@ -10,10 +10,10 @@ from zero_tp.report.runs import VALIDATION, Run
 
 COLOURS = tuple(PALETTE[name] for name in ("blue", "red", "green", "purple", "yellow", "cyan", "grey"))
 DASHES, LEGEND_COLUMNS = ("-", "--", ":"), 4
-MOST_PALE = 3
-"""If more runs are drawn, only their averages are."""
-SPAN = 50
-"""A smoothed curve averages over a fiftieth of the values."""
+MAX_RAW_RUNS = 3
+"""Of more runs only smoothed curves are drawn, without the pale logged values."""
+SPANS = 50
+"""A smoothed curve averages over a fiftieth of the values; a curve of at most 50 values is not smoothed."""
 
 PANELS = {
     "loss": {"loss": "training", f"{VALIDATION}loss": "validation"},
@@ -32,7 +32,7 @@ LOGARITHMIC = ("loss", "gradient norm", "loss scale")
 
 
 def panels(runs: list[Run]) -> dict[str, dict[str, str]]:
-    """Return the panels that have something to show: PANELS, then evaluations, then the objective's other figures."""
+    """Return the panels that have values: PANELS, then evaluations, then other losses and accuracies."""
     names = dict.fromkeys(name for run in runs for name in run.series)
     drawn = {name for series in PANELS.values() for name in series} | {f"{VALIDATION}perplexity"}  # exp of the loss
     evaluations = [name for name in names if _is_evaluation(name) and name not in drawn]
@@ -51,7 +51,7 @@ def _has(run: Run, name: str) -> bool:
 
 
 def equals_mfu(runs: list[Run], name: str) -> bool:
-    """Return whether this is HFU, and nothing was computed again: it is the MFU then."""
+    """Return whether `name` is "hfu" and repeats the MFU, because nothing was recomputed."""
     return name == "hfu" and all(run.finite("hfu") == run.finite("mfu") for run in runs)
 
 
@@ -88,13 +88,13 @@ def draw_runs(runs: list[Run], against: str) -> Any:
     if several:
         from matplotlib.lines import Line2D
 
-        lines = [Line2D([], [], label=run.name, **_look(number)) for number, run in enumerate(runs)]
+        lines = [Line2D([], [], label=run.name, **_line_style(number)) for number, run in enumerate(runs)]
         figure.legend(handles=lines, loc="outside upper left", ncols=LEGEND_COLUMNS, fontsize=8, frameon=False)
     return figure
 
 
-def _look(number: int) -> dict[str, Any]:
-    """Return the colour and dashes of a run or series, other than those of its neighbours."""
+def _line_style(number: int) -> dict[str, Any]:
+    """Return the colour and dashes of a run or series, which differ from those of its neighbours."""
     dashes = DASHES[number // len(COLOURS) % len(DASHES)]
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": dashes}
 
@@ -102,30 +102,30 @@ def _look(number: int) -> dict[str, Any]:
 def _draw_panel(axes: Any, runs: list[Run], units: list[float], labels: dict[str, str]) -> list[float]:
     """Draw one run with a colour for each series, or several with a colour for each run; return all finite values.
 
-    Evaluations are points that are joined. A noisy series is its average above pale values.
+    Evaluations are joined points. A noisy series is drawn smoothed, over its pale logged values.
     """
     labels = {name: label for name, label in labels.items() if not equals_mfu(runs, name)}
     several, finite = len(runs) > 1, list[float]()
     for number, (run, unit) in enumerate(zip(runs, units, strict=True)):
-        for turn, (name, label) in enumerate(labels.items()):
+        for index, (name, label) in enumerate(labels.items()):
             if not run.finite(name):
                 continue
-            look = _look(number if several else turn) | ({"linestyle": "-."} if several and turn else {})
-            places = [unit * step for step in run.series[name]]
+            style = _line_style(number if several else index) | ({"linestyle": "-."} if several and index else {})
+            xs = [unit * step for step in run.series[name]]
             curve = values = [(100 if name in PERCENT else 1) * value for value in run.series[name].values()]
             finite += filter(math.isfinite, values)
-            if not _is_evaluation(name) and name not in NOT_NOISY and len(values) > SPAN:
-                if len(runs) <= MOST_PALE:
-                    axes.plot(places, values, alpha=0.3, linewidth=0.8, **look)
+            if not _is_evaluation(name) and name not in NOT_NOISY and len(values) > SPANS:
+                if len(runs) <= MAX_RAW_RUNS:
+                    axes.plot(xs, values, alpha=0.3, linewidth=0.8, **style)
                 curve = smoothed(values)
-            (line,) = axes.plot(places, curve, linewidth=1.2 if curve is values else 1.5, **look)
+            (line,) = axes.plot(xs, curve, linewidth=1.2 if curve is values else 1.5, **style)
             if _is_evaluation(name):
                 line.set(marker="o", markersize=3.5)
             if label not in axes.get_legend_handles_labels()[1]:
                 line.set_label(label)
-            what = ", ".join(part for part in (run.name if several else "", label) if part)
+            title = ", ".join(part for part in (run.name if several else "", label) if part)
             texts = [
-                (unit * step, height, f"{what}: {value:.6g} at step {step:,}".removeprefix(": "))
+                (unit * step, height, f"{title}: {value:.6g} at step {step:,}".removeprefix(": "))
                 for step, value, height in zip(run.series[name], values, curve, strict=True)
                 if math.isfinite(value)
             ]
@@ -140,7 +140,7 @@ def smoothed(values: list[float]) -> list[float]:
 
     With decay d it is Σ dⁱ·x₋ᵢ / Σ dⁱ, d = 1 - 2/(n/50 + 1).
     """
-    decay = 1 - 2 / (max(1.0, len(values) / SPAN) + 1)
+    decay = 1 - 2 / (max(1.0, len(values) / SPANS) + 1)
     total = weight = 0.0
     averages = []
     for value in values:
