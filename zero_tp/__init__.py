@@ -31,20 +31,25 @@ __all__ = [
     "prepare",
 ]
 
-_WHERE = {
-    **{"RunConfig": "config", "Topology": "topology", "TrainingEngine": "training.engine"},
+_MODULES = {
+    "Callback": "training.callback",
+    "RunConfig": "config",
+    "Topology": "topology",
+    "TrainState": "training.callback",
+    "TrainingEngine": "training.engine",
+    "ZeroTPForCausalLM": "huggingface",
+    "ZeroTPForPreTraining": "huggingface",
     "ZeroTPTrainer": "trainer",
-    **dict.fromkeys(("Callback", "TrainState"), "training.callback"),
-    **dict.fromkeys(("ZeroTPForCausalLM", "ZeroTPForPreTraining"), "huggingface"),
-    **{"plan": "planning.plan", "prepare": "data.corpus"},
+    "plan": "planning.plan",
+    "prepare": "data.corpus",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE})
+    return sorted({*globals(), *_MODULES})

@@ -21,13 +21,13 @@ The ranks of a run are started by a launcher:
 
 def parser(prog: str) -> cli.Parser:
     """Return the parser of all commands."""
-    whole = cli.Parser(prog, description=DESCRIPTION)
-    whole.add_argument("--version", action="version", version=f"zero-tp {zero_tp.__version__}")
-    commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    top = cli.Parser(prog, description=DESCRIPTION)
+    top.add_argument("--version", action="version", version=f"zero-tp {zero_tp.__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        chosen = command_module(name)
-        chosen.add_arguments(commands.add_parser(name, help=command.summary, description=chosen.__doc__))
-    return whole
+        module = command_module(name)
+        module.add_arguments(commands.add_parser(name, help=command.summary, description=module.__doc__))
+    return top
 
 
 def main() -> NoReturn:
@@ -37,12 +37,12 @@ def main() -> NoReturn:
     if name in COMMANDS:
         start(name, sys.argv[2:], f"{prog} {name}")
 
-    def other() -> None:
+    def help_or_error() -> None:
         if not name.startswith("-"):
             raise UserError(f"{shown(name)} is no command of {prog}: {did_you_mean(name, COMMANDS)}")
         parser(prog).parse_args([name])
 
-    cli.run(other)
+    cli.run(help_or_error)
 
 
 if __name__ == "__main__":

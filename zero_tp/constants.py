@@ -9,7 +9,7 @@ IGNORE_INDEX = -100
 """A label that is not scored, as in torch's cross entropy and in Hugging Face's models."""
 
 MODEL_KEY = "zero_tp.model"
-"""The key of a run's file that errors of its model's fields start with."""
+"""Dotted key of the config's `model` block, for errors about its fields."""
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""The dtypes of a model, by the names of DeepSpeed's blocks: their names in torch and in Hugging Face's configs."""
+"""DeepSpeed's name of each dtype of a model → its name in torch and in Hugging Face's configs."""

@@ -1,9 +1,9 @@
 """A table of devices: matrix rates, memory and links.
 
-Rates are the vendors' for dense matrices (where a datasheet prints them with 2:4 sparsity, half of that) with fp32
-accumulation. Memory is torch's `total_memory`, which is less than the name says. Links are per device and direction;
-links between nodes depend on the cluster, the table assumes one network port a device. A device without memory and
-links in the table has an MFU, but no plan.
+Rates are datasheet peaks for dense matrices with fp32 accumulation (half of a figure that includes 2:4 sparsity).
+Memory is torch's `total_memory`, which is less than the name says. Links are per device and direction; links between
+nodes depend on the cluster, and the table assumes one network port per device. For a device without memory and links
+in the table, runs report an MFU, but `zero-tp plan` can't plan.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Device(ConfigModel):
     host_memory_gib: Rate = Field(default=1024, description="Host memory of a node [GiB], for what is offloaded.")
     per_node: Annotated[int, Field(gt=0, le=2**31 - 1)] = Field(default=8, description="Devices of a node.")
     units: Annotated[int, Field(gt=0, le=2**31 - 1)] = Field(
-        default=1, description="Multiprocessors, which take the tiles of a product in turns."
+        default=1, description="Multiprocessors (SMs), which compute the tiles of a matrix product in waves."
     )
     channels: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
-        default=0, description="Multiprocessors that a collective holds while products run beside it."
+        default=0, description="Multiprocessors that a collective takes from concurrent matrix products."
     )
     matrix_share: Share = Field(default=0.8, description="Share of the matrix peak that the best products reach.")
     memory_share: Share = Field(default=0.8, description="Share of the memory bandwidth that is reached.")
@@ -62,7 +62,7 @@ class Device(ConfigModel):
         default=True, description="Runs torch's `varlen_attn`, so that documents and windows need no mask."
     )
     fragmentation: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.05, description="Margin for the allocator's gaps, of what is allocated."
+        default=0.05, description="Margin for the allocator's fragmentation, as a share of the allocated memory."
     )
 
     def tflops(self, dtype: str) -> float | None:
@@ -80,7 +80,8 @@ class DeviceSpec(NamedTuple):
     Attributes:
         pattern: searched in `torch.cuda.get_device_name()`.
         bf16, fp16, tf32, fp32: dense peaks [TFLOP/s]; None if the matrix units don't have the type.
-        plans: name to plan for → GiB that a process sees.
+        source: of the peaks.
+        plans: name for `--device` → memory that a process sees [GiB].
         fields: the other fields of `Device`, for plans.
     """
 
@@ -95,11 +96,11 @@ class DeviceSpec(NamedTuple):
 
 
 def _fields(memory: float, intra: float, inter: float, host: float, **others: Any) -> dict[str, Any]:
-    """Return fields of `Device`: links to memory, devices of the node, other nodes and the host [GB/s], and others."""
+    """Return fields of `Device`: bandwidth to memory, devices of the node, other nodes and the host [GB/s]; others."""
     return {"memory_gbps": memory, "intra_gbps": intra, "inter_gbps": inter, "host_gbps": host, **others}
 
 
-# The first match counts: the special forms of a model stand before its plain name.
+# The first match counts, so the variants of a model precede its plain name.
 # `matrix_share`: Bekman, "Machine Learning Engineering", table of maximum achievable matmul FLOPS, 2024 to 2026; of the
 # V100 a product of 8192³ on forums.developer.nvidia.com/t/79781; of A100-PCIE-40GB and H20 the best of five squares
 # (github.com/zzc0721/torch-performance-test-data, issues 108 and 77). `channels`: NCCL's own log ("24 coll channels"),
@@ -156,11 +157,11 @@ NAMES = (*(name for row in DEVICES for name in row.plans), "cpu")
 
 
 def named_device(name: str, ranks: int = 1) -> Device:
-    """Return the device that NAMES calls `name`, in any case; the memory size may be left out where only one fits.
+    """Return the device of NAMES, in any case; the memory size may be left out if the table has one ("v100": 32 GB).
 
     Args:
-        name: one that ends with .json is a file that describes a device.
-        ranks: of the run; CPU ranks share one machine's memory and cores.
+        name: one of NAMES, or the path of a .json file that describes a device.
+        ranks: number of ranks of the run; CPU ranks share one machine's memory and cores.
     """
     if name.endswith(".json"):
         return validate(Device, read_json(Path(name)), name)
@@ -174,8 +175,8 @@ def named_device(name: str, ranks: int = 1) -> Device:
     key = candidates[0] if len(candidates) == 1 else key
     if key not in rows:
         hint = did_you_mean(key, NAMES)
-        listed = f"one of {', '.join(NAMES)}, or a JSON file (docs/planning.md)"
-        raise ConfigError("--device", f"{name!r} is unknown", hint if "?" in hint else f"use {listed}")
+        names = f"one of {', '.join(NAMES)}, or a JSON file (docs/planning.md)"
+        raise ConfigError("--device", f"{name!r} is unknown", hint if "?" in hint else f"use {names}")
     row = rows[key]
     return Device(
         name=key,
@@ -244,9 +245,9 @@ def describe_devices(device: torch.device, ranks: int) -> str:
 
 @functools.cache
 def runs_varlen(device: torch.device) -> bool:
-    """Return whether torch's flash kernels for packed pieces (`varlen_attn`) run on `device`.
+    """Return whether torch's flash kernels for packed documents (`varlen_attn`) run on `device`.
 
-    They need CUDA and compute capability 8.0. Whether AMD's kernels have windows is not known.
+    They need CUDA and compute capability 8.0. Whether AMD's kernels support sliding windows is unknown.
     """
     import torch
 
@@ -258,5 +259,5 @@ def multiplies_bf16() -> bool:
     """Return whether this machine's CPU has instructions for products of bf16 numbers."""
     import torch
 
-    has = torch.cpu.get_capabilities()
-    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

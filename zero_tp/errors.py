@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from typing import Any
 
 BAD_INPUT = 2
-_LONGEST = 1_500  # characters of an error's line
+INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
+_LONGEST = 1_500  # most characters of an error's line
 _LONGEST_KEY, _LONGEST_LIST, _LONGEST_CAUSE = 160, 160, 200
 _JSON_KINDS = {
     **{"NoneType": "null", "bool": "true or false", "int": "an integer", "float": "a number"},
@@ -26,7 +27,6 @@ _PYTHON_TYPE = re.compile(
     rf"|(?<=, not ){_TYPE}\b"
 )
 _EXCEPTION_NAMES = re.compile(r"(?:Class v|V)alidation error for (?:validator|field) '\w+': |\b\w+Error: ")
-INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
 
 
 class UserError(ValueError):
@@ -36,7 +36,7 @@ class UserError(ValueError):
     """
 
     def __reduce__(self) -> Any:
-        """Pickle the line, for other ranks."""
+        """Pickle as a plain `UserError` with the same message, for other ranks."""
         return UserError, (str(self),)
 
 
@@ -102,7 +102,7 @@ def write_stderr(text: str) -> None:
 
 
 def as_user_error(error: OSError) -> UserError | None:
-    """Return an OSError that names a file or means a full disk as a `UserError`; None for any other."""
+    """Return a `UserError` for an OSError that names a file or reports a full disk; None for any other."""
     if error.filename is None and error.errno != errno.ENOSPC:
         return None
     user_error = UserError(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror))
@@ -111,10 +111,10 @@ def as_user_error(error: OSError) -> UserError | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error in JSON's words, for use inside another line.
+    """Return the first line of a library's error, with JSON's names for types, for use inside another line.
 
-    All lines are joined if the first one ends with a colon ("… because:"). An error without text gives the name of its
-    class in words. The result is cut after `_LONGEST_CAUSE` characters.
+    All lines are joined if the first one ends with a colon ("… because:"). Without a message, it is the name of the
+    error's class in words. The result is cut after `_LONGEST_CAUSE` characters.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, KeyError) and len(error.args) == 1:

@@ -58,8 +58,8 @@ def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]
     Files of a killed process are removed first, and an output that it was replacing is put back.
 
     Args:
-        own: names of directories that are written here. Every other directory in an old output is the user's;
-            `put_in_place` moves it to the new output.
+        own: names of directories that are written here. Every other directory in an old output is the user's, and
+            is moved to the new output at the end of the block.
     """
     partial = hidden_sibling(output, "partial")
     try:
@@ -119,7 +119,7 @@ def remove(path: Path) -> None:
 
 
 def clear_partial(output: Path, own: Collection[str] = ()) -> None:
-    """Remove the parts of `output` that a killed process left. See `partial_directory`."""
+    """Remove the hidden directories that a killed process left. See `partial_directory`."""
     with contextlib.suppress(UserError, OSError):
         if hidden_sibling(output, "partial").is_dir() or hidden_sibling(output, "replaced").is_dir():
             with partial_directory(output, own):
@@ -130,7 +130,7 @@ def put_in_place(written: Path, output: Path, stale: Callable[[str], bool] = lam
     """Rename a `partial_directory` to its output. The user's own files in an old output stay.
 
     Args:
-        stale: whether a file of this name belongs to the old output. Files that are replaced do.
+        stale: whether a file of this name was written by us, not by the user, and is removed with the old output.
     """
     for file in output.iterdir() if output.exists() else ():
         is_replaced = stale(file.name) or (written / file.name).exists()
@@ -158,8 +158,8 @@ def _finish_replacing(output: Path, own: Collection[str]) -> None:
         os.replace(replaced, output)
     elif replaced.is_dir():
         for directory in replaced.iterdir():
-            is_persons = directory.is_dir() and not directory.is_symlink() and directory.name not in own
-            if is_persons and not (output / directory.name).exists():
+            is_users = directory.is_dir() and not directory.is_symlink() and directory.name not in own
+            if is_users and not (output / directory.name).exists():
                 os.replace(directory, output / directory.name)
         shutil.rmtree(replaced)
 
@@ -175,7 +175,7 @@ def hidden_sibling(output: Path, ending: str) -> Path:
 def sync(directory: Path, *, below: bool = True) -> None:
     """Flush a directory and, by default, everything below it to disk."""
     for path in (directory.resolve(), *(directory.rglob("*") if below else ())):
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):  # only a name in its directory
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):  # no content to flush
             continue
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:

@@ -18,7 +18,7 @@ from zero_tp.files import write_named
 PALETTE = {"blue": "#4477AA", "cyan": "#66CCEE", "green": "#228833", "yellow": "#CCBB44"}
 PALETTE |= {"red": "#EE6677", "purple": "#AA3377", "grey": "#BBBBBB"}
 SHOWN_VALUES = 60
-"""Points of one curve that show their value on hovering."""
+"""Most points of one curve that show their value on hovering."""
 STYLE = """
 :root { color-scheme: light dark; --text: #222; --page: #fff; --shade: #f5f5f5; --good: #176117; --bad: #a11; }
 @media (prefers-color-scheme: dark) {
@@ -42,7 +42,7 @@ def write(path: Path, title: str, parts: Iterable[str], figures: Mapping[str, An
     """Write a page and its figures as PNG beside it: OUT.html, OUT_memory.png, …
 
     Args:
-        parts: of the page's body, in HTML.
+        parts: HTML elements of the page's body.
         figures: by the suffix of their file names; "" is OUT.png.
 
     Returns:
@@ -51,12 +51,12 @@ def write(path: Path, title: str, parts: Iterable[str], figures: Mapping[str, An
     name, body = html.escape(title), "\n".join(parts)
     head = f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
     text = f"{head}\n<style>{STYLE}</style></head>\n<body><h1>{name}</h1>\n{body}\n</body></html>\n"
-    pictures = {path.with_name(f"{path.stem}{ending and '_'}{ending}.png"): figures[ending] for ending in figures}
+    pictures = {path.with_name(f"{path.stem}{suffix and '_'}{suffix}.png"): figures[suffix] for suffix in figures}
     write_named(path, text)
     for picture, figure in pictures.items():
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="png", dpi=150)
-        write_named(picture, drawn.getvalue())
+        png = io.BytesIO()
+        figure.savefig(png, format="png", dpi=150)
+        write_named(picture, png.getvalue())
     return [path, *pictures]
 
 
@@ -64,7 +64,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") 
     """Return an HTML table of text cells.
 
     Args:
-        kind: "keys" for columns of words.
+        kind: CSS class; "keys" for columns of text rather than numbers.
     """
 
     def row(cells: Sequence[str], tag: str) -> str:
@@ -87,23 +87,23 @@ def text_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> l
 
 
 def svg(figure: Any) -> str:
-    """Return the figure as an element of the page: black is the page's text colour, and values show on hovering."""
+    """Return the figure as HTML: black becomes the page's text colour, and values show on hovering."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     text = stream.getvalue()
-    width, height = 72 * figure.get_size_inches()  # the picture's units are points, from its top
+    width, height = 72 * figure.get_size_inches()  # the SVG's units are points, from its top left
     circles = []
     for axes, x, y, label in figure.values:
         left, bottom = figure.transFigure.inverted().transform(axes.transData.transform((x, y)))
         if 0 <= left <= 1 and 0 <= bottom <= 1:
-            place = f'cx="{width * left:.1f}" cy="{height * (1 - bottom):.1f}"'
-            circles.append(f'<circle {place} r="4"><title>{html.escape(label)}</title></circle>')
-    drawn = text[text.index("<svg") : text.rindex("</svg>")].replace("#000000", "currentColor")
-    return f'<figure>{drawn}<g class="values">{"".join(circles)}</g></svg></figure>'
+            centre = f'cx="{width * left:.1f}" cy="{height * (1 - bottom):.1f}"'
+            circles.append(f'<circle {centre} r="4"><title>{html.escape(label)}</title></circle>')
+    svg_element = text[text.index("<svg") : text.rindex("</svg>")].replace("#000000", "currentColor")
+    return f'<figure>{svg_element}<g class="values">{"".join(circles)}</g></svg></figure>'
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure of these inches."""
+    """Return an empty matplotlib figure [inches]."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -114,13 +114,13 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def show_values(axes: Any, values: Sequence[tuple[float, float, str]]) -> None:
-    """Show texts when the pointer hovers over (x, y) of the axes, for at most `SHOWN_VALUES` points."""
+    """Show the text of each (x, y, text) on hovering, for at most `SHOWN_VALUES` points."""
     step = -(-len(values) // SHOWN_VALUES)
     axes.figure.values += [(axes, *value) for value in values[:: -max(1, step)]]
 
 
 def plain_number(value: float, _: int | None = None) -> str:
-    """Return a tick's number: 0.0003, 1.5k, 20M. Usable as matplotlib's formatter."""
+    """Format a tick: 0.0003, 1.5k, 20M. Usable as matplotlib's formatter."""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{suffix}"
@@ -140,10 +140,10 @@ def scale(axes: Any, direction: str, values: Sequence[float], *, logarithmic: bo
     if logarithmic:
         getattr(axes, f"set_{direction}scale")("log")
         axis.set_minor_locator(ticker.NullLocator())
-    # Between 8 and 9 there is no round power.
-    powers = logarithmic and most > 10 * least
+    # Within one decade LogLocator may find no tick: between 8 and 9 there is no 1, 2 or 5.
+    decades = logarithmic and most > 10 * least
     subs = (1, 2, 5) if most < 1000 * least else (1,)
-    axis.set_major_locator(ticker.LogLocator(subs=subs) if powers else ticker.MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axis.set_major_locator(ticker.LogLocator(subs=subs) if decades else ticker.MaxNLocator(5, steps=[1, 2, 5, 10]))
     axis.set_major_formatter(ticker.FuncFormatter(plain_number))
 
 

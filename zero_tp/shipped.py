@@ -6,7 +6,7 @@ from pathlib import Path
 
 CONFIGS = "ds_configs"
 PACKED = "_shipped"
-"""Their directory in a wheel (setup.py). In a checkout they are in the repository's root."""
+"""The directory of shipped files in a wheel (setup.py). In a checkout they are in the repository's root."""
 
 
 def shipped(name: str) -> Path:
@@ -17,13 +17,13 @@ def shipped(name: str) -> Path:
 
 
 def config_names() -> list[str]:
-    """Return the names of the configs that are shipped; those of papers start with `papers/`."""
+    """Return the names of the shipped configs; those of papers start with `papers/`."""
     folder = shipped(CONFIGS)
     return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.json"))
 
 
 def config_file(name: str | Path) -> Path:
-    """Return the file of this path; if there is none, the shipped config of this name, with `papers/` or without."""
+    """Return `name` as a path if it exists, else the shipped config of this name, with `papers/` or without."""
     file = Path(name)
     named = [known for known in config_names() if str(name) in (known, Path(known).name)]
     return shipped(CONFIGS) / f"{named[0]}.json" if named and not file.exists() else file

@@ -15,7 +15,7 @@ _MAX_DIGITS, _MAX_LEVELS = 100, 100
 
 
 class InvalidJson(ValueError):
-    """A text is not strict JSON; the message has the place."""
+    """A text is not strict JSON; the message says where."""
 
 
 def parse_json(text: bytes | str) -> Any:
@@ -40,15 +40,15 @@ def parse_json(text: bytes | str) -> Any:
         raise InvalidJson(f"not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise InvalidJson("not valid JSON: nested too deeply") from None
-    _check(value, _MAX_LEVELS)
+    _check_levels_and_strings(value, _MAX_LEVELS)
     return value
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise InvalidJson(f"the key {shown(twice)} appears twice in one object")
+        duplicate = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise InvalidJson(f"the key {shown(duplicate)} appears twice in one object")
     return unique
 
 
@@ -64,7 +64,7 @@ def _bounded_int(number: str) -> int:
     return int(number)
 
 
-def _check(value: Any, levels: int) -> None:
+def _check_levels_and_strings(value: Any, levels: int) -> None:
     """Refuse deep nesting, which recursion could not walk, and strings that UTF-8 cannot encode."""
     if not levels:
         raise InvalidJson("not valid JSON: nested too deeply")
@@ -75,11 +75,11 @@ def _check(value: Any, levels: int) -> None:
             raise InvalidJson(f"unpaired surrogate at character {error.start} of a string") from None
     elif isinstance(value, (dict, list)):
         for inner in (*value, *value.values()) if isinstance(value, dict) else value:
-            _check(inner, levels - 1)
+            _check_levels_and_strings(inner, levels - 1)
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """Return the object that a JSON text is. InvalidJson: see `parse_json`; or it is not an object."""
+    """Return the object of a JSON text. InvalidJson: see `parse_json`; or the value is not an object."""
     value = parse_json(text)
     if not isinstance(value, dict):
         raise InvalidJson(f"holds {shown(value)}, not an object")
@@ -95,7 +95,7 @@ def read_json(path: Path, remedy: str = "give the path of a JSON config, or a na
     """Return the object in a JSON file that the user has named.
 
     Args:
-        remedy: for a missing file.
+        remedy: for a missing or unreadable file.
     """
     try:
         return read_object(path)

@@ -32,15 +32,15 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def data_parallel_size(world: int, tensor: int) -> int:
-    """Return world / tensor."""
+    """Return the DP degree, world / tensor."""
     if world < 1:
         raise ConfigError("world size", f"{world} is not positive", "start at least one rank")
     if world > MAX_RANKS:
         raise ConfigError("world size", f"{shown(world)} is too many ranks", f"use at most {MAX_RANKS}")
     if world % tensor:
         remedy = f"start a multiple of {tensor} ranks, or use a tensor degree that divides {world}"
-        sums = f"tensor {tensor} × data {world / tensor:.4g} ≠ world {world}"
-        raise ConfigError("zero_tp.parallel.tensor", sums, remedy)
+        inequality = f"tensor {tensor} × data {world / tensor:.4g} ≠ world {world}"
+        raise ConfigError("zero_tp.parallel.tensor", inequality, remedy)
     return world // tensor
 
 
@@ -102,9 +102,9 @@ class Topology:
     def _group(self, name: str, members: list[list[int]], timeout: timedelta | None) -> ProcessGroup:
         """Return this rank's group of a partition of the world. Collective over all ranks.
 
-        The world's own group is used where one group holds all ranks. NCCL makes all groups in one split of the
-        world's communicator; `new_group` would be one split a group, each of which all ranks join. A group of one rank
-        is made too, because DeepSpeed takes None for the world.
+        If one group holds all ranks, it is the world's own. NCCL makes all groups by one split of the world's
+        communicator; `new_group` would split once per group, each time with all ranks. A group of one rank is made
+        too, because DeepSpeed takes None for the world.
         """
         import torch.distributed as dist
 
@@ -129,13 +129,13 @@ class Topology:
         return [list(range(t, self.world, self.tensor)) for t in range(self.tensor)]
 
     def seed(self, base: int, *, per_rank: bool) -> int:
-        """Return the seed of one of the two random streams of dropout (papers: section 1).
+        """Return the seed of one of the two random streams of dropout.
 
-        Ranks of a TP group share the stream of the regions that they repeat (`per_rank=False`) and differ in the
-        regions that they split (`per_rank=True`). DP ranks always differ: they hold other samples.
+        Ranks of a TP group share a stream in replicated regions (`per_rank=False`) and have one each in sharded regions
+        (`per_rank=True`). DP ranks never share a stream, because they train on other samples.
         """
-        name = f"{base}/{self.data_rank}/{self.tensor_rank if per_rank else 'shared'}"
-        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
+        stream = f"{base}/{self.data_rank}/{self.tensor_rank if per_rank else 'shared'}"
+        return int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8], "little") >> 1
 
     def describe(self) -> str:
         """Return the grid in words: `TP 2 × DP 2, SP`."""

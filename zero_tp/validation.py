@@ -52,7 +52,7 @@ class ConfigErrors(ConfigError):
 
 
 class ErrorCollector:
-    """Collect the errors of independent checks: `with problems:` around each, then `raise_all`."""
+    """Collect the errors of independent checks: `with collector:` around each, then `raise_all`."""
 
     def __init__(self) -> None:
         self.errors: list[ConfigError] = []
@@ -88,18 +88,18 @@ def validate(model: type[Model], raw: Any, path: str, known: Iterable[ConfigErro
     if not isinstance(raw, dict):
         raise ConfigErrors([_not_an_object(raw, path)])
     errors = [*known, *_unknown_keys(model, raw, path)]
-    right = _drop_keys({error.key for error in errors}, raw, path)
+    remaining = _drop_keys({error.key for error in errors}, raw, path)
     try:
-        parsed = model(**right)
+        parsed = model(**remaining)
     except ValidationError as error:
         errors += (_from_pydantic(detail, raw, path) for detail in error.errors(include_url=False))
     else:
-        errors += _coercion_errors(right, parsed.model_dump(by_alias=True), path)
+        errors += _coercion_errors(remaining, parsed.model_dump(by_alias=True), path)
         if not errors:
             return parsed
     # For a union, report the member whose errors are deepest.
-    within = [error for error in errors if not any(other.key.startswith(f"{error.key}.") for other in errors)]
-    raise ConfigErrors(within) from None
+    deepest = [error for error in errors if not any(other.key.startswith(f"{error.key}.") for other in errors)]
+    raise ConfigErrors(deepest) from None
 
 
 def _unknown_keys(model: type[BaseModel], raw: dict[str, Any], path: str) -> Iterator[ConfigError]:
@@ -143,7 +143,7 @@ def fields_by_name(model: type[BaseModel]) -> dict[str, FieldInfo]:
 def nested_names(
     model: type[BaseModel], prefix: str = "", within: frozenset[type[BaseModel]] = frozenset()
 ) -> Iterator[str]:
-    """Yield the model's key names, then the dotted names of nested models, of a recursive one once.
+    """Yield the model's key names, then the dotted names of nested models; a recursive model is entered once.
 
     Args:
         within: the models that contain this one.
@@ -166,7 +166,7 @@ def nested_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _from_pydantic(detail: Any, raw: Any, path: str) -> ConfigError:
-    """Translate an error of pydantic."""
+    """Return one of pydantic's `errors()` as a ConfigError with JSON's names."""
     parts, value = _locate(detail["loc"], detail["type"], raw, path)
     key, kind, context = ".".join(parts), detail["type"], detail.get("ctx", {})
     if kind == "missing":
@@ -187,7 +187,7 @@ def _from_pydantic(detail: Any, raw: Any, path: str) -> ConfigError:
 
 
 def _locate(location: tuple[Any, ...], kind: str, raw: Any, path: str) -> tuple[list[str], Any]:
-    """Return a key's parts and its JSON value. pydantic's location may also name a union's member."""
+    """Return a key's parts and its JSON value, without the union members in pydantic's location."""
     parts, value = [path] if path else [], raw
     for part in location:
         is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)

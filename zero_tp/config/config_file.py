@@ -1,4 +1,4 @@
-"""The types and defaults of every key of a config file. Importing this module imports DeepSpeed: about two seconds."""
+"""The types and defaults of all keys of a config file. Importing this module imports DeepSpeed: about two seconds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from zero_tp.config.schedule import SchedulerBlock
 from zero_tp.config.schema import ZeroTP
 from zero_tp.validation import ConfigModel
 
-level = logging.root.manager.disable
-logging.disable(logging.WARNING)  # DeepSpeed logs at its import, and a user's error has to be the only line
+disabled_level = logging.root.manager.disable
+logging.disable(logging.WARNING)  # DeepSpeed logs on import, but a user's error must be the only line
 try:
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
@@ -21,11 +21,11 @@ try:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 finally:
-    logging.disable(level)
+    logging.disable(disabled_level)
 
 
 class Throughput(DeepSpeedThroughputTimerConfig):
-    """DeepSpeed's own default is true, and synchronises with the device twice a micro-batch."""
+    """Off by default: DeepSpeed's default, true, synchronises with the device twice per micro-batch."""
 
     enabled: bool = False
 
@@ -35,7 +35,7 @@ class Timers(ConfigModel):
 
 
 class ConfigFile(Scalars):
-    """A whole file: DeepSpeed's keys and blocks, without those that stay off, and the `zero_tp` block.
+    """A whole file: DeepSpeed's keys and blocks, without `OFF_BLOCKS`, and the `zero_tp` block.
 
     `optimizer`, `scheduler` and `zero_tp` are None if the file has no such block.
     """

@@ -106,7 +106,7 @@ OFF_BLOCKS = {
     "checkpoint": "checkpoints are written and verified by zero_tp; use zero_tp.checkpoint",
     "datastates_ckpt": "checkpoints are written and verified by zero_tp; use zero_tp.checkpoint",
 }
-"""Blocks that have to stay off: the reason; the remedy."""
+"""Blocks that have to stay off → "reason; remedy"."""
 
 NOT_IMPLEMENTED = (False, "it is not built yet")
 ZERO_PLUS_PLUS = (False, "ZeRO++ rounds what ranks exchange, so the model trains differently")
@@ -149,7 +149,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "bf16.bf16_optimizer_states": NOT_IMPLEMENTED,
     "fp16.fp16_master_weights_and_grads": NOT_IMPLEMENTED,
 }
-"""Keys that may have only one value (None: not at all): the value, and the reason; the remedy."""
+"""Key → its only allowed value (None: the key is refused), and "reason; remedy"."""
 
 REMOVED: dict[str, str] = {
     "nebula": "checkpoints are zero_tp.checkpoint",
@@ -162,7 +162,7 @@ REMOVED: dict[str, str] = {
     **dict.fromkeys(("graph_harvesting", "curriculum_learning", "progressive_layer_drop"), "delete it"),
     f"{ZERO}.zeropp_loco_param": "delete it",
 }
-"""Keys that DeepSpeed has removed, and the remedy."""
+"""Keys that DeepSpeed has removed → remedy."""
 
 RENAMED: dict[str, str] = {
     "bfloat16": "bf16",
@@ -179,11 +179,11 @@ RENAMED: dict[str, str] = {
         )
     },
 }
-"""Old names that DeepSpeed still accepts, and the new names."""
+"""Old names that DeepSpeed still accepts → new names."""
 
 
 def key_errors(values: dict[str, Any]) -> Iterator[ConfigError]:
-    """Yield an error for each key that is refused in every config: removed, renamed, switched on, or fixed."""
+    """Yield an error for each key of `REMOVED` or `RENAMED`, and each wrong value of `OFF_BLOCKS` or `FIXED`."""
     zero = values.get(ZERO)
     for key in (*values, *(f"{ZERO}.{name}" for name in (zero if isinstance(zero, dict) else ()))):
         if key in REMOVED:
@@ -201,11 +201,11 @@ def key_errors(values: dict[str, Any]) -> Iterator[ConfigError]:
 
 
 def fixed_to(value: Any) -> str:
-    """Return the condition under which a key with one allowed value is refused."""
+    """Return when a key of `FIXED` is refused: "at all", or "unless it is VALUE"."""
     return "at all" if value is None else f"unless it is {shown(value)}"
 
 
 def refusal(key: str, text: str) -> ConfigError:
-    """Return the error for a text "problem; remedy". Without a remedy, the key has to be left out."""
+    """Return the error for a text "problem; remedy". The default remedy is to leave the key out."""
     problem, _, remedy = text.partition("; ")
     return ConfigError(key, problem, remedy or "leave it out")

@@ -18,7 +18,7 @@ from zero_tp.config.schema import ZeroTP
 
 Json = dict[str, Any]
 ANY_ADAM = "[Aa][Dd][Aa][Mm][Ww]?"
-"""DeepSpeed accepts both names in any case."""
+"""A pattern of "Adam" and "AdamW" in any case, which DeepSpeed accepts."""
 
 
 class _WithoutExtras(GenerateJsonSchema):
@@ -33,7 +33,7 @@ def json_schema() -> Json:
     """Return the JSON schema (draft 2020-12) of a run's file. This imports DeepSpeed: about two seconds.
 
     It has keys, types and ranges; `params` depend on `type`, and a model's fields on `model_type`. Every config that
-    RunConfig accepts is valid. It does not check combinations and sums.
+    RunConfig accepts is valid. It does not check combinations of keys and batch arithmetic.
     """
     from zero_tp.architectures import ARCHITECTURES
     from zero_tp.config.config_file import ConfigFile
@@ -65,7 +65,7 @@ def json_schema() -> Json:
 
 
 def _add_cases(block: Json, key: str, cases: dict[str, Json]) -> None:
-    """Add the schema of each value (a pattern) of `key`. Unlike with `oneOf`, an error has its own path."""
+    """Add the schema for each value (a pattern) of `key`. Unlike `oneOf`, it reports the path of an error."""
     block["allOf"] = [
         {"if": {"properties": {key: {"pattern": f"^{value}$"}}, "required": [key]}, "then": then}
         for value, then in cases.items()
@@ -79,7 +79,7 @@ def _with_params(model: type[BaseModel], block: str = "scheduler") -> Json:
 
 
 def _with_fields(model_type: str) -> Json:
-    """Allow the names of a model's fields, transformers' general ones too."""
+    """Return a schema that allows the fields of a model type, those of every transformers config included."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from zero_tp.architectures import ARCHITECTURES

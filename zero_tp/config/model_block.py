@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FROM = "from_pretrained"
 BALANCING_LOSS_FIELDS = ("output_router_logits", "router_aux_loss_coef")
-"""Fields of the load-balancing loss, which published configs omit."""
+"""Fields of the load-balancing loss, which may be given beside `from_pretrained`: published configs omit them."""
 SET_BY_OTHER_KEYS = {
     "attn_implementation": "zero_tp.attention",
     "_attn_implementation": "zero_tp.attention",
@@ -86,12 +86,12 @@ def _config_from(model: dict[str, Any], saved: dict[str, Any] | None) -> PreTrai
     if not isinstance(directory, str) or not directory:
         raise ConfigError(key, f"expected a string, got {shown(directory)}", "give a Hugging Face model directory")
     changes = {name: value for name, value in model.items() if name != FROM}
-    free = dict.fromkeys(name for table in ARCHITECTURES.values() for name in table.fields.dropouts)
-    free |= dict.fromkeys(BALANCING_LOSS_FIELDS)
+    allowed = dict.fromkeys(name for entry in ARCHITECTURES.values() for name in entry.fields.dropouts)
+    allowed |= dict.fromkeys(BALANCING_LOSS_FIELDS)
     for name in changes:
-        if name not in free:
+        if name not in allowed:
             problem = f"given beside {FROM}, but {directory} decides it"
-            raise ConfigError(f"{MODEL_KEY}.{name}", problem, f"leave it out; only {', '.join(free)} can be given")
+            raise ConfigError(f"{MODEL_KEY}.{name}", problem, f"leave it out; only {', '.join(allowed)} can be given")
     if saved is not None and not Path(directory).exists():
         return config_from(saved, Path(directory), **changes)
     return pretrained_config(resolve(directory, key, weights=False), key, **changes)
@@ -105,6 +105,6 @@ def _check_length(zero_tp: ZeroTP, positions: int, config: PreTrainedConfig) -> 
         longer = "use another model" if FROM in zero_tp.model else f"raise {MODEL_KEY}.{name}"
         raise ConfigError(key, problem, f"shorten it, or {longer}")
     if zero_tp.parallel.sequence and length % tensor:
-        sums = f"{length} ≠ tensor {tensor} × {length / tensor:.4g} tokens a rank"
+        inequality = f"{length} ≠ tensor {tensor} × {length / tensor:.4g} tokens a rank"
         remedy = f"use a multiple of {tensor}, or set zero_tp.parallel.sequence to false"
-        raise ConfigError(key, sums + ", which sequence parallelism needs", remedy)
+        raise ConfigError(key, inequality + ", which sequence parallelism needs", remedy)

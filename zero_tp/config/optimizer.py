@@ -22,13 +22,13 @@ class OptimizerBlock(ConfigModel):
 
 
 OPTIMIZERS = ("Adam", "AdamW", "SGD")
-"""Element-wise optimizers: on a shard they compute what they compute on the whole tensor."""
+"""Element-wise optimizers, which update a shard exactly as they update the whole tensor."""
 
 REFUSED_OPTIMIZERS = {
     "Lamb": "its trust ratio needs the norm of a whole tensor, and a rank holds a shard",
     "Muon": "it orthogonalises a whole matrix, and a TP rank holds a shard of it",
-    "Lion": "DeepSpeed's moves weights whose gradient is zero, such as rows of unused tokens",
-    "Adagrad": "torch's creates its states for the model's own tensors, which DeepSpeed replaces",
+    "Lion": "DeepSpeed's Lion moves weights whose gradient is zero, such as rows of unused tokens",
+    "Adagrad": "torch's Adagrad creates its states for the model's own tensors, which DeepSpeed replaces",
     "Adafactor": "it factors the moments of a whole matrix, and a rank holds a shard",
     **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "muP needs base shapes, which the model does not set"),
     **dict.fromkeys(("OneBitAdam", "ZeroOneAdam", "OneBitLamb"), "DeepSpeed removed the 1-bit optimizers"),
@@ -88,7 +88,7 @@ FUSED_ADAM = "FusedAdamBuilder"
 
 
 def optimizer_params(name: str, torch_adam: bool, offload: bool) -> type[ConfigModel]:
-    """Return the arguments of the class that DeepSpeed builds (`DeepSpeedEngine._configure_basic_optimizer`).
+    """Return the model of the arguments of the class that DeepSpeed builds (`_configure_basic_optimizer`).
 
     Args:
         name: in lower case, one of OPTIMIZERS.
@@ -105,8 +105,8 @@ def check_optimizer(values: dict[str, Any]) -> ConfigModel:
     name, lower = block.type, block.type.lower()
     for other, reason in REFUSED_OPTIMIZERS.items():
         if other.lower() == lower:
-            use = f"use one of {', '.join(OPTIMIZERS)}"
-            raise ConfigError("optimizer.type", f"{shown(name)} is refused: {reason}", use)
+            remedy = f"use one of {', '.join(OPTIMIZERS)}"
+            raise ConfigError("optimizer.type", f"{shown(name)} is refused: {reason}", remedy)
     if lower not in ("adam", "adamw") and name != "SGD":
         raise ConfigError("optimizer.type", f"{shown(name)} is unknown", did_you_mean(name, OPTIMIZERS))
     model = optimizer_params(lower, bool(block.params.get("torch_adam")), offloads_optimizer(values))
@@ -120,11 +120,11 @@ def check_optimizer(values: dict[str, Any]) -> ConfigModel:
 def choose_implementation(values: dict[str, Any]) -> None:
     """Set torch's fused Adam in the `optimizer` block, unless the block chooses an implementation.
 
-    It needs no compiler, unlike DeepSpeed's default, which stays if the block has an argument of only that class.
-    DeepSpeed's CPUAdam updates offloaded states.
+    Torch's needs no compiler. DeepSpeed's FusedAdam stays if `params` has an argument that only it takes, and its
+    CPUAdam updates offloaded states.
 
     Args:
-        values: DeepSpeed's config, whatever its types.
+        values: DeepSpeed's config, with unchecked types.
     """
     params, name = look_up(values, "optimizer.params"), str(look_up(values, "optimizer.type")).lower()
     if not isinstance(params, dict) or name not in ("adam", "adamw") or offloads_optimizer(values):

@@ -58,7 +58,7 @@ def check_leaves(value: Any, path: str = "") -> None:
 
 
 def look_up(config: Any, path: str) -> Any:
-    """Return the value at a dotted path, or None where the path leads nowhere."""
+    """Return the value at a dotted path, or None if a key on it is missing."""
     for part in path.split("."):
         if not isinstance(config, dict) or part not in config:
             return None
@@ -81,7 +81,7 @@ def dtype_name(config: dict[str, Any]) -> str:
 
 
 def copies_gradients(config: dict[str, Any]) -> bool:
-    """Return whether DeepSpeed copies gradients: contiguous, or accumulated in another dtype."""
+    """Return whether the config makes DeepSpeed copy gradients: contiguous (if written), or to another dtype."""
     contiguous = look_up(config, "zero_optimization.contiguous_gradients") is True
     return contiguous or look_up(config, "data_types.grad_accum_dtype") not in (None, dtype_name(config))
 
@@ -118,14 +118,14 @@ AUTO: dict[str, str] = {
     "zero_optimization.stage3_prefetch_bucket_size": "0.9 × hidden²",
     "zero_optimization.stage3_param_persistence_threshold": "10 × hidden",
 }
-"""Keys other than batch sizes that may be "auto", in the order of filling, with their JSON value or its description."""
+"""Keys other than batch sizes that may be "auto", in the order of filling → the JSON value or its description."""
 
 DECIDED_LATER = ("data_types.keep_in_fp32_modules", "zero_tp.compile")
 """Keys whose "auto" DeepSpeed or the run's device resolves."""
 
 
 def pop_autos(values: dict[str, Any]) -> list[str]:
-    """Remove each "auto" that can be resolved from `values` and return their keys."""
+    """Remove from `values` each key whose "auto" can be resolved; return these keys."""
     keys = []
     for path in (*BATCH_FIELDS, *AUTO):
         block, name = _parent_block(values, path)
@@ -150,11 +150,11 @@ def fill(
     hidden_size: int,
     saved: SavedStart | None = None,
 ) -> list[str]:
-    """Fill in DeepSpeed's part of a config in place; return lines for the log.
+    """Fill in "auto", batch sizes and required keys of DeepSpeed's part in place; return lines for the log.
 
     Args:
         values: DeepSpeed's part, types checked, without the keys that are "auto".
-        auto_keys: those keys, in the order of `AUTO`.
+        auto_keys: the removed keys, in the order of `AUTO`.
         steps: `zero_tp.training.steps`.
         hidden_size: of the model.
         saved: the state that a resumed run continues from.

@@ -21,7 +21,7 @@ from zero_tp.validation import ConfigErrors
 
 ACTIVATIONS, OPTIMIZER, SCHEDULER = "activation_checkpointing", "optimizer.params", "scheduler.params"
 MAX_SAMPLES = 2**31 - 1
-"""Most samples of a step and tokens of a forward, because kernels count in 32 bits."""
+"""Limit of the samples of a step and of the tokens of a forward, because kernels count in 32 bits."""
 SWITCHED_BLOCKS = ("bf16", "fp16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet")
 """Blocks whose other keys have no effect while `enabled` is false."""
 NVME = {
@@ -63,7 +63,7 @@ class Rule:
         return refusal(self.keys, f"refused {self.reason}")
 
 
-refused, unread, note = partial(Rule, "refused"), partial(Rule, "no effect"), partial(Rule, "note")
+refused, no_effect, note = partial(Rule, "refused"), partial(Rule, "no effect"), partial(Rule, "note")
 
 
 def rules(config: TypedConfig) -> list[Rule]:
@@ -82,7 +82,7 @@ def rules(config: TypedConfig) -> list[Rule]:
 
 def _gradient_rules(config: TypedConfig) -> Iterator[Rule]:
     """Yield rules about dtypes and the reduction of gradients."""
-    dtype, added_up = config.dtype, config["data_types.grad_accum_dtype"]
+    dtype, grad_accum_dtype = config.dtype, config["data_types.grad_accum_dtype"]
     yield refused(
         "fp16.enabled",
         config["fp16.enabled"] and config["bf16.enabled"],
@@ -110,17 +110,17 @@ def _gradient_rules(config: TypedConfig) -> Iterator[Rule]:
         )
     yield refused(
         "data_types.grad_accum_dtype",
-        config.stage == 0 and added_up not in (None, dtype),
+        config.stage == 0 and grad_accum_dtype not in (None, dtype),
         "at stage 0 when it is not the dtype of bf16 or fp16: DeepSpeed has no optimizer for that mix; leave it out, "
         "or use ZeRO",
     )
     for key, off in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
-        scales = config.stage > 0 and config[key] != off
-        yield refused(key, scales, "with ZeRO: DeepSpeed supports it at stage 0 only")
+        is_scaled = config.stage > 0 and config[key] != off
+        yield refused(key, is_scaled, "with ZeRO: DeepSpeed supports it at stage 0 only")
     prescaled = config["prescale_gradients"]
-    yield unread("gradient_predivide_factor", prescaled, "prescale_gradients divides by the number of replicas")
+    yield no_effect("gradient_predivide_factor", prescaled, "prescale_gradients divides by the number of replicas")
     fixed_scale = "fp16.initial_scale_power fp16.loss_scale_window fp16.*hysteresis fp16.min_loss_scale"
-    yield unread(fixed_scale, config["fp16.loss_scale"] > 0, "fp16.loss_scale is fixed")
+    yield no_effect(fixed_scale, config["fp16.loss_scale"] > 0, "fp16.loss_scale is fixed")
 
 
 def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
@@ -143,13 +143,13 @@ def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
         bool(config[f"{OPTIMIZER}.foreach"] and config[f"{OPTIMIZER}.fused"]),
         "with fused: they are two implementations of one step; give one of them",
     )
-    yield unread(f"{OPTIMIZER}.dampening", not momentum, f"{OPTIMIZER}.momentum is 0")
-    yield unread("zero_allow_untested_optimizer", config.stage == 0 or not is_sgd, "only SGD under ZeRO is one")
-    in_script = "it is about an optimizer that a script makes itself"
-    yield unread("zero_force_ds_cpu_optimizer", config.entry_point is not EntryPoint.TRAINER, in_script)
-    yield unread(f"{SCHEDULER}.cycle_*mom*", is_sgd, "the optimizer has no betas")
-    yield unread(f"{SCHEDULER}.cycle_m??_mom", cycles is False, f"{SCHEDULER}.cycle_momentum is false")
-    yield unread(
+    yield no_effect(f"{OPTIMIZER}.dampening", not momentum, f"{OPTIMIZER}.momentum is 0")
+    yield no_effect("zero_allow_untested_optimizer", config.stage == 0 or not is_sgd, "only SGD under ZeRO is untested")
+    client_only = "it concerns an optimizer that a script creates"
+    yield no_effect("zero_force_ds_cpu_optimizer", config.entry_point is not EntryPoint.TRAINER, client_only)
+    yield no_effect(f"{SCHEDULER}.cycle_*mom*", is_sgd, "the optimizer has no betas")
+    yield no_effect(f"{SCHEDULER}.cycle_m??_mom", cycles is False, f"{SCHEDULER}.cycle_momentum is false")
+    yield no_effect(
         f"{SCHEDULER}.decay_lr_rate {SCHEDULER}.decay_step_size",
         not (config[f"{SCHEDULER}.decay_lr_rate"] and config[f"{SCHEDULER}.decay_step_size"]),
         "the rate falls after the cycle only if decay_lr_rate and decay_step_size are both above 0",
@@ -178,9 +178,9 @@ def _rate_rules(config: TypedConfig) -> Iterator[Rule]:
     for key in (f"{SCHEDULER}.lr_end", f"{SCHEDULER}.min_lr"):
         rises = None not in (config[key], rate) and config[key] >= rate
         yield refused(key, rises, "when it is not below the rate: the decay would raise the rate; use a smaller one")
-    greatest = {"warmup_min_lr": rate if peak is None else peak}
-    greatest |= {f"cycle_min_{name}": config[f"{SCHEDULER}.cycle_max_{name}"] for name in ("lr", "mom")}
-    for name, high in greatest.items():
+    upper_bounds = {"warmup_min_lr": rate if peak is None else peak}
+    upper_bounds |= {f"cycle_min_{name}": config[f"{SCHEDULER}.cycle_max_{name}"] for name in ("lr", "mom")}
+    for name, high in upper_bounds.items():
         low = config[f"{SCHEDULER}.{name}"]
         yield refused(
             f"{SCHEDULER}.{name}",
@@ -188,11 +188,11 @@ def _rate_rules(config: TypedConfig) -> Iterator[Rule]:
             "when it is above the value that the schedule rises to: it would be upside down; use a smaller one",
         )
     names = {"OneCycle": "cycle_max_lr", "LRRangeTest": "lr_range_test_min_lr"}
-    highest = config[f"{SCHEDULER}.{names[kind]}"] if kind in names else greatest["warmup_min_lr"]
-    shrinks = (highest or 0) * config.number(f"{OPTIMIZER}.weight_decay")
+    highest = config[f"{SCHEDULER}.{names[kind]}"] if kind in names else upper_bounds["warmup_min_lr"]
+    decay = (highest or 0) * config.number(f"{OPTIMIZER}.weight_decay")
     yield refused(
         f"{OPTIMIZER}.weight_decay",
-        shrinks >= 1 and (str(config["optimizer.type"]).lower() != "adam" or config[f"{OPTIMIZER}.adam_w_mode"]),
+        decay >= 1 and (str(config["optimizer.type"]).lower() != "adam" or config[f"{OPTIMIZER}.adam_w_mode"]),
         "when the highest rate × weight_decay is 1 or more: a step would take all of a weight away; use a smaller one",
     )
 
@@ -200,8 +200,8 @@ def _rate_rules(config: TypedConfig) -> Iterator[Rule]:
 def _run_rules(config: TypedConfig) -> Iterator[Rule]:
     """Yield rules about the `zero_tp` block, which only a run's file has."""
     zero_tp = config.zero_tp
-    evaluation, steps, sizes = zero_tp.evaluation, zero_tp.training.steps, zero_tp.model.values()
-    micro, no_data = config.number("train_micro_batch_size_per_gpu"), not zero_tp.data.validation
+    evaluation, steps, fields = zero_tp.evaluation, zero_tp.training.steps, zero_tp.model.values()
+    micro, no_corpus = config.number("train_micro_batch_size_per_gpu"), not zero_tp.data.validation
     yield refused(
         "train_micro_batch_size_per_gpu",
         micro * zero_tp.data.sequence_length > MAX_SAMPLES,
@@ -218,18 +218,18 @@ def _run_rules(config: TypedConfig) -> Iterator[Rule]:
         'with zero_tp.objective "masked": the tasks score what a causal model predicts',
     )
     nothing = "there is neither zero_tp.data.validation nor a task to evaluate"
-    yield unread("zero_tp.evaluation.interval", no_data and not evaluation.tasks, nothing)
-    yield unread("zero_tp.evaluation.batches", no_data, "there is no zero_tp.data.validation")
+    yield no_effect("zero_tp.evaluation.interval", no_corpus and not evaluation.tasks, nothing)
+    yield no_effect("zero_tp.evaluation.batches", no_corpus, "there is no zero_tp.data.validation")
     task_keys = "zero_tp.evaluation.task_limit zero_tp.evaluation.task_include_path"
-    yield unread(task_keys, not evaluation.tasks, "there is no task")
+    yield no_effect(task_keys, not evaluation.tasks, "there is no task")
     for task in evaluation.task_data:
         is_absent = task not in evaluation.tasks
-        yield unread(f"zero_tp.evaluation.task_data.{task}", is_absent, "zero_tp.evaluation.tasks has no such task")
+        yield no_effect(f"zero_tp.evaluation.task_data.{task}", is_absent, "zero_tp.evaluation.tasks has no such task")
     one_document = "a sample of the masked objective is of one document"
-    yield unread("zero_tp.data.document_attention", zero_tp.masked is not None, one_document)
+    yield no_effect("zero_tp.data.document_attention", zero_tp.masked is not None, one_document)
     yield note(
         f"{MODEL_KEY}.model_type",
-        not any(type(value) is int for value in sizes),
+        not any(type(value) is int for value in fields),
         "no size is written, so that all are the defaults of transformers' class",
     )
     lengths, warmups = ([f"{SCHEDULER}.{name}" for name in names] for names in (LENGTHS, WARMUPS))
@@ -241,7 +241,7 @@ def _run_rules(config: TypedConfig) -> Iterator[Rule]:
     yield note(
         f"{' '.join(warmups)} scheduler.type",
         max(map(config.number, warmups)) > steps,
-        "the run ends before the warm-up, of 1,000 steps unless warmup_num_steps says it, does",
+        "the run ends during the warm-up (1,000 steps if warmup_num_steps is not written)",
     )
 
 
@@ -249,10 +249,8 @@ def _activation_rules(config: TypedConfig) -> Iterator[Rule]:
     """Yield rules about recomputation and sequence parallelism."""
     policy, parallel, layers = config.zero_tp.recompute_policy, config.zero_tp.parallel, config.layers
     slots, accumulation = config[f"{ACTIVATIONS}.number_checkpoints"], config["gradient_accumulation_steps"]
-    has_slots, in_trainer = (
-        config[f"{ACTIVATIONS}.contiguous_memory_optimization"],
-        config.entry_point is EntryPoint.TRAINER,
-    )
+    has_slots = config[f"{ACTIVATIONS}.contiguous_memory_optimization"]  # preallocated, one for each checkpoint
+    in_trainer = config.entry_point is EntryPoint.TRAINER
     yield refused(
         "zero_tp.parallel.fused_products",
         parallel.fused_products and not parallel.sequence,
@@ -286,7 +284,7 @@ def _activation_rules(config: TypedConfig) -> Iterator[Rule]:
         "below the recomputed layers: each has a checkpoint; use as many as layers, or leave it out",
     )
     no_slots = "only contiguous_memory_optimization has slots"
-    yield unread(f"{ACTIVATIONS}.number_checkpoints", not has_slots, no_slots)
+    yield no_effect(f"{ACTIVATIONS}.number_checkpoints", not has_slots, no_slots)
 
 
 def _offload_rules(config: TypedConfig) -> Iterator[Rule]:
@@ -317,50 +315,50 @@ def _offload_rules(config: TypedConfig) -> Iterator[Rule]:
             config.on_nvme(block) and config[f"{ZERO}.{block}.nvme_path"] is None,
             'when it is missing with device "nvme": DeepSpeed swaps to a directory; give one on the NVMe device',
         )
-        yield unread(f"{ZERO}.{block}.[!d]*", not config.offloads(block), f"{block}.device is none")
+        yield no_effect(f"{ZERO}.{block}.[!d]*", not config.offloads(block), f"{block}.device is none")
         for_nvme = _zero_keys(*(f"{block}.{key}" for key in keys))
-        yield unread(for_nvme, not config.on_nvme(block), f"{block}.device is not nvme")
-    yield unread("aio.*", not any(map(config.on_nvme, NVME)), "nothing is offloaded to NVMe")
+        yield no_effect(for_nvme, not config.on_nvme(block), f"{block}.device is not nvme")
+    yield no_effect("aio.*", not any(map(config.on_nvme, NVME)), "nothing is offloaded to NVMe")
     unused_read = config.stage in (1, 2) and config.offloads("offload_optimizer")
     reason = "only ZeRO-1 and ZeRO-2 with an offloaded optimizer read it"
-    yield unread(_zero_keys("ignore_unused_parameters"), not unused_read, reason)
+    yield no_effect(_zero_keys("ignore_unused_parameters"), not unused_read, reason)
 
 
 def _zero_rules(config: TypedConfig) -> Iterator[Rule]:
     """Yield rules about the stages of ZeRO."""
     in_fp32 = config.dtype == "bf16" and config["data_types.grad_accum_dtype"] == "fp32"
-    # DeepSpeed takes its BF16_Optimizer (`DeepSpeedEngine._do_optimizer_sanity_check`).
+    # Then DeepSpeed uses its BF16_Optimizer (`DeepSpeedEngine._do_optimizer_sanity_check`).
     uses_bf16_optimizer = config.stage == 1 and in_fp32 and not config.offloads("offload_optimizer")
-    fp32_only = "only ZeRO-1 with data_types.grad_accum_dtype fp32 reads it"
+    bf16_optimizer_only = "only ZeRO-1 with data_types.grad_accum_dtype fp32 reads it"
     yield refused(
         f"{ZERO}.allgather_bucket_size",
         config[f"{ZERO}.allgather_bucket_size"] % 2 == 1,
         "when it is odd: DeepSpeed splits it by 2; use an even one",
     )
-    yield unread("bf16.immediate_grad_update", not uses_bf16_optimizer, fp32_only)
-    only_3 = "stage3_* sub_group_size enable_sanity_checks memory_efficient_linear override_module_apply"
-    yield unread(_zero_keys(f"{only_3} log_trace_cache_warnings"), config.stage < 3, "only ZeRO-3 reads it")
+    yield no_effect("bf16.immediate_grad_update", not uses_bf16_optimizer, bf16_optimizer_only)
+    stage_3 = "stage3_* sub_group_size enable_sanity_checks memory_efficient_linear override_module_apply"
+    yield no_effect(_zero_keys(f"{stage_3} log_trace_cache_warnings"), config.stage < 3, "only ZeRO-3 reads it")
     buckets, reduction = "use_multi_rank_* parameter_alignment", "contiguous_gradients reduce_scatter overlap_*"
-    yield unread(
+    yield no_effect(
         _zero_keys(f"{buckets} {reduction}"),
         uses_bf16_optimizer,
         "DeepSpeed's optimizer of ZeRO-1 in bf16 with fp32 accumulation does not read it",
     )
-    yield unread(_zero_keys(buckets), config.stage not in (1, 2), "only ZeRO-1 and ZeRO-2 read it")
-    scattered = not config[f"{ZERO}.contiguous_gradients"]
-    yield unread(_zero_keys("use_multi_rank_*"), scattered, "it is for contiguous_gradients")
-    yield unread(_zero_keys(f"{reduction} reduce_bucket_size"), config.stage == 0, "ZeRO-0 does not read it")
+    yield no_effect(_zero_keys(buckets), config.stage not in (1, 2), "only ZeRO-1 and ZeRO-2 read it")
+    not_contiguous = not config[f"{ZERO}.contiguous_gradients"]
+    yield no_effect(_zero_keys("use_multi_rank_*"), not_contiguous, "it is for contiguous_gradients")
+    yield no_effect(_zero_keys(f"{reduction} reduce_bucket_size"), config.stage == 0, "ZeRO-0 does not read it")
 
 
 def _engine_rules(config: TypedConfig) -> Iterator[Rule]:
     """Yield rules about other keys of DeepSpeed's engine and its logs."""
     for keys, reason in NEVER_READ.items():
-        yield unread(keys, True, reason)
+        yield no_effect(keys, True, reason)
     for block in SWITCHED_BLOCKS:
         keys = f"{block}.[!e]* {block}.e[!n]*"
-        yield unread(keys, not config[f"{block}.enabled"], f"{block}.enabled is not true")
+        yield no_effect(keys, not config[f"{block}.enabled"], f"{block}.enabled is not true")
     untimed = not config["timers.throughput.enabled"]
-    yield unread("timers.throughput.synchronized", untimed, "timers.throughput.enabled is not true")
+    yield no_effect("timers.throughput.synchronized", untimed, "timers.throughput.enabled is not true")
     yield note(
         "comms_logger.enabled",
         config["comms_logger.enabled"],
@@ -375,7 +373,7 @@ def _engine_rules(config: TypedConfig) -> Iterator[Rule]:
 
 
 def _zero_keys(*names: str) -> str:
-    """Return dotted keys of ZeRO's block, separated by blanks as the names are."""
+    """Return the dotted keys of names in ZeRO's block, separated by blanks."""
     return " ".join(f"{ZERO}.{name}" for name in " ".join(names).split())
 
 

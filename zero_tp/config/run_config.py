@@ -69,7 +69,7 @@ class RunConfig:
         world_size: int | None = None,
         saved: SavedStart | None = None,
     ) -> RunConfig:
-        """Read a config file, and type, fill and check it.
+        """Read a config file, check its types, fill in defaults and check combinations.
 
         Args:
             path: the JSON file.
@@ -79,7 +79,7 @@ class RunConfig:
 
         Raises:
             ConfigError: the file can't be read.
-            ConfigErrors: all keys that are wrong by themselves or, if there are none, all wrong combinations and sums.
+            ConfigErrors: all keys that are wrong by themselves or, if there are none, all refused combinations.
         """
         path = Path(path)
         near = "" if path.exists() else did_you_mean(str(path), config_names())
@@ -174,7 +174,7 @@ class RunConfig:
         return self.typed.dtype
 
     def deepspeed_config(self) -> dict[str, Any]:
-        """Return a new dict for `deepspeed.initialize`, without `zero_tp`, "auto" and monitors. Needs a world size."""
+        """Return a new dict for `deepspeed.initialize`, without `zero_tp` and monitors. Needs a world size."""
         _required(self.world_size)
         return copy.deepcopy({key: value for key, value in self.typed.values.items() if key not in MONITORS})
 
@@ -242,10 +242,10 @@ def _check_keys(
         with collector:
             batch = resolve_batch(values, data)
     model = look_up(block, "model")
-    if not (collector.errors and isinstance(model, dict) and is_name(model.get(FROM, ""))):  # it would be downloaded
+    if not (collector.errors and isinstance(model, dict) and is_name(model.get(FROM, ""))):  # no download in vain
         with collector:
             if zero_tp is not None:
-                zero_tp, hf_config = _fill_names(zero_tp, saved)
+                zero_tp, hf_config = _pin_hub_names(zero_tp, saved)
             elif isinstance(model, dict):
                 model_config(model)
     collector.raise_all()
@@ -265,7 +265,7 @@ def _check_block(block: Any) -> ZeroTP:
     return zero_tp
 
 
-def _fill_names(zero_tp: ZeroTP, saved: SavedStart | None) -> tuple[ZeroTP, PreTrainedConfig]:
+def _pin_hub_names(zero_tp: ZeroTP, saved: SavedStart | None) -> tuple[ZeroTP, PreTrainedConfig]:
     """Pin hub names to the commits of the run's first start; return the block and the model's config."""
     model, key = zero_tp.model, f"{MODEL_KEY}.{FROM}"
     earlier = None if saved is None else saved.config
@@ -281,7 +281,7 @@ def _fill_names(zero_tp: ZeroTP, saved: SavedStart | None) -> tuple[ZeroTP, PreT
 
 
 def _fill_steps(zero_tp: ZeroTP, samples: int | None) -> ZeroTP:
-    """Replace `training.tokens` by the number of steps of `samples` samples that read them."""
+    """Replace `training.tokens` by the number of steps, of `samples` samples each, that train on them."""
     training = zero_tp.training
     if training.tokens is None:
         return zero_tp
@@ -293,7 +293,7 @@ def _fill_steps(zero_tp: ZeroTP, samples: int | None) -> ZeroTP:
 
 
 def check_accelerator(dtype: str, accelerator: Any) -> None:
-    """Check that this machine's accelerator, DeepSpeed's object, computes in a dtype: "fp32", "bf16" or "fp16"."""
+    """Check that this machine's accelerator (DeepSpeed's object) supports a dtype: "fp32", "bf16" or "fp16"."""
     supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
     if dtype != "fp32" and not supported[dtype]():
         others = " or ".join(other for other in supported if other != dtype and supported[other]())

@@ -1,7 +1,7 @@
 """Type the `scheduler` block: DeepSpeed's five schedules and transformers' schedules that need no metric.
 
-Each class has the arguments of one schedule; a test compares them with the signatures. Step k of a run, from 1,
-trains at the schedule's value at k. `num_stable_steps` is omitted, because the other two phases determine it.
+Each class has the arguments of one schedule; a test compares them with the signatures. The k-th step of a run (k = 1,
+2, …) trains at the schedule's value at k. `num_stable_steps` is omitted, because the other two phases determine it.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ REFUSED_SCHEDULES = dict.fromkeys(
     ("reduce_lr_on_plateau", "greedy"), "it follows a metric, but a run's steps have none"
 )
 LENGTHS, WARMUPS = ("total_num_steps", "num_training_steps"), ("warmup_num_steps", "num_warmup_steps")
-"""DeepSpeed's and transformers' names for the length of the run and of its warm-up."""
+"""DeepSpeed's and transformers' names for the length of the schedule and of its warm-up."""
 
 
 def check_scheduler(values: dict[str, Any]) -> ConfigModel:

@@ -70,7 +70,7 @@ class Spike(ConfigModel):
     loss: float | None = Field(
         None, gt=0, description="Standard deviations that a loss may be above the mean of the window."
     )
-    grad_norm: float | None = Field(None, gt=0, description="The same of the gradient norm.")
+    grad_norm: float | None = Field(None, gt=0, description="The same for the gradient norm.")
     window: Annotated[int, Field(ge=4, le=10_000)] = Field(
         128, description="Steps whose mean and deviation are used; active once half of them have run."
     )
@@ -84,11 +84,11 @@ class Spike(ConfigModel):
 
 class Timeouts(ConfigModel):
     start: float | None = Field(
-        None, gt=0, description="Minutes without progress that end a start: reading, connecting, resuming."
+        None, gt=0, description="Minutes without progress after which a start (reading, connecting, resuming) fails."
     )
-    step: float = Field(30, gt=0, description="The same of a step.")
-    save: float = Field(30, gt=0, description="Minutes that a rank has to write its part of a checkpoint.")
-    evaluation: float = Field(30, gt=0, description="The same of validation and tasks.")
+    step: float = Field(30, gt=0, description="The same for a step.")
+    save: float = Field(30, gt=0, description="Minutes for a rank to write its part of a checkpoint.")
+    evaluation: float = Field(30, gt=0, description="The same for validation and tasks.")
     heartbeat: float | None = Field(
         5, ge=0.5, description="Minutes that a rank or the ranks' store may be silent; null: no limit."
     )
@@ -100,7 +100,7 @@ class Timeouts(ConfigModel):
 
 
 if TYPE_CHECKING:
-    _Steps = int  # of every config that is filled
+    _Steps = int  # `RunConfig.load` fills it in from `tokens`
 else:
     _Steps = Positive | None
 
@@ -144,7 +144,7 @@ class Training(ConfigModel):
 
 class Checkpoint(ConfigModel):
     interval: Positive | None = Field(None, description="Steps between checkpoints; one is always written at the end.")
-    keep: Positive = Field(3, description="How many of the newest checkpoints stay.")
+    keep: Positive = Field(3, description="How many of the newest checkpoints are kept.")
     keep_every: Positive | None = Field(None, description="Checkpoints at multiples of N steps are never removed.")
     async_: bool = Field(False, alias="async", description="Write while training continues.")
     on_corrupt: Literal["stop", "previous"] = Field(
@@ -153,13 +153,13 @@ class Checkpoint(ConfigModel):
 
 
 class Evaluation(ConfigModel):
-    interval: Positive | None = Field(None, description="Steps between validation losses; none: no validation.")
+    interval: Positive | None = Field(None, description="Steps between evaluations; none: only after the last step.")
     batches: Positive = Field(20, description="Global batches of one validation loss.")
     tasks: list[Name] = Field(
         [], description="Zero-shot tasks (docs/evaluation.md) on the live model, whenever there is a validation loss."
     )
     task_data: dict[Name, Name] = Field(
-        {}, description="`{task: file}`; without one its text comes from the Hugging Face hub."
+        {}, description="`{task: file}`; the data of other tasks come from the Hugging Face hub."
     )
     task_limit: Positive | None = Field(None, description="Examples of each task; none: all.")
     task_include_path: Name | None = Field(None, description="A directory of lm-eval task files.")
@@ -188,7 +188,7 @@ Trackers = Annotated[dict[Name, dict[str, Any]], BeforeValidator(_as_arguments),
 
 
 class Logging(ConfigModel):
-    interval: Positive = Field(1, description="Steps a log line.")
+    interval: Positive = Field(1, description="Steps per log line.")
     experts: bool = Field(
         False,
         description="Log the share of tokens that chose each expert, as `experts/layer_N/E`: [experts.md](experts.md).",
@@ -219,7 +219,7 @@ class ZeroTP(ConfigModel):
     tokenizer: Name | None = Field(
         None,
         description="Directory of the tokenizer that is copied into exports, or its "
-        "[name on the hub](checkpoints.md#export-and-import); none: the one of the data.",
+        "[name on the hub](checkpoints.md#export-and-import); none: the data's tokenizer.",
     )
     training: Training
     compile: bool | Literal["auto"] = Field(

@@ -1,4 +1,4 @@
-"""Check types: `TypedConfig` has every key of DeepSpeed's part with its type and default."""
+"""Check the types of DeepSpeed's keys, and complete them with defaults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TypedConfig:
     """A config with valid names and types and without "auto".
 
     Attributes:
-        values: DeepSpeed's part as it is written.
+        values: DeepSpeed's part as it is written, or filled in.
         complete: the same, converted to the types, with the default of every key that is not written.
         zero_tp: the `zero_tp` block; of a config without one, its `parallel` and `recompute` alone.
         entry_point: the interface that the config was passed to.
@@ -82,8 +82,8 @@ def check_types(
 
     collector, complete = ErrorCollector(), dict[str, Any]()
     with collector:
-        known = {key: value for key, value in values.items() if key not in OFF_BLOCKS}
-        complete = validate(ConfigFile, known, "", [*key_errors(values), *unresolvable_autos(values)]).model_dump(
+        checked = {key: value for key, value in values.items() if key not in OFF_BLOCKS}
+        complete = validate(ConfigFile, checked, "", [*key_errors(values), *unresolvable_autos(values)]).model_dump(
             by_alias=True
         )
     for name, check in (("optimizer", check_optimizer), ("scheduler", check_scheduler)):

@@ -1,1 +1,1 @@
-"""What a run logs also goes to CSV files and to accelerate's trackers."""
+"""Send a run's logged values to CSV files and to accelerate's trackers."""

@@ -1,4 +1,4 @@
-"""Send logged values to accelerate's trackers: under the run's name, with its config, continued on a resume.
+"""Send logged values to accelerate's trackers under the run's name, with its config; a resumed run continues there.
 
 One adapter serves DeepSpeed's monitor blocks and `zero_tp.logging.trackers`. DeepSpeed's engine does not get the
 blocks: its own monitor writes only the learning rate, names no run and starts a second one on a resume.
@@ -42,7 +42,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A start of a run, which resumes from `step`; 0 for a new run."""
+    """One start of a run. `step` is the step that it resumes from, 0 for a new run."""
 
     directory: Path
     config: RunConfig
@@ -60,7 +60,7 @@ class RunInfo:
         }
 
     def run_id(self, name: str) -> str | None:
-        """Return the id by which a service knows the run that is resumed."""
+        """Return the service's id of the resumed run; None for a new run."""
         return self._run_ids().get(name) if self.step else None
 
     def save_run_id(self, name: str, run_id: object) -> None:
@@ -79,11 +79,11 @@ class Service:
 
     Attributes:
         package: to install; also the tracker's name in accelerate.
-        arguments: of the tracker, from the run, the options and the service's id of the resumed run. None is left out.
-        run_id: reads that id from the service's own object; without it a resumed run starts another one there.
-        setup: called at each start, instead of storing the config as parameters at the first.
+        arguments: the tracker's, from the run, the options and the service's id of the resumed run. None is left out.
+        run_id: reads that id from the service's own object; if None, a resumed run is a new run of the service.
+        setup: called at each start; if None, the first start stores the config as parameters.
         finite_only: values that are not finite are left out. ClearML would write 0 for NaN.
-        step_is_value: "step" is logged as a value. W&B drops steps below its own counter, as a resumed run's are.
+        step_is_value: "step" is logged as a value, because W&B drops the repeated steps of a resumed run.
     """
 
     package: str
@@ -98,10 +98,10 @@ class Tracker:
     """Accelerate's tracker of a service, opened for a run."""
 
     def __init__(self, name: str, service: Service, options: Options, run: RunInfo) -> None:
-        """Open it; `name` is that of the block or the tracker in the config."""
+        """Open the tracker; `name` is its name, or its block's, in the config."""
         from accelerate import tracking
 
-        # accelerate's own logger needs accelerate's state: making that would choose a device and threads.
+        # accelerate's own logger needs accelerate's state, which would choose a device and set thread counts.
         logger: Any = logging.getLogger(tracking.__name__)
         logger.warning_once, tracking.logger = logger.warning, logger
         run_id = run.run_id(name)
@@ -142,7 +142,7 @@ def _tensorboard(run: RunInfo, block: Options, run_id: str | None) -> dict[str, 
 
 
 def _log_config_as_text(tracker: Any, run: RunInfo, block: Options) -> None:
-    """TensorBoard would show parameters as a second run."""
+    """Log the config as text: TensorBoard would show parameters as a second run."""
     config = json.dumps(run.config.resolved(), indent=2, ensure_ascii=False)
     tracker.log({"config": textwrap.indent(config, "    ")}, step=run.step)
 
@@ -174,8 +174,8 @@ def _name_experiment(tracker: Any, run: RunInfo, block: Options) -> None:
 def _clearml(run: RunInfo, options: Options, run_id: str | None) -> dict[str, Any]:
     """Give each start a task of its own, without hooks in argparse and torch.
 
-    ClearML would fork a process that sends. If the rank were killed, that process would keep the sockets open that the
-    rank's peers wait on. A thread sends instead.
+    A thread sends. ClearML's default is a forked process, which would survive a killed rank and keep open the sockets
+    that the rank's peers wait on.
     """
     from clearml.config import config_obj
 
@@ -185,7 +185,7 @@ def _clearml(run: RunInfo, options: Options, run_id: str | None) -> dict[str, An
 
 
 def _dvclive(run: RunInfo, options: Options, run_id: str | None) -> dict[str, Any]:
-    """Runs in one directory would delete each other's files; a dvc.yaml inside it would grow at each step."""
+    """Give each run a directory: runs delete each other's files. A dvc.yaml inside it would grow at each step."""
     paths = {"dir": str(run.directory / "dvclive"), "dvcyaml": str(run.directory / "dvc.yaml")}
     return {**paths, "exp_name": run.name, "resume": True if run_id else None, **options}
 
@@ -290,7 +290,7 @@ class TrackerThread(threading.Thread):
         report: takes one line about the first call that failed.
 
     Attributes:
-        queue: (values, step) to log; None ends the thread after what is queued.
+        queue: (values, step) to log; None ends the thread after the queued values.
     """
 
     def __init__(self, key: str, open_tracker: Callable[[], Tracker | CsvFiles], report: Callable[[str], None]) -> None:
@@ -308,7 +308,7 @@ class TrackerThread(threading.Thread):
 
     @contextlib.contextmanager
     def _tolerate(self) -> Iterator[None]:
-        """Report the first error of the library's, whose classes are its own; some libraries even exit."""
+        """Report the first error and continue. Each library has its own error classes, and some call `sys.exit`."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -318,7 +318,7 @@ class TrackerThread(threading.Thread):
 
 
 class Trackers(Callback):
-    """Send each line of metrics.jsonl to the trackers that the config names, on rank 0. Unknown values are left out."""
+    """Send each line of metrics.jsonl to the trackers that the config names, on rank 0. Nulls are left out."""
 
     def on_start(self, state: TrainState) -> None:
         self._threads: list[TrackerThread] = []

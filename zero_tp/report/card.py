@@ -16,7 +16,7 @@ LOSSES = {"loss": "loss", "validation_loss": "validation loss"}
 
 
 def model_card(checkpoint: Path, manifest: Manifest) -> str:
-    """Return the card of a model that is exported from a checkpoint, by its manifest and its run's metrics.
+    """Return the card of a model exported from a checkpoint, from the manifest and the run's metrics.
 
     Cards are public, so only the last two parts of the paths of corpora and of the parent are shown.
     """

@@ -1,4 +1,4 @@
-"""Write the report of runs as a page: their curves, their figures and the differences between their configs."""
+"""Write the report of runs as a page: curves, a table of key numbers, and differences between configs."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def write_report(directories: list[Path], to: Path | None = None, against: str |
 
     Args:
         to: the page; by default report.html in the run's directory, or in the working directory for several runs.
-        against: the horizontal axis; by default "tokens" if the runs differ in tokens per step, else "step".
+        against: the horizontal axis, "step" or "tokens"; by default "tokens" if the runs differ in tokens per step.
 
     Returns:
         The files written: the page, then a PNG of its curves.
 
     Raises:
-        UserError: a directory is no run's, nothing was logged yet, matplotlib is missing, or a file can't be written.
+        UserError: a directory is not a run's, nothing was logged, matplotlib is missing, or a file can't be written.
     """
     runs = read_runs(directories)
     sizes = {run.tokens_per_step for run in runs}
     if against == "tokens" and None in sizes:
         without = next(run for run in runs if run.tokens_per_step is None)
-        raise UserError(f"{without.directory / CONFIG}: says no tokens of a step; draw against step")
+        raise UserError(f"{without.directory / CONFIG}: has no batch size or sequence length; draw against step")
     figure = draw_runs(runs, against or ("tokens" if len(sizes) > 1 and None not in sizes else "step"))
     names = ["", *(run.name for run in runs)]
-    parts = [page.svg(figure), "<h2>Figures</h2>", page.table(names, _figures(runs), "keys")]
+    parts = [page.svg(figure), "<h2>Key numbers</h2>", page.table(names, _key_numbers(runs), "keys")]
     for run in runs:
         if run.unreadable:
             parts.append(
@@ -46,8 +46,8 @@ def write_report(directories: list[Path], to: Path | None = None, against: str |
             )
     if len(runs) > 1:
         rows = [(key, *values) for key, values in config_differences(runs)]
-        parts.append("<h2>What differs between their configs</h2>")
-        parts.append(page.table(names, rows, "keys") if rows else "<p>Nothing.</p>")
+        parts.append("<h2>Differences between the configs</h2>")
+        parts.append(page.table(names, rows, "keys") if rows else "<p>None.</p>")
     for run in runs:
         config = html.escape(json.dumps(run.config, indent=2, ensure_ascii=False))
         parts.append(f"<details><summary>{html.escape(run.name)}/{CONFIG}</summary><pre>{config}</pre></details>")
@@ -55,8 +55,8 @@ def write_report(directories: list[Path], to: Path | None = None, against: str |
     return page.write(to, ", ".join(names[1:]), parts, {"curves": figure})
 
 
-def _figures(runs: list[Run]) -> list[tuple[str, ...]]:
-    """Return the rows of the table of figures, without those that no run has."""
+def _key_numbers(runs: list[Run]) -> list[tuple[str, ...]]:
+    """Return the rows of the table of key numbers, without those that no run has."""
 
     def row(label: str, name: str, summary: Callable[[Series], str]) -> tuple[str, ...]:
         return (label, *(summary(series) if (series := run.finite(name)) else "" for run in runs))

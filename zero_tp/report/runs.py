@@ -1,4 +1,4 @@
-"""Read a run from its directory, also while it is written."""
+"""Read a run from its directory, also while it is training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Run:
     """A run as its directory describes it.
 
     Attributes:
-        name: of the directory; with its parent's where runs share one.
+        name: the directory's; with its parents' if several runs have the same name.
         series: by the names of metrics.jsonl.
         config: resolved; empty if it is not written yet.
         unreadable: number of broken lines in metrics.jsonl. Half a line at its end is still being written: not counted.
