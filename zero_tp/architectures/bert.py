@@ -106,8 +106,8 @@ def encoder_weights(spec: TransformerSpec, norms: dict[str, str]) -> Iterator[We
     }
     for ours, theirs in linears.items():
         yield from common.module_weights(common.OURS + ours, *(layer + name for name in theirs))
-    for ours, theirs in norms.items():
-        yield from common.module_weights(f"transformer.{ours}", f"bert.{theirs}")
+    for ours, hf_name in norms.items():
+        yield from common.module_weights(f"transformer.{ours}", f"bert.{hf_name}")
     yield from common.module_weights("head.dense", "cls.predictions.transform.dense")
     yield from common.module_weights("head.norm", "cls.predictions.transform.LayerNorm")
     yield Weight("head.decoder.bias", "cls.predictions.bias")
