@@ -17,7 +17,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     for module in _MODULES
     if hasattr(module, "ARCHITECTURE")
 }
-"""By model_type, which is the name of the table's file where that can be one."""
+"""By model_type: the table's MODEL_TYPE, else the name of its module."""
 
 __all__ = [
     "ARCHITECTURES",
@@ -45,14 +45,14 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
 
 
 def aliases_of(config: PretrainedConfig) -> dict[str, str]:
-    """Return the tensors that are tied to another, alias → source; files hold the source."""
+    """Return tied tensors, alias → source; exports hold the source only."""
     return architecture_of(config).tied if config.tie_word_embeddings else {}
 
 
 def native_class_of(config: PretrainedConfig) -> str:
     """Return the name of the transformers class that a model of this config is exported as.
 
-    An encoder whose `architectures` names the class without a sentence head has none.
+    It is the class without a sentence head if the config's `architectures` names that one.
     """
     architecture = architecture_of(config)
     other = architecture.without_sentences

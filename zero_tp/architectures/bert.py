@@ -1,4 +1,4 @@
-"""bert is Hugging Face's BertForPreTraining (arXiv 1810.04805), whose layers norm the sums: the original order.
+"""bert is Hugging Face's BertForPreTraining (arXiv 1810.04805), with post-norm layers.
 
 `megatron_bert.py` takes from here what both share.
 """
@@ -31,7 +31,7 @@ FIELDS = Fields(
     irrelevant={
         **GENERATION_FIELDS,
         "classifier_dropout": UNTRAINED_HEAD,
-        # What files of the first releases say besides, and the class never asks.
+        # Fields of the first releases' files, which the class never reads.
         **dict.fromkeys(("directionality", "output_past"), "a note of who wrote the file"),
         **dict.fromkeys(
             (
@@ -62,7 +62,7 @@ OBSOLETE_SUFFIXES = {".gamma": ".weight", ".beta": ".bias"}
 
 
 def encoder_spec(config: PretrainedConfig, without_sentences: str, **overrides: Any) -> TransformerSpec:
-    """Return the spec of an encoder: what is not as in Llama.
+    """Return the spec of an encoder, given where it differs from Llama's.
 
     Args:
         without_sentences: name of the class that has no sentence head.
@@ -106,8 +106,8 @@ def encoder_weights(spec: TransformerSpec, norms: dict[str, str]) -> Iterator[We
     }
     for ours, theirs in linears.items():
         yield from common.module_weights(common.OURS + ours, *(layer + name for name in theirs))
-    for ours, its in norms.items():
-        yield from common.module_weights(f"transformer.{ours}", f"bert.{its}")
+    for ours, hf_name in norms.items():
+        yield from common.module_weights(f"transformer.{ours}", f"bert.{hf_name}")
     yield from common.module_weights("head.dense", "cls.predictions.transform.dense")
     yield from common.module_weights("head.norm", "cls.predictions.transform.LayerNorm")
     yield Weight("head.decoder.bias", "cls.predictions.bias")
@@ -117,7 +117,7 @@ def encoder_weights(spec: TransformerSpec, norms: dict[str, str]) -> Iterator[We
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec: norms after each sum, that of the embeddings among them."""
+    """Return the spec, with a norm after each sum, that of the embeddings too."""
     return encoder_spec(config, WITHOUT_SENTENCES, layer="post_norm", embedding_norm=True)
 
 

@@ -61,7 +61,7 @@ def fields(
     """Return Llama's fields and those that one architecture adds.
 
     Args:
-        epsilon: name of the norms' epsilon. For the others see Fields.
+        epsilon: name of the field of the norms' epsilon. For the others see Fields.
     """
     return Fields(
         sizes=(*SIZES, *sizes),
@@ -155,7 +155,7 @@ def sparse_mlps(config: PretrainedConfig) -> tuple[str, ...]:
 
 
 def dropouts(config: PretrainedConfig, **fields: str) -> Dropouts:
-    """Return the probabilities by the config's fields for them; None is 0."""
+    """Return the probabilities in the named fields of the config; None is 0."""
     return Dropouts(**{place: float(getattr(config, field, None) or 0.0) for place, field in fields.items()})
 
 
@@ -166,13 +166,13 @@ def grouped_heads(config: PretrainedConfig) -> tuple[int, int, int]:
     if kv_heads is None:
         raise ConfigError(f"{MODEL_KEY}.num_key_value_heads", "null: transformers computes nothing", f"give {heads}")
     if heads % kv_heads:
-        sums = f"{heads} attention heads ≠ {kv_heads} KV heads × {heads / kv_heads:.4g} each"
-        raise ConfigError(f"{MODEL_KEY}.num_key_value_heads", sums, "give a divisor of num_attention_heads")
+        mismatch = f"{heads} attention heads ≠ {kv_heads} KV heads × {heads / kv_heads:.4g} each"
+        raise ConfigError(f"{MODEL_KEY}.num_key_value_heads", mismatch, "give a divisor of num_attention_heads")
     head_size = getattr(config, "head_dim", None)
     if not head_size and hidden % heads:
-        sums = f"hidden size {hidden} ≠ heads {heads} × head size {hidden / heads:.4g}"
+        mismatch = f"hidden size {hidden} ≠ heads {heads} × head size {hidden / heads:.4g}"
         key = f"{MODEL_KEY}.{config.attribute_map.get('hidden_size', 'hidden_size')}"
-        raise ConfigError(key, sums, "give a hidden size that is a multiple of the heads")
+        raise ConfigError(key, mismatch, "give a hidden size that is a multiple of the heads")
     return heads, kv_heads, head_size or hidden // heads
 
 
@@ -182,7 +182,7 @@ def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
     if len(types) != layers:
         raise ConfigError(f"{MODEL_KEY}.layer_types", f"{len(types)} entries for {layers} layers", "give one for each")
     if SLIDING in types and (window or 0) < 1:
-        problem = f"{window} is not positive, as {SLIDING} needs it"
+        problem = f"{window} is not positive, which {SLIDING} needs"
         raise ConfigError(f"{MODEL_KEY}.sliding_window", problem, "give 1 or more, and use_sliding_window: true")
     return tuple(window if kind == SLIDING else None for kind in types)
 
@@ -193,7 +193,7 @@ OURS, THEIRS = "transformer.layers.{layer}.", "model.layers.{layer}."
 def module_weights(
     ours: str, *theirs: str, bias: bool = True, transposed: bool = False, **attributes: Any
 ) -> Iterator[Weight]:
-    """Yield weight and bias of a norm or linear layer. Several modules of Hugging Face's may be one fused module here.
+    """Yield weight and bias of a norm or linear layer. Several Hugging Face modules may be one fused module here.
 
     Args:
         transposed, attributes: see Weight.

@@ -70,7 +70,8 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
     with _report_user_field(fields, aliases):
         check_rope_names(config, fields)
         spec = architectures.architecture_of(config).spec(config)
-        experts = 0 if spec.experts is None else 2 * spec.experts.count * spec.experts.size  # one parameter
+        # The first matrices of all experts are one parameter.
+        experts = 0 if spec.experts is None else 2 * spec.experts.count * spec.experts.size
         rows = max(spec.vocabulary, spec.mlp_size, 3 * spec.heads * spec.head_size, experts)
         if rows * spec.hidden > LARGEST_MATRIX:
             problem = f"a matrix of {rows} × {spec.hidden} is larger than any that is trained"
@@ -92,7 +93,7 @@ def pretrained_config(directory: Path, key: str = "", **changes: Any) -> Pretrai
     """Return the config of a Hugging Face directory, checked like a `zero_tp.model` block.
 
     Args:
-        key: prefix of the error for a directory without a model; by default the directory.
+        key: prefix of the error message if the directory holds no model; by default the directory.
         changes: fields that override the directory's.
     """
     return config_from(read_config_json(directory, key), directory, **changes)
@@ -102,8 +103,8 @@ def config_from(raw: dict[str, Any], directory: Path, **changes: Any) -> Pretrai
     """Return the config of the content of a config.json.
 
     An unknown field is refused, because its effect is unknown. A token id outside the vocabulary becomes None: it is a
-    default of the class that was saved. If the embedding has a padding row, a negative padding id counts from the end
-    of the vocabulary.
+    default that transformers' class wrote. If the embedding has a padding row, a negative padding id counts from the
+    end of the vocabulary.
 
     Args:
         directory: for error messages.
@@ -183,7 +184,7 @@ def check_unchanged(directory: Path, config: PretrainedConfig, saved: dict[str, 
     known = fields_of(config.model_type)
     for name in (*inspect.get_annotations(type(config)), *known.undeclared):
         value, before = getattr(config, name, None), saved.get(name)
-        # The tokenizer beside the data decides the token ids.
+        # The data's tokenizer decides the token ids.
         if name not in TOKEN_IDS and name not in known.irrelevant and value != before:
             key, remedy = f"{MODEL_KEY}.from_pretrained", "start it with that, or give another --output-dir"
             problem = f"{name} in {directory} is {shown(value)}, but the run was started with {shown(before)}"
@@ -210,9 +211,9 @@ def _declared_fields(raw: dict[str, Any], config_class: Any, known: Fields) -> d
     """Return the fields of a config.json that the model_type has."""
     declared = _pydantic_model(config_class, known).model_fields
     known.check({name: value for name, value in raw.items() if name not in declared}, written=True)
-    # Old files hold settings of generation too, which transformers takes out.
-    of_generation = GenerationConfig._get_default_generation_params()
-    ignored = {*IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG, *known.fixed, *known.irrelevant, *of_generation}
+    # Old files also hold generation settings, which transformers removes.
+    generation_fields = GenerationConfig._get_default_generation_params()
+    ignored = {*IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG, *known.fixed, *known.irrelevant, *generation_fields}
     for name, value in raw.items():
         if name not in declared and name not in ignored:
             problem = f"{shown(value)} is no field of {config_class.__name__}"
@@ -225,7 +226,7 @@ def _pydantic_model(config_class: Any, known: Fields) -> type[BaseModel]:
     hints = inspect.get_annotations(config_class, eval_str=True)
     hints |= {alias: hints[name] for alias, name in config_class.attribute_map.items() if name in hints}
     if "rope_parameters" in hints:
-        hints["rope_parameters"] = dict[str, Any] | None  # its TypedDict is none that pydantic takes before Python 3.12
+        hints["rope_parameters"] = dict[str, Any] | None  # pydantic rejects its TypedDict before Python 3.12
     fields: dict[str, Any] = {name: (hint, None) for name, hint in {**hints, **known.undeclared}.items()}
     return create_model("Fields", __base__=ConfigModel, **fields)
 

@@ -32,17 +32,17 @@ IRRELEVANT_IN_EVERY_CONFIG = {
     "attn_implementation": "zero_tp.attention decides",
     "_attn_implementation_autoset": "zero_tp.attention decides",
     "gradient_checkpointing": "zero_tp.recompute decides",
-    "tie_last_hidden_states": "what is returned besides",
-    "architectures": "the class that an export opens as is that of model_type",
-    "transformers_version": "who wrote the file",
+    "tie_last_hidden_states": "extra outputs",
+    "architectures": "model_type chooses the class of an export",
+    "transformers_version": "the version that wrote the file",
     "_name_or_path": "where the file came from",
     "name_or_path": "where the file came from",
     "_model_name_or_path": "where the file came from",
     "dtype": "of the stored weights; the run's JSON decides",
     "torch_dtype": "the old name of dtype",
     "return_dict": "how outputs are wrapped",
-    "output_hidden_states": "what is returned besides",
-    "output_attentions": "what is returned besides",
+    "output_hidden_states": "extra outputs",
+    "output_attentions": "extra outputs",
     "id2label": UNTRAINED_HEAD,
     "label2id": UNTRAINED_HEAD,
     "num_labels": UNTRAINED_HEAD,
@@ -54,13 +54,13 @@ IRRELEVANT_IN_EVERY_CONFIG = {
     "sep_token_id": "the tokenizer's own file decides",
     "unk_token_id": "the tokenizer's own file decides",
     "decoder_start_token_id": "of encoder-decoders",
-    "torchscript": "of an export that is gone",
+    "torchscript": "of an export that transformers removed",
     "use_bfloat16": "of TensorFlow models",
     "tf_legacy_loss": "of TensorFlow models",
     "cross_attention_hidden_size": "of encoder-decoders",
     "tie_encoder_decoder": "of encoder-decoders",
     "transformers.js_config": "of another library",
-    "ignore_keys_at_rope_validation": "what transformers does not warn of",
+    "ignore_keys_at_rope_validation": "keys that transformers does not warn about",
 }
 """Fields that `config.json` may have whatever the model_type, and why they change nothing."""
 
@@ -81,8 +81,8 @@ _NO_DEFAULT = object()
 class Fields:
     """The treatment of each field that a model_type's Hugging Face config declares.
 
-    Every field is in exactly one of these, or in IRRELEVANT_IN_EVERY_CONFIG or FIXED_IN_EVERY_CONFIG. Any other field
-    of a `config.json` or a config object is refused.
+    Every field is in exactly one of the first seven, in IRRELEVANT_IN_EVERY_CONFIG or in FIXED_IN_EVERY_CONFIG. Other
+    fields of a `config.json` or a config object are refused.
 
     Attributes:
         sizes: read by the spec; positive integers, or None where the config allows it.
@@ -144,7 +144,7 @@ class Fields:
             if name in self.sizes and value < 1:
                 raise ConfigError(key, f"{value} is not positive", "give 1 or more")
             if name in self.dropouts and not 0 <= value < 1:
-                raise ConfigError(key, f"{value} is not a probability below 1", "give 0.0, or as 0.1")
+                raise ConfigError(key, f"{value} is not a probability below 1", "give 0.0, or a number such as 0.1")
             if name in self.positive and not value > 0:
                 raise ConfigError(key, f"{value} is not positive", "give more than 0")
 

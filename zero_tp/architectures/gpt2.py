@@ -40,7 +40,7 @@ FIELDS = Fields(
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec: what is not as in Llama."""
+    """Return the spec, given where it differs from Llama's."""
     return common.spec(
         config,
         mlp_size=config.n_inner or 4 * config.n_embd,
@@ -58,7 +58,7 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
 
 
 def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
-    """Return every parameter: it has them all, whatever its config."""
+    """Return every parameter; the config does not change the list."""
     listed = [
         Weight("transformer.embedding.word.weight", "transformer.wte.weight"),
         Weight("transformer.embedding.position.weight", "transformer.wpe.weight"),

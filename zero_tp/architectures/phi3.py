@@ -23,7 +23,7 @@ FIELDS = common.fields(
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec: what is not as in Llama."""
+    """Return the spec, given where it differs from Llama's."""
     return common.spec(
         config,
         partial_rotary=True,

@@ -1,4 +1,4 @@
-"""qwen2 is Hugging Face's Qwen2ForCausalLM, with biases on Q, K and V, and sliding windows in some layers if wanted."""
+"""qwen2 is Hugging Face's Qwen2ForCausalLM, with biases on Q, K and V, and optional sliding windows in some layers."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ FIELDS = common.fields(
     sizes=("num_key_value_heads", "head_dim", "sliding_window", "num_local_experts", *qwen2_moe.SIZES),
     read=(*qwen2_moe.READ, "attention_bias", "use_sliding_window"),
     irrelevant={"max_window_layers": "all layers have the same window"},
-    undeclared={"head_dim": int, "num_local_experts": int},  # the latter is what the class calls num_experts inside
+    undeclared={"head_dim": int, "num_local_experts": int},  # the class's own name of num_experts
 )
 
 

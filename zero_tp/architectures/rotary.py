@@ -60,8 +60,8 @@ _LEGACY_ROPE_NAMES = {
 def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = False) -> Rotary:
     """Return the rotary positions of the config's `rope_parameters`, computed by transformers' own functions.
 
-    Dynamic scaling depends on the length of this forward alone; transformers' module keeps the frequencies of the
-    longest sequence so far, until one below `max_position_embeddings` comes.
+    Dynamic scaling depends only on this forward's length. transformers keeps the frequencies of the longest sequence so
+    far, until a forward is shorter than `max_position_embeddings`.
 
     Args:
         partial_rotary: the architecture supports `partial_rotary_factor`.
@@ -119,23 +119,23 @@ def _check_values(parameters: Mapping[str, Any], kind: str) -> None:
             if not isinstance(value, bool | None):
                 raise _rope_error(name, f"{value!r} is neither true nor false")
         elif value is not None and not _is_positive(value):
-            raise _rope_error(name, f"{value!r} is not a positive number", "leave it out for the usual one")
+            raise _rope_error(name, f"{value!r} is not a positive number", "leave it out for the default")
     if not _is_positive(parameters.get("rope_theta")):
         raise _rope_error("rope_theta", f"{parameters.get('rope_theta')!r} is not a positive number")
 
 
 def _rotary_dim(config: PretrainedConfig, parameters: Mapping[str, Any], head_size: int, partial_rotary: bool) -> int:
-    """Return the features of a head that turn."""
+    """Return the number of features of a head that rotate."""
     share = parameters.get("partial_rotary_factor", 1.0)
     if not _is_positive(share) or share > 1:
         raise _rope_error("partial_rotary_factor", f"{share!r} is not a share above 0 and up to 1")
     if share != 1.0 and not partial_rotary:
-        raise _rope_error("partial_rotary_factor", f"{share} is refused: {config.model_type} turns whole heads")
+        raise _rope_error("partial_rotary_factor", f"{share} is refused: {config.model_type} rotates whole heads")
     rotary_dim = int(head_size * share)
     if not 0 < rotary_dim <= head_size:
-        raise _rope_error("partial_rotary_factor", f"{share} of a head of {head_size} features turns {rotary_dim}")
+        raise _rope_error("partial_rotary_factor", f"{share} of a head of {head_size} features rotates {rotary_dim}")
     if rotary_dim % 2 and rotary_dim == head_size:
-        raise _rope_error("", f"heads of {head_size} features cannot turn in pairs", "give an even head size")
+        raise _rope_error("", f"heads of {head_size} features cannot be rotated in pairs", "give an even head size")
     return rotary_dim
 
 
@@ -151,7 +151,7 @@ def check_rope_values(parameters: Mapping[str, Any]) -> None:
 
 
 def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> None:
-    """Check that the config class has taken over every rotary parameter of a file, whatever its name."""
+    """Check that the config class kept every rotary parameter of a file, under its old or new name."""
     for name, value in written.items():
         is_old = name in _LEGACY_ROPE_NAMES
         values = {_LEGACY_ROPE_NAMES[name]: value} if is_old else value if name in ROPE else None

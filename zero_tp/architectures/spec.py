@@ -28,7 +28,7 @@ class Rotary:
     Attributes:
         frequencies: (length of the sequence so far, device) → (angles a position, fp32 [size / 2], factor on cosine
             and sine).
-        size: number of a head's first features that rotate.
+        size: number of features that rotate, the first ones of each head.
         by_length: the frequencies depend on the sequence length (dynamic scaling).
     """
 
@@ -70,7 +70,7 @@ class TransformerSpec:
         rotary: settings of the position "rotary".
         activation: the MLP's elementwise function.
         qkv_bias, output_bias, mlp_bias: which linear layers have biases.
-        query_key_norm: a norm of queries and keys, over each head's d features or over those of all heads.
+        query_key_norm: a norm of queries and keys, over each head's d features ("heads") or all heads' ("whole").
         clip: queries, keys and values are limited to [-clip, clip].
         windows: for each layer, the number of tokens that a token attends to, itself included; None: no limit.
         causal: a token attends only to earlier tokens, and the model has a language-model head. Otherwise it attends to
@@ -146,11 +146,11 @@ class TransformerSpec:
         return len(self.expert_layers) * self.mlp_matrices * self.hidden * idle
 
     def check(self, tensor: int) -> None:
-        """Check that TP can split the model. KV heads need not divide: see `models/projection.py`."""
+        """Check that TP can split the model. KV heads need not be a multiple of `tensor` (models/projection.py)."""
         sizes = {"heads": self.heads, "MLP width": self.mlp_size if self.dense_layers else 0}
         if self.experts is not None:
             sizes |= {"expert width": self.experts.size, "shared expert width": self.experts.shared}
         for name, size in sizes.items():
             if size % tensor:
-                sums = f"{name} {size} ≠ tensor {tensor} × {size / tensor:.4g} a rank"
-                raise ConfigError("zero_tp.parallel.tensor", sums, f"use a tensor degree that divides {size}")
+                mismatch = f"{name} {size} ≠ tensor {tensor} × {size / tensor:.4g} a rank"
+                raise ConfigError("zero_tp.parallel.tensor", mismatch, f"use a tensor degree that divides {size}")

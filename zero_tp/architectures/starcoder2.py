@@ -1,4 +1,4 @@
-"""starcoder2 is Hugging Face's Starcoder2ForCausalLM (StarCoder 2), with LayerNorm, plain MLPs and all biases."""
+"""starcoder2 is Hugging Face's Starcoder2ForCausalLM (StarCoder 2), with LayerNorm, plain MLPs, all biases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIELDS = common.fields(
     epsilon="norm_epsilon",
     dropouts=("residual_dropout", "embedding_dropout"),
     read=("use_bias", "pad_token_id"),
-    # What the files of the first release say besides, and the class never asks.
+    # Fields of the first release's files, which the class never reads.
     fixed={
         "mlp_type": ("default", "the MLP is a plain one"),
         "norm_type": ("layer_norm", "the norms are LayerNorm"),
@@ -29,7 +29,7 @@ FIELDS = common.fields(
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec: what is not as in Llama."""
+    """Return the spec, given where it differs from Llama's."""
     return common.spec(
         config,
         norm="layer_norm",

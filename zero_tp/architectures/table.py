@@ -69,7 +69,7 @@ class Weight:
         return [replace(self, theirs=self.names[start : start + parts], experts=None) for start in starts]
 
     def row_ranges(self, rows: int) -> Iterator[RowRange]:
-        """Yield the ranges of our parameter's `rows` rows in their tensors, in our order."""
+        """Yield where our parameter's `rows` rows are in their tensors, in our order."""
         if self.heads is not None:
             size = rows // (3 * self.heads)
             for part in range(3):
@@ -84,7 +84,7 @@ class Weight:
             yield RowRange(name, index * size, 0, size)
 
     def shapes(self, whole: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of their tensors, from that of our whole parameter."""
+        """Return the shapes of their tensors, given our whole parameter's shape."""
         whole = (whole[0] * whole[1], whole[2]) if self.experts else whole
         rows = self.rows[2] if self.rows else whole[0] // len(self.names)
         part = (rows, *whole[1:])
@@ -143,7 +143,7 @@ class Architecture:
         native_class: name of the transformers class that opens an export.
         without_sentences: name of the encoder's class without a sentence head.
         stored: tensors that files name differently, {name in the class: name in files}.
-        base_prefix: prefix of the class with a head, absent from files of the bare model.
+        base_prefix: prefix of names in the class with a head; files of the bare model lack it.
         obsolete_tensors: patterns of buffers that older versions saved, without the prefix. They are ignored.
         optional_heads: head → pattern of its tensors. Files may lack it; it is then initialised from the seed.
         obsolete_suffixes: suffix of tensor names in old files → suffix in the class.
@@ -163,11 +163,11 @@ class Architecture:
 
     @property
     def causal(self) -> bool:
-        """Return whether its models are causal decoders. None of them has a sentence head."""
+        """Return whether its models are causal decoders. Only encoders have a `without_sentences`."""
         return self.without_sentences is None
 
     def spec(self, config: PretrainedConfig) -> TransformerSpec:
-        """Return what the model of a config is made of."""
+        """Check a config's fields and translate it to a TransformerSpec."""
         self.fields.check_object(config)
         return self.translate(config)
 

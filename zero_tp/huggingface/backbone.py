@@ -1,4 +1,4 @@
-"""A whole decoder's hidden states, for libraries whose loss multiplies them by the output layer itself (trl)."""
+"""Hidden states of an unsplit decoder, for libraries (trl) whose losses apply the output layer themselves."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
     ) -> Any:
         """Run `CausalLM.forward`, with logits in an evaluation.
 
-        Trainer reads this signature: each batch of an evaluation must have every argument with "label" in its name. So
-        `shift_labels` is one of `kwargs`.
+        Trainer reads this signature: each batch of an evaluation must have every argument with "label" in its name.
+        Therefore `shift_labels` is one of `kwargs`.
 
         Args:
             kwargs: other arguments of `CausalLM.forward`; those of transformers that it lacks may be None or False.
@@ -99,7 +99,7 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
             raise UserError(
                 f'generate: cache_implementation="{cache}" moves it from an accelerator; leave it out on a CPU'
             )
-        options.setdefault("disable_compile", True)  # a cache of fixed length would have the forward compiled on CUDA
+        options.setdefault("disable_compile", True)  # with a static cache, generate would compile the forward on CUDA
         with random_numbers_of_first(group, self.device):
             output: Any = super().generate(inputs, *arguments, **options)  # type: ignore[misc]
         sequences = output if isinstance(output, Tensor) else output.sequences

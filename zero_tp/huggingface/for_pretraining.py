@@ -35,7 +35,7 @@ class ZeroTPForPreTraining(MaskedLM, HuggingFaceModel):
         num_rows_in_batch: Tensor | float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run `MaskedLM.forward`; an evaluation gives logits, and no figures.
+        """Run `MaskedLM.forward`; an evaluation returns logits instead of the figures.
 
         `label_places` is one of `kwargs`, so that Trainer does not require it; see `ZeroTPForCausalLM.forward`.
 

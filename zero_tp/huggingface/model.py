@@ -41,7 +41,7 @@ class HuggingFaceModel(PretrainedWeights):
 
     @property
     def accepts_loss_kwargs(self) -> bool:
-        """Return whether a step's loss is one sum over `num_items_in_batch`. If not, Trainer averages micro-batches."""
+        """Return whether losses are sums divided by `num_items_in_batch`. If not, Trainer averages micro-batches."""
         return not self.spec.sentence_head
 
     def _returns_evaluation_logits(self, return_logits: bool | None, reduction: str) -> bool:

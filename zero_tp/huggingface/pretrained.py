@@ -48,7 +48,7 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         """Build a model from a Hugging Face directory of safetensors; every rank reads its slices.
 
         Args:
-            directory: or a name on the Hugging Face hub, `owner/name` or `owner/name@revision`.
+            directory: the directory, or a name on the Hugging Face hub, `owner/name` or `owner/name@revision`.
             allow_pickle: read pickled weights where there are no safetensors, with torch's restricted unpickler.
             dtype: of the weights, such as "bfloat16"; by default the config's, else fp32; "auto": the config's, else
                 that of the files. `torch_dtype` is another name of it.
@@ -111,9 +111,9 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
     ) -> None:
         """Write the native Hugging Face model.
 
-        By default every rank calls it, and global rank 0 writes while the others wait for it. Trainer and accelerate
-        pass `is_main_process` or `state_dict`: a rank that has all weights then writes them alone. If they are split or
-        partitioned and no `state_dict` is given, every rank must call it then too.
+        By default every rank calls it, and global rank 0 writes while the others wait. Trainer and accelerate pass
+        `is_main_process` or `state_dict`; then only the calling rank writes, if it has all weights. Without a
+        `state_dict`, every rank must call it if the weights are split (TP) or partitioned (ZeRO-3).
 
         Args:
             is_main_process: whether this rank writes.

@@ -1,4 +1,4 @@
-"""Convert live models of transformers' own classes."""
+"""Split live models of transformers' own classes over a topology."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zero_tp.weights.live_weights import LiveSource
 def parallel_model(
     native: Any, topology: Topology, *, seed: int = 0, device: torch.device | str = "cpu"
 ) -> HuggingFaceModel:
-    """Return ours with the weights of a live model of transformers' own class. Each rank takes its shards.
+    """Return our model with the weights of a live model of transformers' own class. Each rank takes its shards.
 
     Args:
         native: the same on every rank, without PEFT adapters.

@@ -16,7 +16,7 @@ from zero_tp.weights.export import whole_parameter
 
 
 class ResizedSource:
-    """A `WeightSource` with a model's own weights, those with one row per token resized.
+    """A `WeightSource` with a model's own weights; those with one row per token are resized.
 
     Attributes:
         by_mean: a new row is the mean of the old rows; otherwise it is initialised from the seed.

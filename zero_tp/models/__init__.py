@@ -1,1 +1,1 @@
-"""The models: what is computed."""
+"""The models' modules and their forward and backward."""

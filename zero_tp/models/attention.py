@@ -63,7 +63,7 @@ VARLEN_HEAD_SIZE = 192
 
 
 def runs_without_mask(mask: AttentionMask, spec: TransformerSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether `varlen_attn` computes documents and windows here, so that they take no mask."""
+    """Return whether `varlen_attn` can compute these documents and windows; then no mask is built."""
     return (
         mask.padding is None
         and (mask.first_key, mask.keys) == (mask.first_query, mask.queries)
@@ -78,8 +78,8 @@ def runs_without_mask(mask: AttentionMask, spec: TransformerSpec, dtype: torch.d
 class SDPACore(AttentionCore):
     """Call `scaled_dot_product_attention`, or `varlen_attn` for documents and windows if it runs them.
 
-    SDPA would convert a boolean mask in every layer and keep each copy for backward. Without a mask, CPUs use the
-    kernel of matrix products in zero_tp/models/flash.py.
+    Masks are additive, because SDPA would convert a boolean mask in every layer and keep each copy for backward. On
+    CPUs, calls without a mask use zero_tp/models/flash.py.
     """
 
     @staticmethod
@@ -95,15 +95,15 @@ class SDPACore(AttentionCore):
         if isinstance(mask, Packed):
             return packed_attention(query, key, value, mask)
         causal = self.causal and mask is None and query.shape[2] > 1  # a single query sees every key
-        dropped = self.p if self.training else 0.0
+        dropout_p = self.p if self.training else 0.0
         if mask is not None and query.device.type != "cpu":
-            # With a mask, CUDA's fused kernels take no groups.
+            # With a mask, CUDA's fused kernels do not support grouped queries.
             key, value = repeat_kv_heads(key, value, query.shape[1])
-        if mask is None and not dropped and flash.is_faster(query.dtype, query.device, query.shape[2], key.shape[2]):
+        if mask is None and not dropout_p and flash.is_faster(query.dtype, query.device, query.shape[2], key.shape[2]):
             return flash.flash_attention(query, key, value, causal)
         grouped = key.shape[1] != query.shape[1]
-        with self.streams.use(PER_RANK) if dropped else nullcontext(), allowed_kernels(mask):
-            return F.scaled_dot_product_attention(query, key, value, mask, dropped, causal, enable_gqa=grouped)
+        with self.streams.use(PER_RANK) if dropout_p else nullcontext(), allowed_kernels(mask):
+            return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, causal, enable_gqa=grouped)
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def allowed_kernels(mask: Tensor | None) -> Iterator[None]:
     """Disable SDPA's cuDNN kernel if there is a mask.
 
     cuDNN has no plan for some masks that heads or rows share (Lightning-AI/lightning-thunder issue 1799), and torch
-    selects it without asking, so the call would raise.
+    selects cuDNN without checking for one, so the call would raise.
     """
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(cudnn and mask is None)
@@ -124,34 +124,34 @@ def allowed_kernels(mask: Tensor | None) -> Iterator[None]:
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Return softmax(QKᵀ/√d)V of each document by torch's flash kernels. Shapes as in AttentionCore.
 
-    They take rows end to end, [b·s, heads, d], which copies Q, K and V if b > 1.
+    The kernels take concatenated rows, [b·s, heads, d], which copies Q, K and V if b > 1.
     """
-    from torch.nn.attention.varlen import varlen_attn  # takes 2 s
+    from torch.nn.attention.varlen import varlen_attn  # importing it takes 2 s
 
-    def joined(heads: Tensor) -> Tensor:
+    def join_rows(heads: Tensor) -> Tensor:
         return heads.transpose(1, 2).flatten(0, 1)
 
     pieces = packed.pieces
-    mixed = varlen_attn(
-        joined(query),
-        joined(key),
-        joined(value),
+    attended = varlen_attn(
+        join_rows(query),
+        join_rows(key),
+        join_rows(value),
         pieces.starts,
         pieces.starts,
         pieces.longest,
         pieces.longest,
-        window_size=(packed.window, 0),  # inclusive: `window` keys before, none after
+        window_size=(packed.window, 0),  # `window` keys before the query's own, none after
         enable_gqa=key.shape[1] != query.shape[1],
     )
-    assert isinstance(mixed, Tensor)
-    return mixed.unflatten(0, (pieces.rows, pieces.length)).transpose(1, 2)
+    assert isinstance(attended, Tensor)
+    return attended.unflatten(0, (pieces.rows, pieces.length)).transpose(1, 2)
 
 
 class EagerCore(AttentionCore):
     """Compute scores, softmax, dropout and attention over V in separate operations.
 
-    Backward keeps what arXiv 2205.05198 counts: Q, K, V, the softmax's output, a dropout mask of one byte an element
-    and the dropout's output. Scale and mask are part of the product that makes the scores, so they keep nothing. The
+    Backward keeps what arXiv 2205.05198 counts: Q, K, V, the softmax's output, a dropout mask of one byte per element
+    and the dropout's output. The product that makes the scores also applies scale and mask, so they keep nothing. The
     softmax computes in fp32 and rounds once.
     """
 
@@ -163,9 +163,9 @@ class EagerCore(AttentionCore):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         batch, heads, length, _ = query.shape
         key, value = repeat_kv_heads(key, value, heads)
-        # No copy unless rows are padded differently.
-        added = mask.expand(batch, heads, length, key.shape[2]).flatten(0, 1)
-        scores = torch.baddbmm(added, query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=self.scale)
+        # Copies the mask only if rows are padded differently.
+        additive_mask = mask.expand(batch, heads, length, key.shape[2]).flatten(0, 1)
+        scores = torch.baddbmm(additive_mask, query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=self.scale)
         return self.dropout(scores.unflatten(0, (batch, heads)).softmax(-1)) @ value
 
 
@@ -178,7 +178,7 @@ class Attention(ElementwiseModule):
     [s, b, h] → [s, b, h], sequence shards under SP.
 
     Args:
-        number: of the layer.
+        number: the layer's.
     """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, number: int):
@@ -202,9 +202,9 @@ class Attention(ElementwiseModule):
                 owned = heads_of_ranks(spec.heads, heads, make.topology.tensor)
                 setattr(self, name, SplitRMSNorm(make.child(name), owned, spec.head_size, spec.norm_epsilon))
         elif spec.query_key_norm == "heads":
-            norm, own_heads = NORMS[spec.norm], make.topology.tensor > 1
-            self.query_norm = norm(make.child("query_norm"), spec.head_size, spec.norm_epsilon, part=own_heads)
-            self.key_norm = norm(make.child("key_norm"), spec.head_size, spec.norm_epsilon, part=own_heads)
+            norm, is_partial = NORMS[spec.norm], make.topology.tensor > 1
+            self.query_norm = norm(make.child("query_norm"), spec.head_size, spec.norm_epsilon, part=is_partial)
+            self.key_norm = norm(make.child("key_norm"), spec.head_size, spec.norm_epsilon, part=is_partial)
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
         query, key, value = self.qkv(tensor, sequence=context.sequence)
@@ -216,5 +216,5 @@ class Attention(ElementwiseModule):
         if context.cache is not None:
             key, value = context.cache.update(key, value, self.number)
         key, value = self.qkv.repeat_for_queries(key), self.qkv.repeat_for_queries(value)
-        mixed = self.core(query, key, value, mask=context.masks[self.window])  # [b, a/t, s, d]
-        return self.output(mixed.permute(2, 0, 1, 3).flatten(2), sequence=context.sequence)
+        attended = self.core(query, key, value, mask=context.masks[self.window])  # [b, a/t, s, d]
+        return self.output(attended.permute(2, 0, 1, 3).flatten(2), sequence=context.sequence)

@@ -81,13 +81,13 @@ class CausalLM(ParallelModel):
             input_ids: [b, s].
             attention_mask: [b, all tokens so far], 1 for a token and 0 for padding.
             labels: [b, s] as Hugging Face defines them: shifted inside, -100 is ignored.
-            position_ids: [b or 1, s]; by default those after the cached tokens. As in transformers, without a mask and
-                a cache a position that does not follow the one before begins a document (see `document_ids`).
-            document_ids: [b, s], numbers of the documents packed in a row; a token sees only its own. Give them on the
-                host; on an accelerator, reading them synchronises.
+            position_ids: [b or 1, s]; by default those after the cached tokens. As in transformers, if there is
+                neither mask nor cache, a position that does not continue its predecessor begins a document.
+            document_ids: [b, s], numbers of the documents packed in a row; a token sees only its own. Give a CPU
+                tensor; reading one on an accelerator synchronises.
             past_key_values: keys and values of earlier tokens; gets the present ones too.
-            use_cache: start such a cache if there is none, and return it.
-            logits_to_keep: logits of the last so many positions, or of those it lists; 0: of all.
+            use_cache: create that cache if it is not given, and return it.
+            logits_to_keep: positions that get logits: the last ones of this number, or those listed; 0: all.
             shift_labels: [b, s], already shifted: the token that each position predicts. Overrides `labels`. With
                 `reduction="none"` also [b, s, k]: k alternatives at each position.
             return_logits: also return logits [b, s, v], whole on every TP rank and without gradient.

@@ -28,11 +28,11 @@ def document_starts(documents: Tensor) -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Runs of neighbouring tokens of one document in the rows of a batch, counted row after row.
+    """Segments of a batch's rows, each a run of tokens of one document, numbered row by row.
 
     Attributes:
         starts: where each of n pieces begins among all b·s tokens, and b·s at the end ("cu_seqlens"), int32 [n + 1].
-        longest: tokens of the longest piece, or more.
+        longest: length of the longest piece, or an upper bound.
         rows, length: b and s.
     """
 
@@ -49,8 +49,8 @@ class Pieces:
     @classmethod
     def from_starts(cls, starts: npt.NDArray[np.int32], shape: torch.Size, device: torch.device) -> Pieces:
         """Copy `starts` from the host to the device. `shape` is [b, s]."""
-        there = torch.tensor(starts, pin_memory=device.type != "cpu").to(device, non_blocking=True)
-        return cls(there, int(np.diff(starts).max()), *shape)
+        on_device = torch.tensor(starts, pin_memory=device.type != "cpu").to(device, non_blocking=True)
+        return cls(on_device, int(np.diff(starts).max()), *shape)
 
     @classmethod
     def of_rows(cls, rows: int, length: int, device: torch.device) -> Pieces:
@@ -75,7 +75,7 @@ def document_ids_from_positions(positions: Tensor) -> Tensor | None:
 
 
 class Packed(NamedTuple):
-    """Visibility without a mask: a token sees `window` tokens of its own piece before itself; all if it is negative."""
+    """Replaces a mask: a token sees itself and `window` earlier tokens of its piece, all of them if it is negative."""
 
     pieces: Pieces
     window: int
@@ -83,14 +83,14 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which tokens a token attends to: causal order, cache, window, documents and padding.
+    """What limits the tokens that a token attends to: causal order, cache, window, documents and padding.
 
     Attributes:
         queries, keys: s and k.
-        first_query, first_key: their places in the whole sequence; a cache with a window has dropped earlier keys.
+        first_query, first_key: positions of the first ones in the sequence; a windowed cache has dropped earlier keys.
         padding: [b, all tokens so far], 1 for a token and 0 for padding; None without padding.
         pieces: of the documents; None for one document per row.
-        window: how many tokens a token sees, including itself; None: no limit.
+        window: how many tokens a token sees, itself included (`Packed.window` excludes it); None: no limit.
         causal: a token sees itself and those before it; else all of its row.
     """
 
@@ -105,7 +105,7 @@ class AttentionMask:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether only causality hides keys, or nothing does, and keys end with the queries."""
+        """Return whether causal or full attention needs no mask: nothing else hides keys, and queries are the last."""
         if not self.causal:
             return self.padding is None
         windowed = self.window is not None and self.first_query + self.queries - self.first_key > self.window
@@ -117,7 +117,7 @@ class AttentionMask:
         """Return the mask as booleans, [b or 1, 1, s, k]; [b or 1, 1, 1, k] if not causal.
 
         A token that would see none (padding on the left) sees itself, so that its softmax is defined; its output is
-        unused. If not causal, tokens of a row of padding see all of it.
+        unused. If not causal, tokens of a row that is all padding see the whole row.
         """
         if not self.causal:
             return self._visible_to_all(device)
@@ -146,7 +146,7 @@ class AttentionMask:
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """The inputs of a forward besides tokens.
+    """The inputs of a forward other than tokens.
 
     Attributes:
         padding: [b, all tokens so far], 1 for a token, 0 for padding; None without padding.

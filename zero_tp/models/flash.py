@@ -1,6 +1,6 @@
-"""Flash attention on CPUs from matrix products, faster than torch's own kernel (benchmarks/tried.md).
+"""Flash attention for CPUs, built from matrix products; faster than torch's own kernel (benchmarks/tried.md).
 
-It saves what a flash kernel saves: Q, K, V, the output and the logarithm of each softmax's sum. b batch, a heads,
+Like a flash kernel it saves Q, K, V, the output and the logarithm of each softmax's sum. b batch, a heads, k KV heads,
 s sequence, d head size.
 """
 
@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from zero_tp import devices
 
 BLOCK = 128
-"""Queries of a block; causal blocks skip later keys. Sequences shorter than two blocks use torch's own kernel."""
+"""Queries per block; causal blocks skip later keys. Sequences shorter than two blocks use torch's own kernel."""
 BLOCK_ELEMENTS = 2**20
-"""Scores that exist at a time; they have to fit a core's cache."""
+"""Scores in memory at a time; they must fit a core's cache."""
 
 
 class _Flash(torch.autograd.Function):
@@ -27,9 +27,9 @@ class _Flash(torch.autograd.Function):
         batch, heads, length, size = query.shape
         output = query.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)  # as the output projection reads it
         lse = query.new_empty(batch, heads, length, dtype=torch.float32)
-        for own, kv_index, repeats in _blocks(query, key):
+        for index, kv_index, repeats in _blocks(query, key):
             keys, values = (tensor[kv_index].repeat_interleave(repeats, 0) for tensor in (key, value))
-            _attend(query[own], keys, values, output[own], lse[own], causal=causal)
+            _attend(query[index], keys, values, output[index], lse[index], causal=causal)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.causal = causal
         return output
@@ -39,22 +39,22 @@ class _Flash(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, output, lse = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for own, kv_index, repeats in _blocks(query, key):
+        for index, kv_index, repeats in _blocks(query, key):
             keys, values = (tensor[kv_index].repeat_interleave(repeats, 0) for tensor in (key, value))
-            parts = (tensor[own] for tensor in (output, lse, gradient))
-            dq[own], *key_and_value = _gradients(query[own], keys, values, *parts, causal=ctx.causal)
+            parts = (tensor[index] for tensor in (output, lse, gradient))
+            dq[index], *key_and_value = _gradients(query[index], keys, values, *parts, causal=ctx.causal)
             for whole, part in zip((dk, dv), key_and_value, strict=True):
                 whole[kv_index] += part.unflatten(0, (-1, repeats)).sum(1)
         return dq, dk, dv, None
 
 
 def _blocks(query: Tensor, key: Tensor) -> Iterator[tuple[tuple[int, slice], tuple[int, slice], int]]:
-    """Yield (row and heads of a block, row and KV heads of the block, heads per KV head)."""
+    """Yield (index of a block's row and heads, index of its row and KV heads, how often to repeat each KV head)."""
     batch, heads, length, _ = query.shape
     group = heads // key.shape[1]
-    most = max(1, BLOCK_ELEMENTS // (min(BLOCK, length) * length))
-    repeats = max(size for size in range(1, min(group, most) + 1) if group % size == 0)
-    heads_per_block = max(repeats, most // repeats * repeats) if repeats == group else repeats
+    max_heads = max(1, BLOCK_ELEMENTS // (min(BLOCK, length) * length))
+    repeats = max(size for size in range(1, min(group, max_heads) + 1) if group % size == 0)
+    heads_per_block = max(repeats, max_heads // repeats * repeats) if repeats == group else repeats
     for row in range(batch):
         for first in range(0, heads, heads_per_block):
             last = min(first + heads_per_block, heads)
@@ -66,17 +66,17 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tens
     scale = query.shape[-1] ** -0.5
     query, key, value = (tensor.contiguous() for tensor in (query, key, value))  # otherwise each block copies them
     length = query.shape[1]
-    hidden = query.new_full((BLOCK, BLOCK), -torch.inf, dtype=torch.float32).triu_(1)
+    causal_bias = query.new_full((BLOCK, BLOCK), -torch.inf, dtype=torch.float32).triu_(1)
     for begin in range(0, length, BLOCK):
         end = min(begin + BLOCK, length)
-        own, seen = slice(begin, end), slice(end if causal else length)
-        score, rest = _product(query[:, own], key[:, seen], scale)
-        exact = score if rest is None else score.float().add_(rest)
+        rows, visible = slice(begin, end), slice(end if causal else length)
+        score, remainder = _product(query[:, rows], key[:, visible], scale)
+        scores = score if remainder is None else score.float().add_(remainder)
         if causal:
-            exact[:, :, begin:].add_(hidden[: end - begin, : end - begin])
-        share = exact.softmax(-1)
-        lse[:, own] = exact.amax(-1) - share.amax(-1).log()
-        output[:, own] = torch.bmm(share.to(query.dtype), value[:, seen])
+            scores[:, :, begin:].add_(causal_bias[: end - begin, : end - begin])
+        probabilities = scores.softmax(-1)
+        lse[:, rows] = scores.amax(-1) - probabilities.amax(-1).log()
+        output[:, rows] = torch.bmm(probabilities.to(query.dtype), value[:, visible])
 
 
 def _gradients(
@@ -85,39 +85,39 @@ def _gradients(
     """Return the gradients of Q, K and V, all [heads, s, d], from those of the output.
 
     With P = exp(QKᵀ/√d - L) and D = P ⊙ (dO Vᵀ - rowsum(dO ⊙ O)) they are DK/√d, DᵀQ/√d and PᵀdO ("FlashAttention-2",
-    arXiv 2307.08691, algorithm 2). The subtrahend is part of the product, as two more columns of 16-bit numbers that
-    sum to it, so the product rounds the difference only. (In fp32 they are one number and a zero.)
+    arXiv 2307.08691, algorithm 2). Both subtrahends, L and the rowsum, enter the matrix products as two extra columns
+    that sum to them, so only the difference is rounded to 16 bits. (In fp32 the second column is 0.)
 
     Args:
-        logarithms: L, of the sums of the scores' exponentials, fp32 [heads, s].
+        lse: L, the logarithm of the sum of each query's exponentials, fp32 [heads, s].
     """
     scale = query.shape[-1] ** -0.5
     query, key, gradient = (tensor.contiguous() for tensor in (query, key, gradient))
     ones = query.new_ones(*key.shape[:2], 2)
-    queries = torch.cat((query, _split_fp32(-lse / scale, query.dtype)), -1)
-    outputs = torch.cat((gradient, _split_fp32(-(gradient.float() * output).sum(-1), query.dtype)), -1)
-    keys, values = torch.cat((key, ones), -1), torch.cat((value, ones), -1)
+    query_lse = torch.cat((query, _split_fp32(-lse / scale, query.dtype)), -1)
+    gradient_delta = torch.cat((gradient, _split_fp32(-(gradient.float() * output).sum(-1), query.dtype)), -1)
+    key_ones, value_ones = torch.cat((key, ones), -1), torch.cat((value, ones), -1)
     dq = torch.empty_like(query, memory_format=torch.contiguous_format)
     dk, dv = (query.new_zeros(query.shape) for _ in range(2))
     length = query.shape[1]
     for begin in range(0, length, BLOCK):
         end = min(begin + BLOCK, length)
-        own, seen = slice(begin, end), slice(end if causal else length)
-        share, rest = _product(queries[:, own], keys[:, seen], scale)
-        share.exp_()
-        if rest is not None:
-            share.addcmul_(share, rest)
+        rows, visible = slice(begin, end), slice(end if causal else length)
+        probabilities, remainder = _product(query_lse[:, rows], key_ones[:, visible], scale)
+        probabilities.exp_()
+        if remainder is not None:
+            probabilities.addcmul_(probabilities, remainder)
         if causal:
-            share[:, :, begin:].tril_()
-        dv[:, seen].baddbmm_(share.mT, gradient[:, own])
-        score = torch.bmm(outputs[:, own], values[:, seen].mT).mul_(share)
-        dq[:, own] = _scaled(score, key[:, seen], scale)
-        dk[:, seen].baddbmm_(score.mT, query[:, own], alpha=scale)
+            probabilities[:, :, begin:].tril_()
+        dv[:, visible].baddbmm_(probabilities.mT, gradient[:, rows])
+        score = torch.bmm(gradient_delta[:, rows], value_ones[:, visible].mT).mul_(probabilities)
+        dq[:, rows] = _scaled(score, key[:, visible], scale)
+        dk[:, visible].baddbmm_(score.mT, query[:, rows], alpha=scale)
     return dq, dk, dv
 
 
 def _product(left: Tensor, right: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
-    """Return scaled scores, [heads, queries, keys], and the rounding error of 16-bit ones: the product minus them."""
+    """Return scaled scores, [heads, queries, keys], and for 16-bit ones the remainder that rounding them lost."""
     score = _scaled(left, right.mT, scale)
     if left.dtype == torch.float32:
         return score, None
@@ -129,13 +129,13 @@ def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
 
 
 def _split_fp32(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return fp32 numbers as two columns of a narrower dtype whose sum they are."""
+    """Split fp32 numbers into two columns of a narrower dtype, which sum to them."""
     high = numbers.to(dtype)
     return torch.stack((high, (numbers - high).to(dtype)), -1)
 
 
 def is_faster(dtype: torch.dtype, device: torch.device, queries: int, keys: int) -> bool:
-    """Return whether attention here is faster than torch's kernel."""
+    """Return whether `flash_attention` is faster than torch's kernel."""
     fast = dtype == torch.float32 or (dtype == torch.bfloat16 and devices.multiplies_bf16())
     return device.type == "cpu" and fast and queries == keys >= 2 * BLOCK
 
@@ -145,7 +145,7 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> 
 
     Args:
         query: [b, a, s, d].
-        key: [b, a or a divisor of it, s, d]: each of its heads serves as many of Q's in turn.
+        key: [b, k, s, d], where k divides a: each KV head serves a/k consecutive query heads.
         value: as key.
     """
     output: Tensor = _Flash.apply(query, key, value, causal)

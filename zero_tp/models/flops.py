@@ -21,9 +21,9 @@ class ForwardFlops(NamedTuple):
 
 
 def layer_products(spec: TransformerSpec) -> float:
-    """Return the multiply-adds of one layer's weights a token: the elements of its matrices, a mean over layers.
+    """Return the multiply-adds per token of one layer's matrices, their number of elements, averaged over layers.
 
-    Of experts, those that compute the token, the router and the shared expert's gate.
+    Experts count only if they compute the token; routers and the shared experts' gates count too.
     """
     attention = spec.hidden * spec.head_size * (2 * spec.heads + 2 * spec.kv_heads)
     choices = 0 if spec.experts is None else spec.experts.count + (spec.experts.shared > 0)
@@ -32,14 +32,14 @@ def layer_products(spec: TransformerSpec) -> float:
 
 
 def head_products(spec: TransformerSpec) -> int:
-    """Return the multiply-adds of the head a label: the output layer's, and an encoder's dense layer before it."""
+    """Return the head's multiply-adds per label: the output layer's, and an encoder's dense layer's before it."""
     return spec.hidden * (spec.vocabulary + (0 if spec.causal else spec.hidden))
 
 
 def forward_flops(spec: TransformerSpec, batch: int, length: int, labelled: float = 1.0) -> ForwardFlops:
     """Return the FLOPs of a forward of `batch` sequences.
 
-    The core counts every score, as the papers do, also those that a mask hides.
+    The core counts every score, also masked ones, as the papers do.
 
     Args:
         labelled: share of the tokens that go through the head.
@@ -70,11 +70,12 @@ def hardware_flops(
 ) -> float:
     """Return the FLOPs that one step runs: those of `model_flops`, and the products that backward computes again.
 
-    With GPT-2's layers and every attention core recomputed these are the 4Bs²h more a layer of arXiv 2205.05198,
-    appendix A (its equation 8 counts them three times).
+    With GPT-2's layers, recomputing every attention core adds 4Bs²h per layer, as arXiv 2205.05198, appendix A, says
+    (its equation 8 adds this three times).
 
     Args:
-        recomputed: layers, and attention cores alone (see `RecomputePolicy.recomputed_layers_and_cores`).
+        recomputed: (whole layers, layers of which only the attention core), see
+            `RecomputePolicy.recomputed_layers_and_cores`.
     """
     layer, core, _ = forward_flops(spec, global_batch, length, labelled)
     layers, cores = recomputed

@@ -50,7 +50,7 @@ class ForeignEngineChecks(nn.Module):
     def _refuse_averaging(self, engine: str) -> None:
         if self.topology.tensor > 1:
             raise UserError(
-                f"a model of tensor parallel size {self.topology.tensor} in {engine}, as Accelerator.prepare and "
-                "Trainer make it, would average the gradients of different shards; train it with zero-tp pretrain, "
+                f"{engine}, such as Accelerator.prepare and Trainer make, would average gradients of different shards "
+                f"of this model of tensor parallel size {self.topology.tensor}; train it with zero-tp pretrain, "
                 "call deepspeed.initialize(mpu=topology), or tensor parallel size 1"
             )

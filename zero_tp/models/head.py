@@ -29,7 +29,7 @@ class OutputLayer(ElementwiseModule):
     modules.
 
     Args:
-        bias: as the decoder of masked tokens has it.
+        bias: has a bias, as the masked-token decoder does.
     """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, embedding: nn.Parameter, *, bias: bool = False):
@@ -50,11 +50,11 @@ class OutputLayer(ElementwiseModule):
         accuracy: bool = False,
         keep: int | Tensor = 0,
     ) -> Tensor | tuple[Tensor, Tensor] | TokenScores:
-        """Return the loss, scores or logits of [s, b, h], a shard when `sequence`.
+        """Compute losses, scores or logits from hidden states [s, b, h], a shard when `sequence`.
 
-        With labels [s, b] the scalar loss (its sum over `divisor`, by default the mean) and the number of labels that
-        are the argmax (0 unless `accuracy`), or with `per_token` each label's scores; without labels the logits
-        [s, b, v] of the last `keep` positions, or of those it lists; 0: all.
+        Without labels, return the logits [s, b, v] of the last `keep` positions, or of those it lists; 0: all. With
+        labels [s, b] and `per_token`, return each label's scores. Otherwise return the scalar loss (the sum divided by
+        `divisor`, by default the mean) and the number of labels that are the argmax (0 unless `accuracy`).
         """
         common: dict[str, Any] = {"bias": self.bias, "vocabulary": self.vocabulary, "group": self.group}
         if labels is not None and not per_token:
@@ -88,13 +88,13 @@ class MaskedTokenHead(nn.Module):
     def forward(
         self, rows: Tensor, labels: Tensor | None, *, per_token: bool = False, divisor: Tensor | float | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the loss and the number of argmaxes, or scores, or logits of hidden states [n, h] with labels [n]."""
-        wide = self.norm(self.activation(self.dense(rows))).unsqueeze(1)
+        """Return logits of hidden states [n, h], or with labels [n] the loss and number of correct ones, or scores."""
+        inputs = self.norm(self.activation(self.dense(rows))).unsqueeze(1)
         if labels is None:
-            logits: Tensor = self.decoder(wide, None)
+            logits: Tensor = self.decoder(inputs, None)
             return logits.squeeze(1)
-        scores, right = self.decoder(wide, labels.unsqueeze(1), per_token=per_token, divisor=divisor, accuracy=True)
-        return (scores.squeeze(1), right.squeeze(1)) if per_token else (scores, right)
+        scores, correct = self.decoder(inputs, labels.unsqueeze(1), per_token=per_token, divisor=divisor, accuracy=True)
+        return (scores.squeeze(1), correct.squeeze(1)) if per_token else (scores, correct)
 
 
 class SentenceHead(nn.Module):

@@ -2,8 +2,8 @@
 
 s sequence, b batch, h hidden, v vocabulary, t TP size, n labels that are not ignored.
 
-Only positions with a label, 15 % of all, go through the head of masked tokens. Their hidden states are gathered on
-every TP rank, under SP by an all-reduce of [n, h].
+Only positions with a label, usually 15 %, go through the head of masked tokens. Every TP rank gets their hidden states,
+under SP by an all-reduce of [n, h].
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zero_tp.parallel.parameter import ParameterMaker
 
 @dataclass
 class PreTrainingOutput(ModelOutput):
-    """The first three are those of transformers' class.
+    """The first three fields are those of transformers' BertForPreTrainingOutput.
 
     Attributes:
         loss: masked_loss + sentence_loss, or the one that exists.
@@ -104,7 +104,7 @@ class MaskedLM(ParallelModel):
             token_type_ids: [b, s], by default 0. position_ids: [b or 1, s], by default from 0.
             labels: [b, s], the token at a masked position; -100 is ignored.
             next_sentence_label: [b], 0 where a row's segments are in order, 1 where they are swapped; -100 is ignored.
-            label_places: `labelled_positions(labels)`, [n]; if absent, the forward synchronises with the device.
+            label_places: `labelled_positions(labels)`, [n] in b·s; if absent, the forward synchronises with the device.
             return_logits: also return both kinds of logits.
             reduction: `none` returns each token's and each row's loss, for evaluation, without gradient.
             num_items_in_batch: divisor of the sum of the masked tokens' losses; by default their number.
@@ -116,10 +116,10 @@ class MaskedLM(ParallelModel):
             None.
 
         Raises:
-            UserError: with gradients, s does not divide by t under SP; or s exceeds the positions.
+            UserError: under SP with gradients, s is not a multiple of t; or s exceeds the positions.
             ValueError: a shape that does not fit, an unknown reduction, a sentence label without a sentence head,
                 `return_dict=False`.
-            RuntimeError: a token id, type or label out of its range (on an accelerator: when it is next synchronised).
+            RuntimeError: a token id, type or label out of its range (accelerators raise at their next synchronisation).
         """
         if reduction not in ("mean", "none"):
             raise ValueError(f"reduction {reduction!r}: it is 'mean' or 'none'")
@@ -185,7 +185,7 @@ class MaskedLM(ParallelModel):
         """Fill in the losses of the labels at `places`."""
         batch, length = labels.shape
         if not len(places):
-            places = places.new_zeros(1)  # an ignored label: every weight has a gradient, of 0
+            places = places.new_zeros(1)  # score an ignored label, so that every weight gets a gradient of 0
         row, position = places // length, places % length
         rows = gather_rows(hidden, position * batch + row, self.topology.tensor_group, sequence=sequence)
         targets = labels.flatten()[places]
@@ -205,11 +205,11 @@ def _score_sentences(
     if labels.shape != scores.shape[:1]:
         raise ValueError(f"next_sentence_label is {tuple(labels.shape)}, expected {tuple(scores.shape[:1])}")
     counted = labels != IGNORE_INDEX
-    inside = (labels == 0) | (labels == 1) | ~counted
-    torch._assert_async(inside.all(), f"next_sentence_label must be 0, 1 or {IGNORE_INDEX}")
+    valid = (labels == 0) | (labels == 1) | ~counted
+    torch._assert_async(valid.all(), f"next_sentence_label must be 0, 1 or {IGNORE_INDEX}")
     correct = scores.detach().argmax(1) == labels
-    reduction_of_sum = "sum" if divisor is not None else reduction
-    loss = F.cross_entropy(scores.float(), labels, ignore_index=IGNORE_INDEX, reduction=reduction_of_sum)
+    torch_reduction = "sum" if divisor is not None else reduction
+    loss = F.cross_entropy(scores.float(), labels, ignore_index=IGNORE_INDEX, reduction=torch_reduction)
     rows = counted.sum() if divisor is None else nonzero(divisor)
     output.sentence_loss = loss if divisor is None else (loss / rows).float()
     output.sentence_accuracy = correct if reduction == "none" else correct.sum() / rows

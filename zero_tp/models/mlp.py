@@ -35,11 +35,11 @@ def _gated(wide: Tensor, function: Function) -> Tensor:
 
 
 def _gated_gradient(wide: Tensor, gradient: Tensor, function: Function) -> Tensor:
-    return torch.func.vjp(lambda again: _gated(again, function), wide)[1](gradient)[0]
+    return torch.func.vjp(lambda repeated: _gated(repeated, function), wide)[1](gradient)[0]
 
 
 class _Gate(torch.autograd.Function):
-    """Compute activation(gate) · up, and again in backward."""
+    """Compute activation(gate) · up; backward recomputes it."""
 
     @staticmethod
     def forward(ctx: Any, wide: Tensor, function: Function, ops: ElementwiseOps) -> Tensor:
@@ -56,7 +56,7 @@ class _Gate(torch.autograd.Function):
 
 
 class GatedActivation(Activation):
-    """activation(gate) · up of a tensor that holds both, and is all that backward keeps. [*, 2n] → [*, n]."""
+    """activation(gate) · up of a tensor that holds both; backward keeps only that tensor. [*, 2n] → [*, n]."""
 
     def forward(self, wide: Tensor) -> Tensor:
         output: Tensor = _Gate.apply(wide, self.function, self.elementwise)
@@ -68,10 +68,12 @@ class MLP(nn.Module):
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         super().__init__()
-        init, end = Normal(spec.init_std), Normal(spec.residual_std)
+        init, residual_init = Normal(spec.init_std), Normal(spec.residual_std)
         self.up = ColumnParallelLinear(make.child("up"), spec.hidden, (spec.mlp_size,), bias=spec.mlp_bias, init=init)
         self.activation = Activation(spec.activation)
-        self.down = RowParallelLinear(make.child("down"), spec.mlp_size, spec.hidden, bias=spec.mlp_bias, init=end)
+        self.down = RowParallelLinear(
+            make.child("down"), spec.mlp_size, spec.hidden, bias=spec.mlp_bias, init=residual_init
+        )
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
         wide = self.up(tensor, sequence=context.sequence)
@@ -89,11 +91,11 @@ class GatedMLP(nn.Module):
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, size: int | None = None):
         super().__init__()
-        init, end, size = Normal(spec.init_std), Normal(spec.residual_std), size or spec.mlp_size
+        init, residual_init, size = Normal(spec.init_std), Normal(spec.residual_std), size or spec.mlp_size
         columns = make.child("gate_up")
         self.gate_up = ColumnParallelLinear(columns, spec.hidden, (size, size), bias=spec.mlp_bias, init=init)
         self.activation = GatedActivation(spec.activation)
-        self.down = RowParallelLinear(make.child("down"), size, spec.hidden, bias=spec.mlp_bias, init=end)
+        self.down = RowParallelLinear(make.child("down"), size, spec.hidden, bias=spec.mlp_bias, init=residual_init)
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
         wide = self.gate_up(tensor, sequence=context.sequence)

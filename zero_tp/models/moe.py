@@ -2,8 +2,8 @@
 
 Every expert's first weight is split by columns and its second by rows over TP, so the communication is that of a dense
 MLP whatever E is: f and f̄, or g and ḡ under SP, which also gathers the routers' logits. Every rank has the choices of
-all tokens, and computes its columns of the chosen experts. s sequence, b batch, n = s·b tokens, h hidden, f expert
-size, k experts a token, t TP size.
+all tokens, and computes its columns of the chosen experts. s sequence, b batch, n = s·b tokens, h hidden, k experts
+per token, t TP size. f, f̄, g, ḡ: the operators of arXiv 1909.08053 and 2205.05198.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Router(nn.Module):
     def forward(
         self, tensor: Tensor, balance: RouterBalance | None, *, group: Group, sequence: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the weights, fp32, and numbers of each token's experts. [s, b, h] → [n, k], int64 [n, k].
+        """Return the weights, fp32, and indices of each token's experts. [s, b, h] → [n, k], int64 [n, k].
 
         Under SP each rank computes the logits of its shard [s/t, b, h], so all ranks choose by the same bits. Forward
         all-gathers them, [s/t, b, E] → [s, b, E]; backward reduce-scatters their gradient.
@@ -65,7 +65,7 @@ class Router(nn.Module):
 class SharedExpert(GatedMLP):
     """A gated MLP for every token, times σ(x wᵀ). [s, b, h] → [s, b, h], shards under SP.
 
-    Its communication is that of a dense MLP, besides that of the other experts.
+    It communicates like a dense MLP, in addition to the routed experts.
     """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, size: int):
@@ -87,26 +87,26 @@ class Experts(nn.Module):
         super().__init__()
         assert spec.experts is not None
         count, size, shared = spec.experts.count, spec.experts.size, spec.experts.shared
-        init, end = Normal(spec.init_std), Normal(spec.residual_std)
+        init, residual_init = Normal(spec.init_std), Normal(spec.residual_std)
         self.topology = make.topology
         self.router = Router(make.child("router"), spec)
         columns, rows = Sharded(1, (size, size)), Sharded(2, (size,))
         self.gate_up = GroupedColumns(make.child("gate_up"), count, spec.hidden, 2 * size, columns, init)
         self.activation = GatedActivation(spec.activation)
-        self.down = GroupedRows(make.child("down"), count, size, spec.hidden, rows, end)
+        self.down = GroupedRows(make.child("down"), count, size, spec.hidden, rows, residual_init)
         self.shared = SharedExpert(make.child("shared"), spec, shared) if shared else None
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
-        mixed = self._routed_output(tensor, context)
-        return mixed if self.shared is None else mixed + self.shared(tensor, context=context)
+        routed = self._routed_output(tensor, context)
+        return routed if self.shared is None else routed + self.shared(tensor, context=context)
 
     def _routed_output(self, tensor: Tensor, context: ForwardContext) -> Tensor:
-        """Return the weighted sum of each token's own experts."""
+        """Return the weighted sum of the k experts that the router chose for each token."""
         group, sequence = self.topology.tensor_group, context.sequence
         if not sequence:
             tensor = copy_to_tensor_region(tensor, group)
         weights, chosen = self.router(tensor, context.balance, group=group, sequence=sequence)
         routing = Routing.of(chosen, self.router.experts.count)
         wide = self.gate_up(tensor, routing, sequence=sequence)
-        mixed = self.down(self.activation(wide), weights, routing).unflatten(0, (-1, tensor.shape[1]))
-        return (reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region)(mixed, group)
+        routed = self.down(self.activation(wide), weights, routing).unflatten(0, (-1, tensor.shape[1]))
+        return (reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region)(routed, group)

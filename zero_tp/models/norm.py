@@ -24,7 +24,7 @@ class Norm(ElementwiseModule):
     """A norm with a weight, and the sum of its partial gradient.
 
     Args:
-        part: a rank has a part of the rows.
+        part: the input is this rank's part, so gradients of the weights are partial.
     """
 
     def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, part: bool):
@@ -48,13 +48,13 @@ class _LayerNormOfPart(torch.autograd.Function):
         part, mean, scale, weight, bias = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
 
-        def of(*wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
+        def gradients(*wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
             return torch.ops.aten.native_layer_norm_backward(
                 gradient, part, weight.shape, mean, scale, weight, bias, list(wanted)
             )
 
-        reducing = ctx.total.start(*of(False, True, True)[1:]) if needs_weight or needs_bias else None
-        input_gradient = of(True, False, False)[0] if needs_input else None
+        reducing = ctx.total.start(*gradients(False, True, True)[1:]) if needs_weight or needs_bias else None
+        input_gradient = gradients(True, False, False)[0] if needs_input else None
         weight_gradient, bias_gradient = reducing.wait() if reducing is not None else (None, None)
         return input_gradient, weight_gradient, bias_gradient, None, None
 
@@ -89,12 +89,12 @@ def _rows_gradient(gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor
     """Return the gradient of the rows [n, h]."""
     normed = rows.float() * scale
     wide = (gradient * weight).float()
-    along = (wide * normed).mean(-1, keepdim=True)
-    return ((wide - normed * along) * scale).to(rows.dtype)
+    projection = (wide * normed).mean(-1, keepdim=True)
+    return ((wide - normed * projection) * scale).to(rows.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Compute x / √(mean(x²) + ε) in fp32, rounded, times the weight. Backward keeps x and one number a row."""
+    """Compute x / √(mean(x²) + ε) in fp32, rounded, times the weight. Backward keeps x and one number per row."""
 
     @staticmethod
     def forward(
@@ -138,7 +138,7 @@ class _SplitRMSNorm(torch.autograd.Function):
     """Compute x / √(Σ x² / N + ε), of N features that are split over TP, times the weight.
 
     Forward all-reduces each row's sum of squares, backward its product of gradient and normed features: [n, 1] in fp32.
-    Of a feature that several ranks have, each adds its `share`.
+    If several ranks have a feature, each counts its `share` of it.
     """
 
     @staticmethod
@@ -155,16 +155,16 @@ class _SplitRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, scale = ctx.saved_tensors
         normed, wide = rows.float() * scale, (gradient * weight).float()
-        along = all_reduce((wide * normed).sum(-1, keepdim=True), ctx.group) / ctx.size
-        of_rows = ((wide - normed * along * ctx.share) * scale).to(rows.dtype)
-        return of_rows, _weight_gradient(gradient, rows, scale).to(weight.dtype), None, None, None, None
+        projection = all_reduce((wide * normed).sum(-1, keepdim=True), ctx.group) / ctx.size
+        rows_gradient = ((wide - normed * projection * ctx.share) * scale).to(rows.dtype)
+        return rows_gradient, _weight_gradient(gradient, rows, scale).to(weight.dtype), None, None, None, None
 
 
 class SplitRMSNorm(nn.Module):
     """RMSNorm over the features of all heads together, of which a rank has some. [b, heads, s, d] → the same.
 
-    Ranks may share heads (see `GroupedProjection`); each then counts as its part of such a head, and the weight's
-    gradient is partial.
+    Ranks may share heads (see `GroupedProjection`). Each then counts such a head in part, and the weight's gradient is
+    partial.
 
     Args:
         owned: heads of each TP rank.

@@ -41,7 +41,7 @@ def model_class(spec: TransformerSpec) -> type[ParallelModel]:
 
 
 def torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype of a name such as "bfloat16"; None, for the config's, without one or with "auto"."""
+    """Parse a name such as "bfloat16". For None and "auto" return None: the caller takes the config's."""
     if dtype is None or dtype == "auto":
         return None
     parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
@@ -63,13 +63,13 @@ class ParallelModel(ForeignEngineChecks, ABC):
         spec: by default that of the config's architecture; another one may have fewer layers.
 
     Attributes:
-        generation_config: of a causal model, implied by its config or the source's own; else None.
+        generation_config: of a causal model, the source's, else derived from the config; None for encoders.
         gradient_hooks: sum partial gradients over TP in every backward.
     """
 
     causal: ClassVar[bool]
     """Whether the model's architectures are causal decoders."""
-    generation_config: Any = None  # of what type, transformers' own classes declare
+    generation_config: Any = None  # transformers' classes declare its type
 
     def __init__(self, config: PretrainedConfig, topology: Topology | None = None, **options: Any):
         super().__init__()
@@ -102,13 +102,13 @@ class ParallelModel(ForeignEngineChecks, ABC):
         make = ParameterMaker(self.topology, source or SeededInit(seed), chosen, device)
         self.transformer = Transformer(make.child("transformer"), self.spec, self.streams)
         self._make_heads(make)
-        # Before DeepSpeed makes an engine around the model.
+        # They must exist before DeepSpeed makes an engine around the model.
         self.gradient_hooks = GradientHooks(self, self.topology.tensor_group)
         self.generation_config = getattr(source, "generation", None) or self.generation_config
 
     @abstractmethod
     def _make_heads(self, make: ParameterMaker) -> None:
-        """Make what turns hidden states into losses."""
+        """Make the heads, which turn hidden states into losses."""
 
     @property
     def figures(self) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ class ParallelModel(ForeignEngineChecks, ABC):
     def totals(self, output: Any, arguments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """Return (sum, count) of each figure of an output with `reduction="none"`, fp64 and int64.
 
-        The loss is the figure "loss", or the sum of those whose names end so.
+        The loss is the figure "loss", or the sum of the figures whose names end in "loss".
 
         Args:
             arguments: the forward's arguments.
@@ -138,7 +138,7 @@ class ParallelModel(ForeignEngineChecks, ABC):
         )
 
     def _runs_sequence_parallel(self, length: int) -> bool:
-        """Return whether this forward uses SP; without gradients, lengths that do not divide run without it."""
+        """Return whether this forward uses SP. Without gradients, a length that is no multiple of t turns it off."""
         topology = self.topology
         if not topology.sequence or length % topology.tensor == 0:
             return topology.sequence
@@ -155,7 +155,7 @@ class ParallelModel(ForeignEngineChecks, ABC):
         return False
 
     def _check_ids(self, what: str, ids: Tensor, *, ignore: int | None = None) -> None:
-        # Under TP a token that no rank holds would silently look up zeros, and such a label get a logit of zero.
+        # Under TP a token id that no rank holds would silently look up zeros, and as a label get a logit of zero.
         inside = (ids >= 0) & (ids < self.spec.vocabulary)
         if ignore is not None:
             inside |= ids == ignore

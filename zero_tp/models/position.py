@@ -1,6 +1,6 @@
 """Positions: learned vectors for the embedding, or rotations of queries and keys.
 
-s sequence, b batch, d head size, r features of a head that turn.
+s sequence, b batch, d head size, r rotated features per head.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def rotation(rotary: Rotary, positions: Tensor, length: int, dtype: torch.dtype)
 
 
 def _apply_rotary(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    turning, staying = tensor[..., : cosine.shape[-1]], tensor[..., cosine.shape[-1] :]
-    first, second = turning.chunk(2, -1)
-    turned = turning * cosine + torch.cat((-second, first), -1) * sine
-    return turned if staying.shape[-1] == 0 else torch.cat((turned, staying), -1)
+    rotary_part, other_part = tensor[..., : cosine.shape[-1]], tensor[..., cosine.shape[-1] :]
+    first, second = rotary_part.chunk(2, -1)
+    rotated = rotary_part * cosine + torch.cat((-second, first), -1) * sine
+    return rotated if other_part.shape[-1] == 0 else torch.cat((rotated, other_part), -1)
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotate by the angles; backward rotates back, with the rounding of the operations' own gradients."""
+    """Rotate by the angles; backward rotates by the negative angles, and rounds as autograd would."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps) -> Tensor:
@@ -72,11 +72,11 @@ class _Rotate(torch.autograd.Function):
 def _rotate_rows(tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps) -> Tensor:
     """Rotate with one row per position. [b, heads, s, d] → the same shape, with positions outermost in memory."""
     by_position = [part.permute(2, 0, 1, 3) for part in (tensor, cosine, sine)]
-    turned: Tensor = ops.rows(_apply_rotary, by_position)
-    return turned.permute(1, 2, 0, 3)
+    rotated: Tensor = ops.rows(_apply_rotary, by_position)
+    return rotated.permute(1, 2, 0, 3)
 
 
 def rotate(tensor: Tensor, by: Rotation, ops: ElementwiseOps) -> Tensor:
-    """Turn the first r features of every head: feature i with feature i + r/2. [b, heads, s, d] → the same shape."""
-    turned: Tensor = _Rotate.apply(tensor, *by, ops)
-    return turned
+    """Rotate the first r features of every head, feature i with feature i + r/2. [b, heads, s, d] → the same shape."""
+    rotated: Tensor = _Rotate.apply(tensor, *by, ops)
+    return rotated

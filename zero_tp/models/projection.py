@@ -18,13 +18,13 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 def heads_of_ranks(heads: int, kv_heads: int, tensor: int) -> list[range]:
-    """Return which of the KV heads each TP rank's queries need; ranks share some if `tensor` does not divide them."""
+    """Return the KV heads that each TP rank's queries need; ranks share some if `tensor` does not divide `kv_heads`."""
     local, group_size = heads // tensor, heads // kv_heads
     return [range(r * local // group_size, ((r + 1) * local - 1) // group_size + 1) for r in range(tensor)]
 
 
 class FusedProjection(ColumnParallelLinear):
-    """As many KV heads as heads: one weight of Q | K | V blocks, each split by heads."""
+    """For as many KV heads as query heads: one weight of Q | K | V blocks, each split by heads."""
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         width = spec.heads * spec.head_size
@@ -39,7 +39,7 @@ class FusedProjection(ColumnParallelLinear):
         return query, key, value
 
     def repeat_for_queries(self, key_or_value: Tensor) -> Tensor:
-        """Return keys or values unchanged: each query has its own."""
+        """Return keys or values unchanged: each query head has its own."""
         return key_or_value
 
 
@@ -75,7 +75,7 @@ class GroupedProjection(nn.Module):
         local, group_size = spec.heads // topology.tensor, spec.heads // spec.kv_heads
         queries = range(topology.tensor_rank * local, (topology.tensor_rank + 1) * local)
         uses = [sum(query // group_size == head for query in queries) for head in own]
-        # The cores repeat evenly; with k = 3 and t = 2 a rank may have 4 queries of one KV head and 2 of another.
+        # With k = 3 and t = 2 a rank may have 4 queries of one KV head and 2 of another.
         self.uses = None if len(set(uses)) == 1 else uses
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Heads:
@@ -87,7 +87,7 @@ class GroupedProjection(nn.Module):
         return query, key, value
 
     def repeat_for_queries(self, key_or_value: Tensor) -> Tensor:
-        """Return keys or values [b, KV heads, s, d] that each serve the same number of queries."""
+        """Repeat KV heads [b, KV heads, s, d] if they serve different numbers of queries; the cores repeat evenly."""
         if self.uses is None:
             return key_or_value
         # An index tensor would be copied to the device, which synchronises.

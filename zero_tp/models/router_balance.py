@@ -26,23 +26,23 @@ class _Loss(torch.autograd.Function):
         return hidden.view_as(hidden), balance.experts.count * (chosen * probable).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, of_loss: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor, loss_gradient: Tensor) -> tuple[Tensor, None]:
         balance: RouterBalance = ctx.balance
         share = balance.choices / balance.rows / balance.rows
-        balance.gradient = of_loss * balance.experts.count * share / balance.tensor_size
+        balance.gradient = loss_gradient * balance.experts.count * share / balance.tensor_size
         return gradient, None
 
 
 class RouterBalance:
     """Count the routers' choices in one forward, and add the loss's gradient to that of their probabilities.
 
-    The statistics are no outputs of layers: a recomputed layer keeps and returns the residual stream alone. A router
+    Layers do not return the statistics, because a recomputed layer keeps and returns only the residual stream. A router
     that runs again in backward is not counted again.
 
     Args:
-        experts: of the spec.
+        experts: the spec's settings.
         mask: [b, s], 1 for a token and 0 for padding, which is not counted; None without padding.
-        tensor_size: t; every TP rank has the whole gradient of the loss, and t of them are summed.
+        tensor_size: t, which divides the loss's gradient: every TP rank adds the same one, and backward sums them.
         device: where the routers compute.
 
     Attributes:
@@ -53,7 +53,7 @@ class RouterBalance:
 
     def __init__(self, experts: ExpertsSpec, mask: Tensor | None, tensor_size: int, device: torch.device):
         self.experts, self.tensor_size = experts, tensor_size
-        self._mask = None if mask is None else mask.t().float().reshape(-1, 1)  # by rows, as routers have them
+        self._mask = None if mask is None else mask.t().float().reshape(-1, 1)  # [s·b, 1], in the routers' order
         self._complete = False
         self.gradient: Tensor | None = None
         self.choices, self.sums = torch.zeros(2, experts.count, dtype=torch.float32, device=device)
@@ -62,15 +62,16 @@ class RouterBalance:
     def observe(self, logits: Tensor, probabilities: Tensor) -> None:
         """Count one layer's choices, and let the gradient of its probabilities include the loss's. [n, E] each."""
         if not self._complete:
-            own = logits.detach().softmax(-1)  # in the logits' dtype, and chosen again, as transformers does
-            chosen = own.topk(self.experts.per_token, dim=-1).indices
+            # transformers' loss computes softmax and top-k again, in the logits' dtype.
+            rounded = logits.detach().softmax(-1)
+            chosen = rounded.topk(self.experts.per_token, dim=-1).indices
             ones = torch.ones_like(chosen, dtype=torch.float32)
-            rows: Tensor | float = float(len(own))
-            own = own.float()
+            rows: Tensor | float = float(len(rounded))
+            rounded = rounded.float()
             if self._mask is not None:
-                ones, own, rows = ones * self._mask, own * self._mask, self._mask.sum()
+                ones, rounded, rows = ones * self._mask, rounded * self._mask, self._mask.sum()
             self.choices.scatter_add_(0, chosen.flatten(), ones.flatten())
-            self.sums += own.sum(0)
+            self.sums += rounded.sum(0)
             self.rows = self.rows + rows
         if probabilities.requires_grad:
             probabilities.register_hook(self._add_gradient)

@@ -1,4 +1,4 @@
-"""The Transformer: embedding, layers and, unless each layer ends with a norm, a final norm.
+"""The Transformer: embedding, layers and, unless the layers are post-norm, a final norm.
 
 s sequence, b batch, h hidden, v vocabulary, t TP size. The residual stream is [s, b, h], under SP [s/t, b, h].
 """
@@ -168,10 +168,10 @@ class Transformer(nn.Module):
             types: of the tokens, [s, b]; by default 0.
             sequence: run on sequence shards (SP).
         """
-        length, places = len(tokens), inputs.positions
-        if places is None:
-            places = torch.arange(inputs.past, inputs.past + length, device=tokens.device)[None]
-        stream = self.embedding(tokens, places.t(), types, sequence=sequence)
+        length, positions = len(tokens), inputs.positions
+        if positions is None:
+            positions = torch.arange(inputs.past, inputs.past + length, device=tokens.device)[None]
+        stream = self.embedding(tokens, positions.t(), types, sequence=sequence)
         context = self.context(length, stream, inputs, sequence=sequence)
         for layer in self.layers:
             stream = layer(stream, context=context)

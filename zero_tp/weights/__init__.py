@@ -1,1 +1,1 @@
-"""Hugging Face weights are read and written here."""
+"""Read and write Hugging Face weights."""

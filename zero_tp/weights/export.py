@@ -57,8 +57,8 @@ def native_entries(
 ) -> list[Entry]:
     """Return every Hugging Face tensor in `dtype`, read from our parameters one at a time.
 
-    One parameter can be several tensors (gate and up), or several parameters one tensor (fused Q, K and V). Its other
-    tensors are cached until they are read, so a parameter is read once.
+    One parameter can be several tensors (gate and up), or several parameters one tensor (fused Q, K and V). The
+    other tensors of a parameter are cached until they are read, so it is read once.
 
     Args:
         shapes: our parameter's name → its whole shape.
@@ -118,7 +118,7 @@ def plan_shards(entries: Iterable[Entry], max_shard_size: str) -> dict[str, list
 
 
 def _is_replaceable(target: Path) -> bool:
-    """Return whether the target is absent, empty or a model. A run has config.json too, but also checkpoints."""
+    """Return whether the target is absent, empty or a model. A run has config.json too, and checkpoints."""
     if not target.exists():
         return True
     if not target.is_dir():
@@ -195,7 +195,7 @@ def _check_entries(entries: Iterable[Entry], native: nn.Module, config: Pretrain
 
 
 def _digest_line(card: str) -> str:
-    """Return the card's last line, its hash, by which `_is_edited` finds edits."""
+    """Return the last line to append to a card: its hash, by which `_is_edited` detects edits."""
     return f"<!-- {hashlib.sha256(card.encode()).hexdigest()} -->"
 
 

@@ -50,7 +50,7 @@ LAYER_COUNT_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def native_model(config: PretrainedConfig) -> Any:
-    """Build the model of the native transformers class on the meta device; without a table, the causal class."""
+    """Build transformers' native model on the meta device; a model_type without a table here gets its causal class."""
     with init_empty_weights(include_buffers=True):
         if config.model_type in ARCHITECTURES:
             native, config = getattr(transformers, native_class_of(config)), copy.deepcopy(config)
@@ -73,7 +73,7 @@ class PretrainedSource:
     Args:
         config: the model's, of a supported model_type.
         allow_pickle: read pickled weights if there are no safetensors.
-        seed: initialises the heads that the files lack.
+        seed: of heads that the files lack.
 
     Attributes:
         new_heads: descriptions of those heads.
@@ -88,7 +88,7 @@ class PretrainedSource:
         expected = stored_shapes(native_model(config), config)
         self.stored = _match_names(self.tensors, expected.keys(), architecture_of(config), directory)
         aliases = aliases_of(config)
-        # Old files hold an alias beside its source.
+        # Old files hold an alias as well as its source.
         self.aliases = {source: alias for alias, source in aliases.items() if alias in self.stored}
         heads = architecture_of(config).optional_heads
         self.new_heads = [head for head, names in heads.items() if _has_none_of(names, expected.keys(), self.stored)]
@@ -112,7 +112,7 @@ class PretrainedSource:
             return
         dim = layout.dim - 1 if weight.experts else layout.dim  # of one expert's matrix
         for start, stop, rows in layout.rows_of(local, topology.tensor_rank, topology.tensor):
-            if start < stop:  # equal on a rank with nothing but padding
+            if start < stop:  # equal on a rank that has only padding
                 matrices = rows if weight.experts else [rows]
                 for matrix, own in zip(weight.matrices(), matrices, strict=True):
                     own.copy_(self._read(matrix, dim, start, stop, whole[1 if weight.experts else 0]))
@@ -120,7 +120,7 @@ class PretrainedSource:
                     raise non_finite_error(self.directory, ", ".join(weight.names), rows)
 
     def _read(self, weight: Weight, dim: int, start: int, stop: int, rows: int) -> Tensor:
-        """Return rows [start, stop) of dimension `dim` of our parameter, which has `rows` rows in all."""
+        """Return indices [start, stop) along dimension `dim` of our parameter, which has `rows` rows in all."""
         pieces = []
         for run in weight.row_ranges(rows):
             first, last = run.start, run.start + run.length
@@ -277,7 +277,7 @@ def open_model(
         opened: Any = type(native).from_pretrained(
             None, config=native.config, state_dict=tensors, dtype=dtype, output_loading_info=True
         )
-    except Exception as error:  # the same
+    except Exception as error:  # transformers can raise anything here too
         raise UserError(f"{directory}: the weights can't be read: {first_line(error)}") from error
     finally:
         logging.set_verbosity(verbosity)

@@ -78,7 +78,7 @@ def resolve(model: str | Path, key: str = "", *, weights: bool = True, allow_pic
         return Path(
             snapshot_download(name, revision=revision or None, allow_patterns=patterns, ignore_patterns=["*/*"], **hub)
         )
-    except Exception as error:  # its own types, those of its HTTP client, and the system's
+    except Exception as error:  # huggingface_hub's own, its HTTP client's, or the system's
         option = f" --revision {revision}" if revision else ""
         own = type(error).__module__.startswith(
             "huggingface_hub"
@@ -118,7 +118,7 @@ def tokenizer_of(requested: Path | None, recorded: str | None) -> Path | None:
     if has_commit(recorded):
         return resolve(recorded, f"the run's tokenizer {recorded}", weights=False)
     if not Path(recorded).is_dir():
-        raise UserError(f"the run's tokenizer {recorded} is not there any more; say where it is with --tokenizer DIR")
+        raise UserError(f"the run's tokenizer {recorded} no longer exists; give its new path with --tokenizer DIR")
     return Path(recorded)
 
 
@@ -219,7 +219,7 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
     import torch
 
     try:
-        mapped = zipfile.is_zipfile(path)  # the form before torch 1.6 can't be
+        mapped = zipfile.is_zipfile(path)  # the format before torch 1.6 can't be memory-mapped
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # zipfile's, pickle's, torch's: a broken file can raise anything
         raise UserError(f"{path}: torch's restricted unpickler refuses it ({first_line(error)})") from error
@@ -227,7 +227,7 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path}: not a dict of tensors by name")
     for name, tensor in loaded.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
-            raise UserError(f"{path}: not a dict of tensors by name: {name} is none that can be a weight")
+            raise UserError(f"{path}: not a dict of tensors by name: {name} cannot be a weight")
     return dict(loaded)
 
 
