@@ -168,7 +168,13 @@ def test_two_ranks_compute_the_same(
 )
 def test_one_rank_computes_the_same(policy: dict[str, Any], slots: int | None) -> None:
     buffer = {BUFFER: True, "number_checkpoints": slots}
-    cases = [{HOST: True}, buffer, {HOST: True, **buffer}, {P_A: True}, {P_A: True, HOST: True, **buffer}]
+    cases: list[dict[str, Any]] = [
+        {HOST: True},
+        buffer,
+        {HOST: True, **buffer},
+        {P_A: True},
+        {P_A: True, HOST: True, **buffer},
+    ]
     compared("gpt2", 1, False, cases, policy)
 
 

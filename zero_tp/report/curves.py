@@ -32,7 +32,7 @@ LOGARITHMIC = ("loss", "gradient norm", "loss scale")
 
 
 def panels(runs: list[Run]) -> dict[str, dict[str, str]]:
-    """Return the panels that have values: PANELS, then evaluations, then other losses and accuracies."""
+    """Return the panels that have something to show: PANELS, then evaluations, then the objective's other figures."""
     names = dict.fromkeys(name for run in runs for name in run.series)
     drawn = {name for series in PANELS.values() for name in series} | {f"{VALIDATION}perplexity"}  # exp of the loss
     evaluations = [name for name in names if _is_evaluation(name) and name not in drawn]
@@ -51,7 +51,7 @@ def _has(run: Run, name: str) -> bool:
 
 
 def equals_mfu(runs: list[Run], name: str) -> bool:
-    """Return whether `name` is "hfu" and repeats the MFU, because nothing was recomputed."""
+    """Return whether this is HFU, and nothing was computed again: it is the MFU then."""
     return name == "hfu" and all(run.finite("hfu") == run.finite("mfu") for run in runs)
 
 
@@ -104,7 +104,7 @@ def _draw_panel(axes: Any, runs: list[Run], units: list[float], labels: dict[str
     labels = {name: label for name, label in labels.items() if not equals_mfu(runs, name)}
     several, finite = len(runs) > 1, list[float]()
     for number, (run, unit) in enumerate(zip(runs, units, strict=True)):
-        for index, (name, label) in enumerate(labels.items()):
+        for turn, (name, label) in enumerate(labels.items()):
             if not run.finite(name):
                 continue
             style = _line_style(number if several else turn) | ({"linestyle": "-."} if several and turn else {})
@@ -120,9 +120,9 @@ def _draw_panel(axes: Any, runs: list[Run], units: list[float], labels: dict[str
                 line.set(marker="o", markersize=3.5)
             if label not in axes.get_legend_handles_labels()[1]:
                 line.set_label(label)
-            title = ", ".join(part for part in (run.name if several else "", label) if part)
+            what = ", ".join(part for part in (run.name if several else "", label) if part)
             texts = [
-                (unit * step, height, f"{title}: {value:.6g} at step {step:,}".removeprefix(": "))
+                (unit * step, height, f"{what}: {value:.6g} at step {step:,}".removeprefix(": "))
                 for step, value, height in zip(run.series[name], values, curve, strict=True)
                 if math.isfinite(value)
             ]
@@ -137,7 +137,7 @@ def smoothed(values: list[float]) -> list[float]:
 
     With decay d it is Σ dⁱ·x₋ᵢ / Σ dⁱ, d = 1 - 2/(n/50 + 1).
     """
-    decay = 1 - 2 / (max(1.0, len(values) / SPANS) + 1)
+    decay = 1 - 2 / (max(1.0, len(values) / SPAN) + 1)
     total = weight = 0.0
     averages = []
     for value in values:
