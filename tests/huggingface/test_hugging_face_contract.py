@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
 from transformers.utils.generic import find_labels
 
 from tests.support.compare import check_close, grid, whole_gradients
@@ -105,6 +107,21 @@ def test_native_weights_are_loaded_by_their_names(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="missing"):
         model.load_state_dict(halves[0])
     check_close(dict(native_tensors(model)), {name: reference.state_dict()[name] for name, _ in native_tensors(model)})
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "llama", "olmoe"])
+def test_saved_weights_are_loaded_by_the_names_of_files(tmp_path: Path, model_type: str) -> None:
+    """As a Trainer resumes: a head under its published name, and no tensor of another shape."""
+    config = AutoConfig.for_model(model_type, **SIZES, vocab_size=32, max_position_embeddings=16)
+    saved, loaded = (ZeroTPForCausalLM(config, ONE_PROCESS, seed=seed) for seed in (1, 2))
+    saved.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert loaded.load_state_dict(tensors).unexpected_keys == []
+    for name, parameter in saved.named_parameters():
+        assert torch.equal(dict(loaded.named_parameters())[name], parameter), name
+    name, tensor = next((name, tensor) for name, tensor in tensors.items() if tensor.ndim == 2)
+    with pytest.raises(RuntimeError, match="shape .*, the model has"):
+        loaded.load_state_dict({**tensors, name: torch.cat([tensor, tensor])}, strict=False)
 
 
 def test_what_is_not_built_is_refused_by_name(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from zero_tp.architectures import aliases_of, as_stored, weights_of
+from zero_tp.architectures import aliases_of, architecture_of, as_stored, weights_of
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init
 from zero_tp.topology import Topology
@@ -58,12 +58,20 @@ def load_native(
 
     Returns:
         (missing, unexpected): names of the model that `tensors` lacks, and names that the model lacks.
+
+    Raises:
+        RuntimeError: a tensor has another shape than the model's.
     """
     names, missing = set(aliases_of(config)), list[str]()
+    names_of_files = {theirs: name for name, theirs in architecture_of(config).stored.items()}
+    tensors = {names_of_files.get(name, name): tensor for name, tensor in tensors.items()}
     tensors = as_stored(weights_of(config), tensors)
     for weight in weights_of(config):
         names |= set(weight.names)
         missing += [name for name in weight.names if name not in tensors and name not in missing]
+        for name, shape in weight.shapes(tuple(parameters[weight.ours].shape)).items():
+            if name in tensors and tuple(tensors[name].shape) != shape:
+                raise RuntimeError(f"{name}: shape {tuple(tensors[name].shape)}, the model has {shape}")
         parameter = weight.as_rows(parameters[weight.ours])
         for run in weight.row_ranges(parameter.shape[0]):
             if run.theirs in tensors:
