@@ -120,7 +120,7 @@ def test_saved_weights_are_loaded_by_the_names_of_files(tmp_path: Path, model_ty
     for name, parameter in saved.named_parameters():
         assert torch.equal(dict(loaded.named_parameters())[name], parameter), name
     name, tensor = next((name, tensor) for name, tensor in tensors.items() if tensor.ndim == 2)
-    with pytest.raises(RuntimeError, match="shape .*, the model has"):
+    with pytest.raises(RuntimeError, match=r"shape .*, the model has"):
         loaded.load_state_dict({**tensors, name: torch.cat([tensor, tensor])}, strict=False)
 
 
