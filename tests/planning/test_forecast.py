@@ -21,7 +21,7 @@ QUICKSTART = ROOT / "ds_configs" / "quickstart.json"
 def test_a_cpu_run_prints_its_plan() -> None:
     config = RunConfig.load(QUICKSTART, (), 4)
     peak = plan(config, named_device("cpu", 4)).peak.total / GIB
-    printed = re.search(r"at most ([\d.]+) GiB", MemoryForecast().announce(config, "cpu"))
+    printed = re.search(r"at most ([\d.]+) GiB", MemoryForecast().describe_plan(config, "cpu"))
     assert printed is not None and f"{peak:.2f}" == printed[1] and float(printed[1]) < 0.2
 
 
@@ -32,7 +32,7 @@ from zero_tp.planning import forecast
 forecast._current, forecast.runs_varlen = torch.device, lambda _: False  # this machine has none
 if __name__ == "__main__":
     made = forecast.MemoryForecast()
-    made.announce(RunConfig.load("ds_configs/quickstart.json", (), 4), "cuda")
+    made.describe_plan(RunConfig.load("ds_configs/quickstart.json", (), 4), "cuda")
     print(made._planned, torch._C._get_accelerator())
 """
 

@@ -132,6 +132,8 @@ def test_pipelines() -> None:
 def test_volumes() -> None:
     assert [zero_volume(1.0, stage, 64) * 64 / 63 for stage in range(4)] == pytest.approx([2, 2, 2, 3])
     assert zero_volume(1.0, 2, 1) == 0.0
+    accumulated = [zero_volume(1.0, stage, 64, micro_batches=4) * 64 / 63 for stage in range(4)]
+    assert accumulated == pytest.approx([2, 2, 5, 12]), "gradients and ZeRO-3's parameters in each micro-batch"
     alone, split, sequence = Layer(64, 2, 32, 4), Layer(64, 2, 32, 4, 4), Layer(64, 2, 32, 4, 4, True)
     ring = 64 * 2 * 32 * 3 / 4
     assert tensor_volume(alone) == 0.0

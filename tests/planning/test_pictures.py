@@ -45,7 +45,7 @@ def test_a_picture_shows_below_which_size_tensors_fit_with_margins() -> None:
     assert [line.get_ydata()[0] for line in first.lines if line.get_linestyle() == "--"] == [full.usable / GIB]
     assert not [line for axes in (second, third) for line in axes.lines if line.get_linestyle() == "--"], "far above"
     assert first.get_ylim() == second.get_ylim() == third.get_ylim()
-    assert second.get_xlabel().endswith(f"fits below {planned.usable / GIB:.4g}")
+    assert second.get_xlabel().endswith(f"limit {planned.usable / GIB:.4g} GiB")
 
 
 def test_a_picture_keeps_the_ends_of_phases_and_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:

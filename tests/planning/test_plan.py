@@ -105,7 +105,7 @@ def test_each_group_of_ranks_has_a_communicator(world: int, tensor: int, communi
     margin = (0.92 + 0.67 * communicators) * GIB
     assert planned.communicators == communicators
     assert planned.needed == pytest.approx(1.05 * planned.peak.total + margin)
-    line = f"{margin / GIB:.2f} GiB for the context and {communicators} communicators"
+    line = f" GiB of tensors + {margin / GIB:.2f} for the context and {communicators} communicator"
     assert line in report.describe(planned)
 
 
@@ -197,6 +197,14 @@ def test_the_time_counts_the_micro_batches_that_recompute() -> None:
         return plan_gpt2(*overrides).time.recompute
 
     assert seconds('{"mode":"full","keep_micro_batches":1}') == pytest.approx(0.75 * seconds("full"))
+
+
+@pytest.mark.parametrize(("stage", "volume"), [(1, 2), (2, 1 + 4), (3, 3 * 4)])
+def test_the_elements_sent_count_the_micro_batches(stage: int, volume: int) -> None:
+    """ZeRO-2 reduces in each of the four micro-batches, ZeRO-3 gathers in each, too."""
+    batch = ("train_batch_size=64", "train_micro_batch_size_per_gpu=2")
+    planned = plan_gpt2(f"zero_optimization.stage={stage}", *batch)
+    assert planned.elements_sent()["data"] == pytest.approx(volume * planned.model.whole * 7 / 8)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -71,10 +71,10 @@ def test_layers_that_recompute_add_up_too(policy: dict[str, Any], split: bool) -
     config = load(overrides)
     for cpu in (True, False):
         workload = workload_of(config, cpu=cpu)
-        moments = dry_run(config.hf_config(), workload)
-        assert moments == dry_run(config.hf_config(), workload, whole=True)
+        samples = dry_run(config.hf_config(), workload)
+        assert samples == dry_run(config.hf_config(), workload, whole=True)
         plain = dry_run(config.hf_config(), replace(workload, policy=RecomputePolicy(mode="none")))
-        kept, all_kept = (max(one.activations for one in each) for each in (moments, plain))
+        kept, all_kept = (max(one.activations for one in each) for each in (samples, plain))
         assert kept == all_kept if policy.get("keep_micro_batches") else kept < all_kept
 
 
@@ -91,11 +91,11 @@ def test_blocks_of_the_loss_that_differ_stand_for_all(
     config = load(overrides)
     workload = workload_of(config, cpu=cpu)
     monkeypatch.setattr(loss, "BLOCK_ELEMENTS", rows * workload.batch * 1000 // workload.tensor)
-    moments = dry_run(config.hf_config(), workload)
+    samples = dry_run(config.hf_config(), workload)
     monkeypatch.setattr(dryrun.RepresentativePieces, "starts", ElementwiseOps.starts)
     every = dry_run(config.hf_config(), workload)
-    assert list(dict.fromkeys(moments)) == list(dict.fromkeys(every))
-    assert len(moments) < len(every) or rows == 100
+    assert list(dict.fromkeys(samples)) == list(dict.fromkeys(every))
+    assert len(samples) < len(every) or rows == 100
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 96])
@@ -114,7 +114,7 @@ def test_model_states_are_the_papers_and_padding(stage: int) -> None:
     states = ZeroMemory(parameters, ZeroSettings.of(config, cpu=False)).states
     papers = model_states(parameters.total, stage, WORLD)
     # Stage 3 pads each parameter to the number of ranks, stages 1 and 2 each of two groups to twice that.
-    padded = {0: 0, 1: 4 * WORLD, 2: 4 * WORLD, 3: WORLD * (len(parameters.matrices) + len(parameters.flats))}[stage]
+    padded = {0: 0, 1: 4 * WORLD, 2: 4 * WORLD, 3: WORLD * (len(parameters.matrices) + len(parameters.vectors))}[stage]
     own = padded / WORLD
     assert 0 <= states.optimizer - papers["optimizer"] <= 12 * own
     assert 0 <= states.parameters - papers["parameters"] <= 2 * (padded if stage < 3 else own)
@@ -177,9 +177,9 @@ def test_the_dry_run_counts_what_memtracker_counts() -> None:
     with FakeTensorMode():
         model = ZeroTPForCausalLM(config, Topology(world=1), dtype=torch.bfloat16).train()
         tokens = torch.zeros(2, 64, dtype=torch.long)
-        moments = join_parts(measure(model, Batch(tokens, tokens)), range(2))
+        samples = join_parts(measure(model, Batch(tokens, tokens)), range(2))
     parameters = 2 * sum(parameter.numel() for parameter in model.parameters())
-    ours = max(one.activations + one.transients + 2 * one.gradients for one in moments) + parameters
+    ours = max(one.activations + one.transients + 2 * one.gradients for one in samples) + parameters
     assert peak(fake=True) == peak(fake=False)
     assert ours == pytest.approx(peak(fake=True), rel=0.002)
 

@@ -43,7 +43,8 @@ def test_an_incomplete_wave_of_tiles_takes_as_long_as_a_full_one() -> None:
 
     def waves(tiles: int) -> float:
         written = 2 * tiles * high * wide / H100.memory
-        return (H100.product(tiles * high, wide, depth) - written) / (2 * high * wide * depth * units / H100.matrix)
+        multiplying = H100.product_seconds(tiles * high, wide, depth) - written
+        return multiplying / (2 * high * wide * depth * units / H100.matrix)
 
     assert waves(units) == pytest.approx(1) and waves(1) == pytest.approx(1)
     assert waves(units + 1) == pytest.approx(2) == waves(2 * units)
@@ -52,14 +53,14 @@ def test_an_incomplete_wave_of_tiles_takes_as_long_as_a_full_one() -> None:
 def test_rings_share_the_ports_of_a_node() -> None:
     """16 ranks on two nodes: one ring of all has 8 ports, each of 8 rings of 2 has one."""
     size, port = 1e9, 50e9 * 0.5
-    together, apart = H100.collective(size, 16), H100.collective(size, 2, stride=8)
+    together, apart = H100.collective_seconds(size, 16), H100.collective_seconds(size, 2, stride=8)
     assert together - START - FAR_HOP - 14 * NEAR_HOP == pytest.approx(size * 15 / 16 / (8 * port))
     assert apart - START - FAR_HOP == pytest.approx(size / 2 / port)
-    inside = H100.collective(size, 8)
+    inside = H100.collective_seconds(size, 8)
     assert inside - START - 7 * NEAR_HOP == pytest.approx(size * 7 / 8 / (450e9 * 0.75))
-    assert H100.collective(size, 2, stride=4) == pytest.approx(START + NEAR_HOP + size / 2 / (450e9 * 0.75))
-    assert H100.collective(size, 16, pieces=3) - together == pytest.approx(2 * (START + FAR_HOP + 14 * NEAR_HOP))
-    assert H100.collective(size, 1) == 0
+    assert H100.collective_seconds(size, 2, stride=4) == pytest.approx(START + NEAR_HOP + size / 2 / (450e9 * 0.75))
+    assert H100.collective_seconds(size, 16, calls=3) - together == pytest.approx(2 * (START + FAR_HOP + 14 * NEAR_HOP))
+    assert H100.collective_seconds(size, 1) == 0
 
 
 def test_overlapping_collectives_take_multiprocessors_from_products() -> None:
@@ -93,13 +94,13 @@ def test_gradients_in_fp32_take_longer_to_send_and_to_add() -> None:
     beside = "zero_optimization.overlap_comm=true"
     assert seconds(owners, beside, *wider) == wide, "BF16_Optimizer all-reduces after backward"
     from_3 = RunConfig.load(GPT2, ["zero_optimization.stage=3", owners], 64)
-    assert ZeroSettings.of(from_3, cpu=False).with_stage(1).to_owners, "as a search changes it"
+    assert ZeroSettings.of(from_3, cpu=False).with_stage(1).reduces_to_owners, "as a search changes it"
     second = ("zero_optimization.stage=2", "gradient_accumulation_steps=1", "train_batch_size=auto", owners)
     assert seconds(*second, *wider)[0] - seconds(*second)[0] == pytest.approx(2 * parameters / ports), "a chain"
     assert seconds(*second, beside)[0] == seconds(*second)[0], "each waits for the device"
     small = "zero_optimization.reduce_bucket_size=5000000"
     pieces = -(-parameters // 5_000_000)
-    latency = H100.collective(0, 64)
+    latency = H100.collective_seconds(0, 64)
     assert seconds(small)[0] - narrow[0] == pytest.approx(2 * (pieces - 1) * latency)
     assert seconds(small, owners)[0] - seconds(owners)[0] == pytest.approx((pieces - 1) * latency)
     assert seconds(owners)[0] == pytest.approx(2 * ring + 2 * parameters / ports + 65 * latency), "64 owners"

@@ -52,9 +52,13 @@ def test_search_weighs_reductions_to_owners() -> None:
     def stages(*overrides: str) -> set[tuple[int, bool]]:
         config = RunConfig.load(GPT2, ("train_batch_size=8", "train_micro_batch_size_per_gpu=1", *overrides), 8)
         ranked = Search(config, named_device("h100")).ranked
-        owners = [one for one in ranked if one.settings.owners]
+        owners = [one for one in ranked if one.settings.requests_owner_reduction]
         assert all(one.workload.tensor < 8 and "reduced to owners" in one.describe() for one in owners)
-        return {(one.settings.stage, one.settings.owners) for one in ranked if not one.settings.offload_optimizer}
+        return {
+            (one.settings.stage, one.settings.requests_owner_reduction)
+            for one in ranked
+            if not one.settings.offload_optimizer
+        }
 
     both = {(stage, False) for stage in range(4)} | {(2, True)}
     assert stages() == both | {(1, True)}
@@ -77,10 +81,10 @@ def test_a_written_candidate_has_the_settings_that_were_weighed(
 
     before, workload = settings_of(raw), Workload(1024, 4, policy=RecomputePolicy(mode="full"))
     for stage, owners in [*((stage, False) for stage in range(4)), (1, True), (2, True)]:
-        weighed = before.with_stage(stage, accumulation=16, owners=owners)
+        weighed = before.with_stage(stage, accumulation=16, requests_owner_reduction=owners)
         written = settings_of(config_with(raw, workload, weighed))
         assert written == weighed
-        assert written.to_owners == owners
+        assert written.reduces_to_owners == owners
 
 
 @THOROUGH

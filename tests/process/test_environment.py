@@ -44,4 +44,4 @@ def test_a_rank_has_its_launchers_numbers(
     assert (rank.rank, rank.world, rank.local_rank, rank.local_world) == numbers
     assert rank.is_multi_node == is_multi_node
     assert (rank.parent.pid if rank.parent else None) == (os.getppid() if numbers[1] != 1 else None)
-    assert rank.runner() is None
+    assert rank.deepspeed_command() is None

@@ -26,14 +26,17 @@ BEHIND = replace(HERE, count=89, doing="forward", frame="read", waiting=False, h
         ([HERE, replace(HERE, waiting=False, frame="sleep")], set(), "rank 0 waits for rank 1"),
         ([HERE, replace(HERE, waiting=None, frame="")], set(), "no rank is behind another"),
         ([HERE, HERE], set(), "no rank is behind another"),
+        ([HERE], set(), ""),
         # Silent ranks, whatever their last marks are.
         ([HERE, HERE, BEHIND, replace(HERE, count=91)], {2, 3}, "ranks 0 and 1 wait for ranks 2 and 3"),
     ],
 )
 def test_ranks_wait_for_those_that_are_behind_or_silent(statuses: list[RankStatus], silent: set[int], who: str) -> None:
     *lines, last = describe_hang(dict(enumerate(statuses)), silent, len(statuses), HERE, 300).splitlines()
-    assert last == f"error: no progress in step 17 for 5 minutes, by zero_tp.training.timeout_minutes: {who}"
-    assert [line.endswith(", silent since") for line in lines] == [rank in silent for rank in range(len(statuses))]
+    limit = "5 minutes (the limit: zero_tp.training.timeout_minutes)"
+    assert last == f"error: no progress in step 17 for {limit}{f': {who}' if who else ''}"
+    are_silent = [line.endswith(", no heartbeat since then") for line in lines]
+    assert are_silent == [rank in silent for rank in range(len(statuses))]
     for rank, (line, status) in enumerate(zip(lines, statuses, strict=True)):
         where = f"in step 17, {status.doing} for 300 s{f', at {status.frame}' if status.frame else ''}"
         assert line.startswith(f"rank {rank} ({status.host}) {where}")

@@ -6,6 +6,7 @@ import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -47,8 +48,32 @@ def test_all_end_when_some_refuse_and_one_of_them_is_the_first(stores: list[JobS
         return "refused"
 
     ended, *refused = on_all(stores, work)
-    assert ended.startswith("refused by rank ") and refused == ["refused"] * 2
+    assert ended in ("rank 1 refused to start", "rank 2 refused to start") and refused == ["refused"] * 2
     assert sorted(map(bool, first)) == [False, True] and None not in first
+
+
+class EndingStore:
+    """The store of `rank`, which ends with rank 0's process between the wait for the outcome and reading it."""
+
+    def __init__(self, stores: list[JobStore], rank: int) -> None:
+        self.stores, self.store = stores, stores[rank].join(LIMIT)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def wait(self, keys: list[str], limit: timedelta) -> None:
+        self.store.wait(keys, limit)
+        self.stores[0]._store = None  # the only reference to the server
+
+
+def test_a_rank_whose_store_ends_before_it_reads_the_outcome_ends_like_one_that_reads_a_refusal(
+    stores: list[JobStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores[0].join(LIMIT)
+    monkeypatch.setattr(stores[1], "_store", EndingStore(stores, 1))
+    assert stores[0].refuse("rank 0")
+    with pytest.raises(PeerRefused, match="rank 0 has ended"):
+        stores[1].wait_until_all_ready(LIMIT)
 
 
 def test_without_a_store_a_refusal_has_no_order(stores: list[JobStore], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,11 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 def test_a_killed_rank_is_reported_by_the_lowest_that_is_left(capfd: pytest.CaptureFixture[str]) -> None:
     ranks = [subprocess.Popen(SLEEP, env={"RANK": str(rank)}) for rank in range(4, 8)]
-    runner_ends: list[str] = []
+    deepspeed_ends: list[str] = []
 
     def watch(rank: int) -> NodeWatch:
         environment = RankEnvironment(rank, 8, rank - 4, 4, parent=psutil.Process())
-        return NodeWatch(environment, lambda: runner_ends.append("runner"))
+        return NodeWatch(environment, lambda: deepspeed_ends.append("ended"))
 
     try:
         lowest, other = watch(4), watch(5)
@@ -39,9 +39,9 @@ def test_a_killed_rank_is_reported_by_the_lowest_that_is_left(capfd: pytest.Capt
         wait_until(lambda: 7 in lowest.ended(), 10, "the other was not missed", 0.02)
         time.sleep(0.3)
         for node in (lowest, other):
-            node.report_killed(unseen=True)
+            node.report_killed(include_unknown=True)
         assert capfd.readouterr().err == f"error: rank 6 ({HOST}) was killed by SIGKILL; out of memory?\n"
-        assert not runner_ends
+        assert not deepspeed_ends
     finally:
         for process in ranks:
             process.kill()
@@ -63,6 +63,6 @@ def test_a_rank_with_unknown_status_is_reported_unless_torchruns_error_file_exis
     assert watch.ended() == {1: 1 if failed else None}
     watch.report_killed()
     assert capfd.readouterr().err == ""
-    watch.report_killed(unseen=True)
+    watch.report_killed(include_unknown=True)
     line = f"error: rank 1 ({HOST}) has ended; if it printed no error, it was killed (out of memory?)\n"
     assert capfd.readouterr().err == ("" if failed else line)

@@ -40,14 +40,15 @@ from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.elementwise import ElementwiseOps, set_training_elementwise
 from zero_tp.planning.accelerator import accelerator
 from zero_tp.planning.plan_settings import Workload
-from zero_tp.planning.tracking import Moment, join_parts, measure
+from zero_tp.planning.tracking import MemorySample, join_parts, measure
 from zero_tp.topology import Topology
 
 
-def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False) -> list[Moment]:
+def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False) -> list[MemorySample]:
     """Return the bytes after each allocation of one micro-batch, forward and backward, in order.
 
-    They leave out M_D's buffer, which outlives the micro-batch (`Workload.checkpoint_bytes`).
+    They leave out the buffer of `contiguous_memory_optimization` (M_D), which outlives the micro-batch:
+    `Workload.activation_checkpoint_bytes`.
 
     Args:
         config: of the model.
@@ -80,15 +81,16 @@ def fake_micro_batch(
         if workload.policy.keep_micro_batches:  # the micro-batch that keeps all its activations has the peak
             recomputed = range(0)
         kinds = enumerate(zip(spec.windows, spec.mlps, strict=True))
-        every = [LayerKind(window, mlp, number in recomputed) for number, (window, mlp) in kinds]
-        reach = LEAVING if workload.to_host else 1
-        run = every if whole else representative_layers(every, reach)
-        numbers = {context: number for number, context in enumerate(layer_contexts(run, reach))}
-        order = [number if whole else numbers[context] for number, context in enumerate(layer_contexts(every, reach))]
+        all_layers = [LayerKind(window, mlp, number in recomputed) for number, (window, mlp) in kinds]
+        reach = LEAVING if workload.offloads_checkpoints else 1
+        executed = all_layers if whole else representative_layers(all_layers, reach)
+        numbers = {context: number for number, context in enumerate(layer_contexts(executed, reach))}
+        contexts = layer_contexts(all_layers, reach)
+        order = [number if whole else numbers[context] for number, context in enumerate(contexts)]
         rotary = spec.rotary
         if rotary is not None and workload.documents:  # fake positions have no maximum
             rotary = replace(rotary, by_length=False)
-        windows, mlps = tuple(kind.window for kind in run), tuple(kind.mlp for kind in run)
+        windows, mlps = tuple(kind.window for kind in executed), tuple(kind.mlp for kind in executed)
         model_class: type[ParallelModel] = DocumentPerTokenLM if spec.causal else MaskedLM
         model = model_class(
             config,
@@ -96,11 +98,11 @@ def fake_micro_batch(
             source=Unfilled(),
             dtype=getattr(torch, DTYPES[workload.dtype]),
             device=device,
-            spec=replace(spec, layers=len(run), windows=windows, mlps=mlps, rotary=rotary),
+            spec=replace(spec, layers=len(executed), windows=windows, mlps=mlps, rotary=rotary),
         )
         model.train()
         set_training_elementwise(model, RepresentativePieces())
-        recomputing = tuple(number for number, kind in enumerate(run) if kind.recomputes)
+        recomputing = tuple(number for number, kind in enumerate(executed) if kind.recomputes)
         policy = _FixedLayersPolicy(**workload.policy.model_dump(), numbers=recomputing)
         ActivationMemory(model, policy, workload.checkpointing, device)
         yield model, batch_of(workload, spec, device), order
@@ -121,9 +123,9 @@ def batch_of(workload: Workload, spec: TransformerSpec, device: torch.device) ->
 
 
 class RepresentativePieces(ElementwiseOps):
-    """Compute only the first, second and last piece. The others take the same bytes as the second.
+    """Compute only the first, second and last chunk. The others take the same bytes as the second.
 
-    The first piece differs because no earlier piece's tensors exist, the last because it may be shorter.
+    The first chunk differs because no earlier chunk's tensors exist, the last because it may be shorter.
     """
 
     def starts(self, stop: int, step: int) -> Sequence[int]:
@@ -188,7 +190,8 @@ def layer_contexts(kinds: Sequence[LayerKind], reach: int = 1) -> list[tuple[Any
 
     This is its kind, the kinds of its neighbours, and whether it is the first layer with its window: in backward that
     layer is the last to free the window's mask. For a layer that recomputes it is also the number of recomputing layers
-    before and after it, up to `reach`. Checkpoints move to host memory `reach` layers later, and return one ahead.
+    before and after it, up to `reach`: with `cpu_checkpointing` its checkpoint is copied to the host while the next
+    `reach` layers run, and is fetched one layer ahead in backward.
     """
     neighbours: list[LayerKind | None] = [None, *kinds, None]
     windows = [kind.window for kind in kinds]

@@ -20,7 +20,7 @@ from zero_tp.training.metrics import memory_gib, resident_gib
 
 T = TypeVar("T")
 
-SECONDS = 300.0
+PLANNING_TIMEOUT_SECONDS = 300.0
 WITHOUT_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
@@ -32,24 +32,25 @@ class MemoryForecast(Callback):
 
     def __init__(self) -> None:
         self._planned: float | None = None
+        self._resident_before = 0.0
 
     def on_start(self, state: TrainState) -> None:
         if not state.is_rank_zero:
             return
         try:
-            state.print(self.announce(state.config, state.engine.device.type))
+            state.print(self.describe_plan(state.config, state.engine.device.type))
         except Exception as error:  # a failure of the planner must not end a run
             state.print(f"plan: none; the planner failed: {type(error).__name__}: {first_line(error)}")
 
-    def announce(self, config: RunConfig, device_type: str) -> str:
-        """Plan the run and return a line for its start."""
+    def describe_plan(self, config: RunConfig, device_type: str) -> str:
+        """Plan the run and return the line that is printed at its start."""
         cpu = device_type == "cpu"
         if cpu:
             point = rank_memory(config, cpu=True).peak
         else:
             point = run_isolated(rank_memory, config, cpu=False, varlen=runs_varlen(_current(device_type))).peak
         self._planned = (point.total + (point.host if cpu else 0.0)) / GIB
-        self._before = resident_gib() if cpu else 0.0
+        self._resident_before = resident_gib() if cpu else 0.0
         host = f", and {point.host / GIB:.2f} GiB of host memory" if point.host and not cpu else ""
         return f"plan: at most {self._planned:.2f} GiB of tensors a rank, in {PHASES[point.phase]}{host}"
 
@@ -61,7 +62,7 @@ class MemoryForecast(Callback):
         if device_type == "cpu":
             state.print(
                 f"memory: {self._planned:.2f} GiB of tensors planned; the process held {measured:.2f} GiB at most, "
-                f"{self._before:.2f} of them before the first step"
+                f"{self._resident_before:.2f} of them before the first step"
             )
         else:
             state.print(f"memory: {self._planned:.2f} GiB planned, {measured:.2f} GiB measured")
@@ -74,7 +75,7 @@ def run_isolated(function: Callable[..., T], *arguments: Any, **options: Any) ->
     (`at::getAccelerator` prefers PrivateUse1), and patches functions of torch while it runs.
     """
     with multiprocessing.get_context("spawn").Pool(1, initializer=_hide_devices) as pool:
-        return pool.apply_async(function, arguments, options).get(SECONDS)
+        return pool.apply_async(function, arguments, options).get(PLANNING_TIMEOUT_SECONDS)
 
 
 def _hide_devices() -> None:

@@ -1,6 +1,6 @@
 """Count activations, model states and communication by the papers' formulas.
 
-Letters: s sequence, b micro-batch, h hidden, a heads, L layers, v vocabulary, t TP size, N_d data-parallel size,
+Notation: s sequence, b micro-batch, h hidden, a heads, L layers, v vocabulary, t TP size, N_d data-parallel size,
 Ψ parameters. Sizes are in bytes; activations have 16 bits unless e says otherwise.
 
 Activations that one rank keeps of one transformer layer (arXiv 2205.05198, section 4 and table 2), for 16-bit
@@ -33,7 +33,7 @@ from zero_tp.planning.plan_settings import Workload
 
 @dataclass(frozen=True)
 class Layer:
-    """One rank's part of a layer. The defaults are the papers': 16 bits, an MLP of 4h, a KV heads, dropout.
+    """One rank's part of a layer. The defaults are the papers': 16 bits, mlp_size = 4h, kv_heads = a, dropout.
 
     Attributes:
         s, b, h, a: sequence, batch of one micro-batch, hidden, attention heads.
@@ -115,7 +115,7 @@ class Layer:
 
 
 def eager_core(layer: Layer) -> float:
-    """Return 5as²b/t: softmax output 2, dropout mask 1, dropout output 2 (equation 1's 5as/h); e without dropout."""
+    """Return 5as²b/t: softmax output 2, dropout mask 1, dropout output 2 (equation 1); without dropout e·as²b/t."""
     e = layer.element
     return (2 * e + 1 if layer.attention_dropout else e) * layer.scores
 
@@ -205,13 +205,15 @@ def model_states(parameters: float, stage: int, data: int, element: int = 2) -> 
 # ---- communication of one step ---------------------------------------------------------------------------------------
 
 
-def zero_volume(parameters: float, stage: int, data: int) -> float:
-    """Return the elements that a rank sends over DP in a step: (N_d-1)/N_d times 2Ψ, at stage 3 3Ψ (1910.02054, 7).
+def zero_volume(parameters: float, stage: int, data: int, micro_batches: int = 1) -> float:
+    """Return the elements that a rank sends over DP in a step: 2Ψ(N_d-1)/N_d, at stage 3 3Ψ(N_d-1)/N_d (1910.02054, 7).
 
     Stages 0 to 2: reduce-scatter and all-gather (an all-reduce is both); stage 3: an all-gather in forward, one in
-    backward, and the reduce-scatter.
+    backward, and the reduce-scatter. Stage 2 reduces and stage 3 does all of it in each micro-batch.
     """
-    return (3 if stage == 3 else 2) * parameters * (data - 1) / data
+    reductions = micro_batches if stage >= 2 else 1
+    gathers = 2 * micro_batches if stage == 3 else 1
+    return (gathers + reductions) * parameters * (data - 1) / data
 
 
 def tensor_volume(layer: Layer, mode: str = "none") -> float:
@@ -224,5 +226,5 @@ def tensor_volume(layer: Layer, mode: str = "none") -> float:
     adds the forward's volume once more.
     """
     ring = layer.sbh * (layer.t - 1) / layer.t
-    forward, regathers = 4, 2 if layer.sequence else 0
+    forward, regathers = 4, 2 if layer.sequence else 0  # in halves of an all-reduce
     return ring * (2 * forward + regathers + (forward if mode == "full" else 0))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import accumulate
 
-Name = tuple[int, int]
+ParameterId = tuple[int, int]
 """A parameter: (number of its module, position in the module)."""
 
 
@@ -35,7 +35,7 @@ def most_gathered(
         tied: the last module's weight is the first module's.
     """
     sizes = {(number, position): size for number, own in enumerate(modules) for position, size in enumerate(own)}
-    partitioned: list[list[Name]] = [[] for _ in modules]
+    partitioned: list[list[ParameterId]] = [[] for _ in modules]
     for name, size in sizes.items():
         if size > threshold:
             partitioned[name[0]].append(name)
@@ -44,13 +44,13 @@ def most_gathered(
     order = [*range(len(modules)), *reversed(range(len(modules)))]
     passed = list(accumulate((sum(modules[number]) for number in order), initial=0))
     queue = [(step, name) for step, module in enumerate(order) for name in partitioned[module]][::-1]
-    uses: dict[Name, list[int]] = {}
+    uses: dict[ParameterId, list[int]] = {}
     for step, name in reversed(queue):
         uses.setdefault(name, []).append(step)
-    gathered, prefetched_for, most = set[Name](), dict[Name, int](), dict[tuple[str, int], float]()
-    # Each prefetch of two or more parameters has a buffer: its parameters, and those of them that are not used yet. The
-    # first use copies all parameters out of the buffer; it is freed when all have been used.
-    buffers: list[tuple[list[Name], set[Name]]] = []
+    gathered, prefetched_for, most = set[ParameterId](), dict[ParameterId, int](), dict[tuple[str, int], float]()
+    # Each prefetch of several parameters has a buffer, here (its parameters, its unused parameters). The first use
+    # copies all parameters out of the buffer; it is freed when all have been used.
+    buffers: list[tuple[list[ParameterId], set[ParameterId]]] = []
     for step, module in enumerate(order):
         gathered.update(partitioned[module])
         for _, unused in buffers:
@@ -59,7 +59,7 @@ def most_gathered(
 
         while queue and queue[-1][0] <= step:
             queue.pop()
-        live, prefetched, size = sum(sizes[name] for name in gathered), list[Name](), 0
+        live, prefetched, size = sum(sizes[name] for name in gathered), list[ParameterId](), 0
         while queue and size < min(max_live - live, prefetch_bucket):
             next_use, name = queue.pop()
             prefetched_for[name] = next_use
@@ -69,8 +69,8 @@ def most_gathered(
                 size += sizes[name]
         if len(prefetched) > 1:  # a single one is gathered without a buffer
             buffers.append((prefetched, set(prefetched)))
-        copied = sum(sizes[name] for whole, unused in buffers if len(unused) < len(whole) for name in whole)
-        # After the layers only the output layer counts; the final norm is small.
+        copied = sum(sizes[name] for filled, unused in buffers if len(unused) < len(filled) for name in filled)
+        # After the layers only the last module counts, the output layer. The final norm and others there are small.
         if layers[module] != layers[-1] or module == len(modules) - 1:
             key = "forward" if step < len(modules) else "backward", layers[module]
             most[key] = max(most.get(key, 0.0), float(live + size + copied))

@@ -17,15 +17,16 @@ from zero_tp.parallel.layout import whole_shape
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.plan_settings import Workload, ZeroSettings, workload_of
-from zero_tp.planning.tracking import Moment
+from zero_tp.planning.tracking import MemorySample
 from zero_tp.planning.zero import Parameters, StateBytes, ZeroMemory
 from zero_tp.topology import Topology
 
-CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers", "activations", "transients")
+STATE_CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers")
+CATEGORIES = (*STATE_CATEGORIES, "activations", "transients")
 
 
 class Model(NamedTuple):
-    """The spec of a model, the parameters of TP rank 0, and the number of elements of all ranks together."""
+    """The spec of a model, the parameters of TP rank 0, and the number of all parameters (`whole`)."""
 
     spec: TransformerSpec
     parameters: Parameters
@@ -33,7 +34,7 @@ class Model(NamedTuple):
 
     @property
     def active(self) -> int:
-        """Return the parameters that compute one token: of the experts, only the token's."""
+        """Return the active parameters per token: without the experts that it does not use."""
         return self.whole - self.spec.idle_parameters
 
 
@@ -43,7 +44,7 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
     model = model_class(spec)(config, Topology(tensor, sequence, world=tensor), device="meta")
     sizes = [(parameter.numel(), whole_shape(parameter)) for parameter in model.parameters()]
     matrices = tuple(size for size, shape in sizes if len(shape) >= 2)
-    flats = tuple(size for size, shape in sizes if len(shape) < 2)
+    vectors = tuple(size for size, shape in sizes if len(shape) < 2)
     modules: list[tuple[int, ...]] = []
     layers: list[int] = []
     for name, module in model.named_modules():
@@ -54,7 +55,7 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
             layers.append(int(parts[2]) if "layers" in parts else spec.layers if is_after_layers else -1)
     whole = sum(math.prod(shape) for _, shape in sizes)
     tied = bool(config.tie_word_embeddings) and modules[-1] == modules[0]  # an encoder's last module is another head
-    return Model(spec, Parameters(matrices, flats, tuple(modules), tuple(layers), tied), whole)
+    return Model(spec, Parameters(matrices, vectors, tuple(modules), tuple(layers), tied), whole)
 
 
 def model_in(config: RunConfig) -> Model:
@@ -65,7 +66,7 @@ def model_in(config: RunConfig) -> Model:
 
 @dataclass(frozen=True)
 class Point:
-    """The bytes at one moment of a step.
+    """The bytes at one moment of a step, with model states.
 
     Attributes:
         phase: "forward", "backward", "reduce" or "step".
@@ -92,24 +93,24 @@ class RankMemory:
     """The memory that one rank allocates over a step.
 
     Attributes:
-        moments: of one micro-batch.
-        checkpoints: `Workload.checkpoint_bytes`.
+        samples: of one micro-batch.
+        activation_checkpoint_bytes: see `Workload.activation_checkpoint_bytes`.
     """
 
     zero: ZeroMemory
-    moments: list[Moment]
-    checkpoints: tuple[float, float] = (0.0, 0.0)
+    samples: list[MemorySample]
+    activation_checkpoint_bytes: tuple[float, float] = (0.0, 0.0)
 
     @cached_property
     def points(self) -> list[Point]:
         """Return the last micro-batch of a step, the end of backward, the optimizer's two peaks, and the end."""
         zero, points = self.zero, list[Point]()
-        forward = sum(moment.phase == "forward" for moment in self.moments)
-        backward = len(self.moments) - forward
-        for number, one in enumerate(self.moments):
+        forward = sum(sample.phase == "forward" for sample in self.samples)
+        backward = len(self.samples) - forward
+        for number, sample in enumerate(self.samples):
             position = number / forward if number < forward else 1 + (number - forward) / backward
-            states = zero.during(one.phase, one.gradients, one.layer, one.transients)
-            points.append(self._point(one.phase, position, states, one.activations, one.transients))
+            states = zero.during(sample.phase, sample.gradients, sample.layer, sample.transients)
+            points.append(self._point(sample.phase, position, states, sample.activations, sample.transients))
         return [
             *points,
             self._point("reduce", 2.0, zero.end_of_backward()),
@@ -126,14 +127,14 @@ class RankMemory:
     @cached_property
     def host(self) -> float:
         """Return the most bytes of one rank in host memory."""
-        return max(self.zero.states.host, self.zero.updating().host) + self.checkpoints[1]
+        return max(self.zero.states.host, self.zero.updating().host) + self.activation_checkpoint_bytes[1]
 
     def _point(
         self, phase: str, position: float, states: StateBytes, activations: float = 0.0, transients: float = 0.0
     ) -> Point:
-        sizes = {name: float(getattr(states, name)) for name in CATEGORIES[:5]}
-        sizes |= {"activations": self.checkpoints[0] + activations, "transients": transients}
-        return Point(phase, position, sizes, states.host + self.checkpoints[1])
+        sizes = {name: float(getattr(states, name)) for name in STATE_CATEGORIES}
+        sizes |= {"activations": self.activation_checkpoint_bytes[0] + activations, "transients": transients}
+        return Point(phase, position, sizes, states.host + self.activation_checkpoint_bytes[1])
 
 
 def rank_memory(config: RunConfig, *, cpu: bool, varlen: bool = True, model: Model | None = None) -> RankMemory:
@@ -147,8 +148,8 @@ def rank_memory(config: RunConfig, *, cpu: bool, varlen: bool = True, model: Mod
     """
     model, workload = model or model_in(config), workload_of(config, cpu=cpu, varlen=varlen)
     zero = ZeroMemory(model.parameters, ZeroSettings.of(config, cpu=cpu))
-    checkpoints = workload.checkpoint_bytes(model.spec.hidden, model.spec.layers)
-    return RankMemory(zero, dry_run(config.hf_config(), workload), checkpoints)
+    checkpoint_bytes = workload.activation_checkpoint_bytes(model.spec.hidden, model.spec.layers)
+    return RankMemory(zero, dry_run(config.hf_config(), workload), checkpoint_bytes)
 
 
 # ---- the papers' formulas --------------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ class PaperView:
         if not recomputes or policy.mode == "none":
             return formulas.saved(layer, core)
         if policy.mode == "full":
-            if self.workload.to_host:
+            if self.workload.offloads_checkpoints:
                 return 0.0
             return formulas.saved_full(layer, partitioned=self.workload.partitioned)
         return formulas.saved_selective(layer, core, policy.chosen_modules)

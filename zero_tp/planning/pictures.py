@@ -19,7 +19,7 @@ COLOURS = {
     name: PALETTE[colour]
     for name, colour in zip(CATEGORIES, ("blue", "cyan", "green", "yellow", "grey", "red", "purple"), strict=True)
 }
-PHASES = ("forward", "backward", "optimizer")
+AXIS_LABELS = ("forward", "backward", "optimizer")
 SHOWN_POINTS = 600
 LIMIT_RATIO = 3
 """A limit is drawn if it is less than this many times the peak."""
@@ -64,12 +64,14 @@ def over_time(shown: Mapping[str, tuple[Sequence[Point], float | None]]) -> Any:
         axes = style_axes(figure.add_subplot(1, len(shown), number), title)
         peak = _draw_points(axes, _thinned(points), names)
         if limit is not None and limit in limits:
-            axes.axhline(limit / GIB, color="#000000", linewidth=1, linestyle="--", label="fits below, with margins")
+            axes.axhline(
+                limit / GIB, color="#000000", linewidth=1, linestyle="--", label="limit (memory minus margins)"
+            )
         axes.set_ylim(0, 1.08 * max(top, *limits, 0) / GIB)
         if number == 1:
             axes.set_ylabel("GiB on one device", fontsize=9)
-        fits = "" if limit is None else f", fits below {limit / GIB:.4g}"
-        axes.set_xlabel(f"peak {peak.total / GIB:.4g} GiB{fits}", fontsize=9)
+        limit_text = "" if limit is None else f", limit {limit / GIB:.4g} GiB"
+        axes.set_xlabel(f"peak {peak.total / GIB:.4g} GiB{limit_text}", fontsize=9)
     legend(axes, reverse=True)
     return figure
 
@@ -85,10 +87,10 @@ def _draw_points(axes: Any, points: Sequence[Point], names: Sequence[str]) -> Po
         linewidth=0,
     )
     axes.plot(peak.position, peak.total / GIB, "o", color="#000000", markersize=4)
-    axes.set_xlim(0, len(PHASES))
-    for start in range(1, len(PHASES)):
+    axes.set_xlim(0, len(AXIS_LABELS))
+    for start in range(1, len(AXIS_LABELS)):
         axes.axvline(start, color="#888888", linewidth=0.8)
-    axes.set_xticks([start + 0.5 for start in range(len(PHASES))], PHASES)
+    axes.set_xticks([start + 0.5 for start in range(len(AXIS_LABELS))], AXIS_LABELS)
     axes.tick_params(axis="x", length=0)
 
     def value(point: Point) -> tuple[float, float, str]:

@@ -59,20 +59,20 @@ class Estimate:
         return (self.device.context_gib + self.communicators * self.device.communicator_gib) * GIB
 
     @property
-    def tensors(self) -> float:
+    def tensor_bytes(self) -> float:
         """Return the bytes of tensors at the peak. Host memory counts for a CPU rank."""
         return self.peak.total + (self.peak.host if self.device.is_cpu else 0.0)
 
     @property
     def needed(self) -> float:
         """Return the bytes of device memory that are needed, with all margins."""
-        return self.tensors * (1 + self.device.fragmentation) + self.reserved
+        return self.tensor_bytes * (1 + self.device.fragmentation) + self.reserved
 
     @property
     def usable(self) -> float:
         """Return the most bytes of tensors that fit on the device with all margins."""
         limit = (self.device.memory_gib * GIB - self.reserved) / (1 + self.device.fragmentation)
-        return limit - (self.tensors - self.peak.total)
+        return limit - (self.tensor_bytes - self.peak.total)
 
     @property
     def spare(self) -> float:
@@ -102,7 +102,7 @@ class Estimate:
         """Return the settings in words: `TP 2, SP, ZeRO-1, recompute none, micro 4 × 16`."""
         workload, zero = self.workload, self.settings
         parts = [f"TP {workload.tensor}", *["SP"] * workload.sequence]
-        parts += [f"ZeRO-{zero.stage}", *["reduced to owners"] * zero.owners]
+        parts += [f"ZeRO-{zero.stage}", *["reduced to owners"] * zero.requests_owner_reduction]
         parts += [f"recompute {workload.policy.mode}", f"micro {workload.batch} × {zero.accumulation}"]
         offloaded = ["optimizer"] * zero.offload_optimizer + ["parameters"] * zero.offload_param
         return ", ".join([*parts, *([f"offload {' and '.join(offloaded)}"] if offloaded else [])])
@@ -119,7 +119,7 @@ class Estimate:
             "accumulation": zero.accumulation,
             "offload_optimizer": zero.offload_optimizer,
             "offload_param": zero.offload_param,
-            "owners": zero.owners,
+            "owners": zero.requests_owner_reduction,
             "needed_bytes": self.needed,
             "host_node_bytes": self.host_needed,
             "peak_bytes": self.peak.as_json(),
@@ -140,19 +140,19 @@ class Plan(Estimate):
 
     @property
     def run_tokens(self) -> int:
-        return self.token_budget or self.tokens * self.config.zero_tp.training.steps
+        return self.token_budget or self.step_tokens * self.config.zero_tp.training.steps
 
     @property
     def run_seconds(self) -> float:
         """Return the time of the whole run's steps."""
-        return self.time.total * self.run_tokens / self.tokens
+        return self.time.total * self.run_tokens / self.step_tokens
 
     @property
     def paper(self) -> PaperView:
         return PaperView(self.model, self.workload, self.config.zero_stage, self.config.data_parallel)
 
     @property
-    def tokens(self) -> int:
+    def step_tokens(self) -> int:
         """Return the tokens of one step."""
         return self.config.global_batch * self.workload.length
 
@@ -173,14 +173,16 @@ class Plan(Estimate):
         layer = formulas.tensor_volume(paper.layer, self.workload.policy.mode)
         return {
             "tensor": config.accumulation * self.model.spec.layers * layer,
-            "data": formulas.zero_volume(paper.parameters, config.zero_stage, config.data_parallel),
+            "data": formulas.zero_volume(
+                paper.parameters, config.zero_stage, config.data_parallel, config.accumulation
+            ),
         }
 
     def dry_run_all_layers(self) -> tuple[Point, float]:
         """Return the peak of a dry run of all layers instead of representative ones, and the seconds that it took."""
         start = time.perf_counter()
-        moments = dry_run(self.config.hf_config(), self.workload, whole=True)
-        return replace(self.memory, moments=moments).peak, time.perf_counter() - start
+        samples = dry_run(self.config.hf_config(), self.workload, whole=True)
+        return replace(self.memory, samples=samples).peak, time.perf_counter() - start
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, with units in the names."""
@@ -203,7 +205,7 @@ class Plan(Estimate):
                 "global": config.global_batch,
                 "micro": config.micro_batch,
                 "accumulation": config.accumulation,
-                "tokens": self.tokens,
+                "tokens": self.step_tokens,
             },
             "paper_bytes": self.paper.bytes(),
             "paper_elements_sent": self.elements_sent(),
@@ -214,7 +216,7 @@ class Plan(Estimate):
             "fits": self.fits,
             "step_seconds": self.time.as_json(),
             "layer_seconds": self.time.layer.as_json(),
-            "tokens_per_second": self.tokens / self.time.total,
+            "tokens_per_second": self.step_tokens / self.time.total,
             "run": {
                 "tokens": self.run_tokens,
                 "days": self.run_seconds / DAY,
@@ -225,12 +227,12 @@ class Plan(Estimate):
         }
 
 
-def plan(config: RunConfig, device: Device, tokens: int | None = None) -> Plan:
+def plan(config: RunConfig, device: Device, token_budget: int | None = None) -> Plan:
     """Plan a run on a device.
 
     Args:
         config: loaded with a world size.
-        tokens: of the whole run; None: those of the config's steps.
+        token_budget: tokens of the whole run; None: those of the config's steps.
 
     Raises:
         UserError: the device can't compute in the run's dtype.
@@ -238,4 +240,4 @@ def plan(config: RunConfig, device: Device, tokens: int | None = None) -> Plan:
     matrix_flops(device, config.dtype)  # refuses before the dry run
     model, workload = model_in(config), workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
     memory = rank_memory(config, cpu=device.is_cpu, varlen=device.varlen, model=model)
-    return Plan(device, model, workload, memory, config, tokens)
+    return Plan(device, model, workload, memory, config, token_budget)

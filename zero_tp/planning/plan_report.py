@@ -50,24 +50,26 @@ def heading(plan: Plan) -> list[str]:
 def memory(plan: Plan) -> list[str]:
     paper, peak, device = plan.paper.bytes(), plan.peak, plan.device
     paper["activations"] += paper.pop("outside layers")
-    lines = [f"{'memory of one device [GiB]':28}{'papers':>10}{'allocated':>12}"]
+    lines = [f"{'memory of one device [GiB]':28}{'by papers':>10}{'allocated':>12}"]
     for name in CATEGORIES:
         if peak.bytes[name] or paper.get(name):
             counted = f"{paper[name] / GIB:10.2f}" if name in paper else " " * 10
             lines.append(f"  {TITLES[name]:26}{counted}{peak.bytes[name] / GIB:12.2f}")
     if device.is_cpu and peak.host:
         lines.append(f"  {'offloaded':26}{'':10}{peak.host / GIB:12.2f}")
-    lines.append(f"  {'together':26}{sum(paper.values()) / GIB:10.2f}{plan.tensors / GIB:12.2f}")
+    lines.append(f"  {'total':26}{sum(paper.values()) / GIB:10.2f}{plan.tensor_bytes / GIB:12.2f}")
     hint = " (--search tries other settings)" if plan.spare < 0 else ""
+    plural = "" if plan.communicators == 1 else "s"
     lines.append(
-        f"  the peak is in {PHASES[peak.phase]}; with {plan.reserved / GIB:.2f} GiB for the context and "
-        f"{plan.communicators} communicators and {plan.tensors * device.fragmentation / GIB:.2f} for gaps "
-        f"{plan.needed / GIB:.2f} of {device.memory_gib:.4g} GiB: {verdict(plan)}{hint}"
+        f"  the peak is in {PHASES[peak.phase]}: {plan.tensor_bytes / GIB:.2f} GiB of tensors + "
+        f"{plan.reserved / GIB:.2f} for the context and {plan.communicators} communicator{plural} + "
+        f"{plan.tensor_bytes * device.fragmentation / GIB:.2f} for fragmentation = {plan.needed / GIB:.2f} of "
+        f"{device.memory_gib:.4g} GiB: {verdict(plan)}{hint}"
     )
     if plan.host_needed:
         lines.append(
             f"  host memory: {plan.memory.host / GIB:.2f} GiB a rank, {plan.host_needed / GIB:.1f} of "
-            f"{device.host_memory_gib:.4g} for {min(device.per_node, plan.ranks)} of a node"
+            f"{device.host_memory_gib:.4g} for the node's {min(device.per_node, plan.ranks)} ranks"
         )
     return lines
 
@@ -77,9 +79,9 @@ def verdict(plan: Plan) -> str:
     if plan.fits:
         return f"fits, {plan.spare / GIB:.2f} GiB left"
     if plan.spare >= 0:
-        return f"does not fit, short by {-plan.host_spare / GIB:.1f} GiB of host memory a node for what is offloaded"
+        return f"does not fit, short by {-plan.host_spare / GIB:.1f} GiB of a node's host memory for offloading"
     name, size = max(plan.peak.bytes.items(), key=lambda item: item[1])
-    return f"does not fit, short by {-plan.spare / GIB:.2f} GiB; the most are {TITLES[name]}, {size / GIB:.2f}"
+    return f"does not fit, short by {-plan.spare / GIB:.2f} GiB; largest: {TITLES[name]}, {size / GIB:.2f} GiB"
 
 
 def time(plan: Plan) -> list[str]:
@@ -89,8 +91,8 @@ def time(plan: Plan) -> list[str]:
             lines.append(f"  {name:26}{seconds:10.3f}{seconds / plan.time.total:8.1%}")
     total = plan.time.total
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
-    speed = plan.tokens / total
-    lines.append(f"  {'together':26}{total:10.3f}   {speed:,.0f} tokens/s, {speed / plan.ranks:,.0f} a device{mfu}")
+    speed = plan.step_tokens / total
+    lines.append(f"  {'total':26}{total:10.3f}   {speed:,.0f} tokens/s, {speed / plan.ranks:,.0f} a device{mfu}")
     days, hours = plan.run_seconds / DAY, plan.run_seconds * plan.ranks / HOUR
     length = f"{days:,.1f} days" if days >= 1 else f"{24 * days:,.1f} hours"
     tokens = tqdm.format_sizeof(plan.run_tokens).replace("G", "B")
@@ -102,12 +104,12 @@ def time(plan: Plan) -> list[str]:
     return [*lines, f"  a layer, one micro-batch: forward {layer['forward']}, backward {layer['backward']}{recompute}"]
 
 
-def dry_run(planned: Point, whole: Point, seconds: float) -> list[str]:
+def dry_run(planned: Point, measured: Point, seconds: float) -> list[str]:
     """Return lines that compare the plan's peak with a dry run of all layers."""
     return [
         "",
         f"dry run of one micro-batch with all layers: {seconds:.1f} s, model states by formula; "
-        f"{whole.total / GIB:.3f} GiB at the peak, {planned.total / whole.total - 1:+.2%} planned",
+        f"{measured.total / GIB:.3f} GiB at the peak, the plan differs by {planned.total / measured.total - 1:+.2%}",
     ]
 
 
@@ -115,12 +117,13 @@ def advice(search: Search, shown: Sequence[Estimate], plan: Plan) -> list[str]:
     """Return the table of the fastest candidates, and a comparison with the present settings."""
     lines = [
         "",
-        f"by formulas {search.fitting} of {len(search.ranked)} settings fit; the fastest (an estimate), run dry:",
+        f"{search.fitting} of {len(search.ranked)} settings fit by formulas; "
+        "the fastest by estimated time, checked by a dry run:",
         f"{'':4}{'s a step':>10}{'tokens/s':>12}{'GiB':>8}  settings",
     ]
     for number, candidate in enumerate(shown, start=1):
         seconds, settings = candidate.time.total, candidate.describe()
-        speed, needed = plan.tokens / seconds, candidate.needed / GIB
+        speed, needed = plan.step_tokens / seconds, candidate.needed / GIB
         lines.append(f"{number:3}.{seconds:10.3f}{speed:12,.0f}{needed:8.1f}  {settings}")
     slower = plan.time.total / shown[0].time.total - 1
     compared = f"take {slower:.0%} longer than the first" if slower > 0.005 else "are as fast as the first"

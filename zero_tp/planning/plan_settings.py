@@ -25,6 +25,7 @@ class Workload:
 
     Attributes:
         length, batch: s and b.
+        tensor, sequence: the TP degree, and whether SP is on.
         dtype: "fp32", "bf16" or "fp16".
         cpu: the ranks run on CPUs, else on accelerators.
         checkpointing: DeepSpeed's `activation_checkpointing` block.
@@ -47,7 +48,7 @@ class Workload:
 
     @property
     def labels(self) -> int:
-        """Return the most labels of a micro-batch."""
+        """Return the largest number of labels of a micro-batch."""
         return math.ceil(self.labelled * self.length) * self.batch
 
     @property
@@ -57,23 +58,23 @@ class Workload:
 
     @property
     def partitioned(self) -> bool:
-        """Return whether P_a partitions checkpoints over TP; SP shards them without it."""
+        """Return whether P_a partitions activation checkpoints over TP; SP shards them without it."""
         return bool(self.checkpointing.get("partition_activations")) and self.tensor > 1 and not self.sequence
 
     @property
-    def to_host(self) -> bool:
-        """Return whether an accelerator's checkpoints are kept in host memory (P_a+cpu)."""
+    def offloads_checkpoints(self) -> bool:
+        """Return whether an accelerator's activation checkpoints are kept in host memory (P_a+cpu)."""
         return bool(self.checkpointing.get("cpu_checkpointing")) and not self.cpu
 
-    def checkpoint_bytes(self, hidden: int, layers: int) -> tuple[float, float]:
-        """Return the bytes of permanently allocated checkpoints: M_D's buffer on the device, and the host's."""
+    def activation_checkpoint_bytes(self, hidden: int, layers: int) -> tuple[float, float]:
+        """Return the bytes of permanent activation checkpoints: M_D's buffer on the device, and the host's."""
         recomputed = len(self.policy.recomputed_layers(layers))
         slots = self.checkpointing.get("number_checkpoints") or recomputed
         parts = self.tensor if self.sequence or self.partitioned else 1
         one = self.element * math.ceil(self.length * self.batch * hidden / parts)
         if not self.checkpointing.get("contiguous_memory_optimization"):
-            return 0.0, float(recomputed * page_locked(one)) if self.to_host else 0.0
-        return (0.0, float(page_locked(slots * one))) if self.to_host else (float(slots * one), 0.0)
+            return 0.0, float(recomputed * page_locked(one)) if self.offloads_checkpoints else 0.0
+        return (0.0, float(page_locked(slots * one))) if self.offloads_checkpoints else (float(slots * one), 0.0)
 
 
 def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workload:
@@ -102,15 +103,17 @@ class ZeroSettings:
     """The settings that ZeRO's and the optimizer's memory and communication depend on.
 
     Attributes:
-        data: N_d.
+        stage, data: ZeRO's stage, and N_d.
         cpu: the device is the CPU, and its memory is the host's.
+        accumulation: micro-batches of a step.
         accumulated, reduced: bytes of an element of accumulated gradients, and of gradients that are sent over DP.
         moments: bytes of the optimizer's states for one parameter, without the fp32 master.
         torch_optimizer: the optimizer is torch's unfused class, which allocates temporaries.
         clips: gradients are clipped.
-        copies: see `copies_gradients`.
-        owners: the config requests reductions to owners; see `to_owners`.
-        pins: the copies of the optimizer's offload are page-locked. Those of the parameters' offload always are.
+        copies: DeepSpeed copies gradients (contiguous, or accumulated in another dtype); see `copies_gradients`.
+        overlap: `overlap_comm`.
+        requests_owner_reduction: the config requests reductions to the owners of gradients; see `reduces_to_owners`.
+        pins_optimizer: the offloaded optimizer's buffers are page-locked; those of offloaded parameters always are.
         reduce_bucket, prefetch_bucket, persistence_threshold, max_live, max_reuse, sub_group: elements.
     """
 
@@ -126,10 +129,10 @@ class ZeroSettings:
     clips: bool
     copies: bool
     overlap: bool
-    owners: bool
+    requests_owner_reduction: bool
     offload_optimizer: bool
     offload_param: bool
-    pins: bool
+    pins_optimizer: bool
     reduce_bucket: int
     prefetch_bucket: int
     persistence_threshold: int
@@ -156,10 +159,10 @@ class ZeroSettings:
             clips=typed["gradient_clipping"] > 0,
             copies=copies_gradients(typed.values),
             overlap=zero["overlap_comm"],
-            owners=not zero["use_multi_rank_bucket_allreduce"] and zero["reduce_scatter"],
+            requests_owner_reduction=not zero["use_multi_rank_bucket_allreduce"] and zero["reduce_scatter"],
             offload_optimizer=typed.offloads("offload_optimizer"),
             offload_param=typed.offloads("offload_param"),
-            pins=offload.get("pin_memory", True) and not typed.on_nvme("offload_optimizer"),
+            pins_optimizer=offload.get("pin_memory", True) and not typed.on_nvme("offload_optimizer"),
             reduce_bucket=zero["reduce_bucket_size"],
             prefetch_bucket=zero["stage3_prefetch_bucket_size"],
             persistence_threshold=zero["stage3_param_persistence_threshold"],
@@ -194,23 +197,23 @@ class ZeroSettings:
         return self.stage > 0 and not self.separate_fp32_grads
 
     @property
-    def to_owners(self) -> bool:
+    def reduces_to_owners(self) -> bool:
         """Return whether stages 1 and 2 reduce each part of a gradient to its owner, as in the paper.
 
         By default DeepSpeed all-reduces, which sends twice as much. Its BF16_Optimizer always all-reduces.
         """
-        return self.owners and self.stage in (1, 2) and self.in_buckets and self.data > 1
+        return self.requests_owner_reduction and self.stage in (1, 2) and self.in_buckets and self.data > 1
 
     @property
     def volumes(self) -> tuple[int, int]:
-        """Return the volumes that a rank sends in a step for gathers and reductions [Ψ(N_d-1)/N_d elements].
+        """Return (gathers, reductions) that a rank sends in a step, in units of Ψ(N_d-1)/N_d elements.
 
-        An all-reduce counts twice. ZeRO-1 sends 1 + 2, or 1 + 1 with `to_owners` (1910.02054, section 7.1).
+        An all-reduce counts twice. ZeRO-1 has (1, 2), and (1, 1) with `reduces_to_owners` (1910.02054, section 7.1).
         """
         micro = self.accumulation
         if self.stage == 3:
             return 2 * micro, micro
-        return min(self.stage, 1), (1 if self.to_owners else 2) * (micro if self.stage == 2 else 1)
+        return min(self.stage, 1), (1 if self.reduces_to_owners else 2) * (micro if self.stage == 2 else 1)
 
     def with_stage(self, stage: int, **changes: Any) -> ZeroSettings:
         """Return these settings at another stage, and with other changes.

@@ -1,7 +1,7 @@
-"""Rates of one device: seconds of a matrix product, of a collective, and of products that overlap collectives.
+"""Rates of one device, and seconds of a matrix product, of a collective, and of products that overlap collectives.
 
-Work takes its size over a reached rate: the device's peak times a share that others have measured (zero_tp/devices.py).
-The rest follows from the work's shape.
+Time is work over the achieved rate: the device's peak times an efficiency that others have measured
+(zero_tp/devices.py). The rest follows from the work's shape.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Rates:
         """Return the bytes/s that passes over memory reach."""
         return self.device.memory_gbps * 1e9 * self.device.memory_share
 
-    def product(self, rows: float, columns: float, depth: float) -> float:
+    def product_seconds(self, rows: float, columns: float, depth: float) -> float:
         """Return the seconds of [rows, depth] × [depth, columns].
 
         The multiprocessors compute the result's tiles in waves, and the last wave takes as long as a full one. Writing
@@ -72,16 +72,16 @@ class Rates:
             flops = min(flops, math.ceil(tiles / units) * units * 2.0 * tile_rows * tile_columns * depth)
         return flops / self.matrix + self.element * rows * columns / self.memory
 
-    def collective(self, size: float, ranks: int, stride: int = 1, pieces: float = 1) -> float:
+    def collective_seconds(self, size: float, ranks: int, stride: int = 1, calls: float = 1) -> float:
         """Return the seconds of a ring all-gather or reduce-scatter.
 
-        A ring over several nodes enters and leaves each node once, however many of its ranks are there. Groups with a
-        stride form as many parallel rings, which share the node's links.
+        A ring over several nodes enters and leaves each node once, however many of its ranks are there. A group
+        with stride s is one of s groups, whose rings run at once and share the node's links.
 
         Args:
             size: bytes of the whole tensor.
             stride: between neighbours of the group, in ranks; a node has consecutive ranks.
-            pieces: number of collectives, one after another, that the tensor is split into.
+            calls: number of collectives, one after another, that the tensor is split into.
         """
         if ranks == 1:
             return 0.0
@@ -94,7 +94,7 @@ class Rates:
             speed = min(speed, device.inter_gbps * device.inter_share * device.per_node / rings)
         far_hops = nodes - 1
         latency = START + far_hops * FAR_HOP + (ranks - 1 - far_hops) * NEAR_HOP
-        return pieces * latency + size * (ranks - 1) / ranks / (speed * 1e9)
+        return calls * latency + size * (ranks - 1) / ranks / (speed * 1e9)
 
     def slowdown(self, seconds: float) -> float:
         """Return the seconds that products lose to a collective that overlaps them, which uses multiprocessors too."""

@@ -26,7 +26,7 @@ from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import Model, PaperView, RankMemory, model_of
 from zero_tp.planning.plan import Estimate
 from zero_tp.planning.plan_settings import Workload, ZeroSettings, workload_of
-from zero_tp.planning.tracking import Moment
+from zero_tp.planning.tracking import MemorySample
 from zero_tp.planning.zero import ZeroMemory
 from zero_tp.strict_json import read_json
 
@@ -42,14 +42,14 @@ class Search:
 
     Attributes:
         ranked: those that fit, the fastest first, then the others by their shortage.
-        fitting: number of those that fit.
+        fitting: number of candidates that fit by formulas.
     """
 
     def __init__(self, config: RunConfig, device: Device):
         """Rank all candidates by formulas."""
         assert config.world_size is not None
         self.config, self.device, self.ranks = config, device, config.world_size
-        self._dry_runs: dict[tuple[int, bool, int, str], list[Moment]] = {}
+        self._dry_runs: dict[tuple[int, bool, int, str], list[MemorySample]] = {}
         self.ranked = list(self._candidates())
         if not self.ranked:
             raise UserError(
@@ -62,7 +62,7 @@ class Search:
     def fastest(self, overrides: Sequence[str], top: int) -> tuple[list[Estimate], dict[str, Any]]:
         """Return the fastest `top` candidates that fit in a dry run and load as a config, and the first one's config.
 
-        If no candidate that fits by formulas does, the NEAREST ones get a dry run too.
+        If none that fits by formulas fits in its dry run, the next NEAREST candidates get one too.
 
         Raises:
             UserError: nothing fits. The message names the nearest candidate and its shortage.
@@ -72,10 +72,10 @@ class Search:
         shown: list[tuple[Estimate, dict[str, Any]]] = []
         too_large: list[Estimate] = []
         refusal: ConfigError | None = None
-        for number, by_formulas in enumerate(self.ranked[: self.fitting + NEAREST]):
+        for number, candidate in enumerate(self.ranked[: self.fitting + NEAREST]):
             if len(shown) == top or (shown and number >= self.fitting):
                 break
-            estimate = self._dry_run(by_formulas)
+            estimate = self._dry_run(candidate)
             written = config_with(raw, estimate.workload, estimate.settings)
             if not estimate.fits:
                 too_large.append(estimate)
@@ -120,9 +120,13 @@ class Search:
             modes = [mode for mode in MODES if not (is_fused and mode == "selective")]
             choices = itertools.product(_divisors(samples), range(4), modes, OFFLOADS, (False, True))
             for micro, stage, mode, (lowest_stage, optimizer, parameters), owners in choices:
-                changes = {"offload_optimizer": optimizer, "offload_param": parameters, "owners": owners}
+                changes = {
+                    "offload_optimizer": optimizer,
+                    "offload_param": parameters,
+                    "requests_owner_reduction": owners,
+                }
                 settings = run_settings.with_stage(stage, data=data, accumulation=samples // micro, **changes)
-                if stage < lowest_stage or settings.to_owners != owners:
+                if stage < lowest_stage or settings.reduces_to_owners != owners:
                     continue
                 workload = replace(
                     run_workload,
@@ -133,7 +137,7 @@ class Search:
                     checkpointing=run_workload.checkpointing if mode == "full" else {},
                 )
                 zero = ZeroMemory(model.parameters, settings)
-                yield Estimate(device, model, workload, RankMemory(zero, _estimated_moments(model, workload, zero)))
+                yield Estimate(device, model, workload, RankMemory(zero, _estimated_samples(model, workload, zero)))
 
     def _dry_run(self, estimate: Estimate) -> Estimate:
         workload, spec = estimate.workload, estimate.model.spec
@@ -141,13 +145,13 @@ class Search:
         if key not in self._dry_runs:
             self._dry_runs[key] = dry_run(self.config.hf_config(), workload)
         memory = RankMemory(
-            estimate.memory.zero, self._dry_runs[key], workload.checkpoint_bytes(spec.hidden, spec.layers)
+            estimate.memory.zero, self._dry_runs[key], workload.activation_checkpoint_bytes(spec.hidden, spec.layers)
         )
         return replace(estimate, memory=memory)
 
 
-def _estimated_moments(model: Model, workload: Workload, zero: ZeroMemory) -> list[Moment]:
-    """Return a few moments by the papers' formulas: the end of forward, and three in backward.
+def _estimated_samples(model: Model, workload: Workload, zero: ZeroMemory) -> list[MemorySample]:
+    """Return a few samples by the papers' formulas: the end of forward, and three in backward.
 
     They add what the formulas leave out: all activations of the layer that is recomputed, the gradient of the output
     layer and a block of logits (as in parallel/loss.py), and gradients of the residual stream.
@@ -163,13 +167,15 @@ def _estimated_moments(model: Model, workload: Workload, zero: ZeroMemory) -> li
     block = workload.element * positions * batch * shard
     stream = 4 * workload.element * paper.layer.residual
     gathered = zero.gathered_by_layer if zero.settings.stage == 3 else {("backward", 0): 0.0}
-    _, most = max(gathered, key=lambda place: gathered[place])
+    _, largest_layer = max(gathered, key=lambda place: gathered[place])
     total = float(zero.parameters.total)
     return [
-        Moment("forward", layers, saved + gradient, block, 0.0),
-        Moment("backward", layers - 1, saved, recomputed + stream + workload.element * shard * model.spec.hidden, 0.0),
-        Moment("backward", min(max(most, 0), layers - 1), saved / 2, recomputed + stream, total / 2),
-        Moment("backward", 0, saved / layers, recomputed + stream, total),
+        MemorySample("forward", layers, saved + gradient, block, 0.0),
+        MemorySample(
+            "backward", layers - 1, saved, recomputed + stream + workload.element * shard * model.spec.hidden, 0.0
+        ),
+        MemorySample("backward", min(max(largest_layer, 0), layers - 1), saved / 2, recomputed + stream, total / 2),
+        MemorySample("backward", 0, saved / layers, recomputed + stream, total),
     ]
 
 
@@ -191,7 +197,7 @@ def config_with(raw: Mapping[str, Any], workload: Workload, settings: ZeroSettin
     if settings.stage != 3:
         zero = {key: value for key, value in zero.items() if not key.startswith("stage3_")}
     zero.pop("use_multi_rank_bucket_allreduce", None)
-    if settings.owners:
+    if settings.requests_owner_reduction:
         zero |= {"use_multi_rank_bucket_allreduce": False, "reduce_scatter": True}
     if before != settings.stage and 3 in (before, settings.stage):
         zero.pop("overlap_comm", None)

@@ -3,7 +3,7 @@
 Communication overlaps computation where the code overlaps it (parallel/linear.py, DeepSpeed's `overlap_comm`). No
 constant was fitted to a run: tests compare the estimates with published times.
 
-Letters: s sequence, b batch, h hidden, a heads, t TP size.
+Notation: s sequence, b batch, h hidden, a heads, t TP size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HOST_MEMORY_GBPS = 200.0
 
 
 class Seconds(NamedTuple):
-    """Seconds of matrix products, of passes over memory and of exposed collectives over TP."""
+    """Seconds of matrix products, of operations bound by memory (`passes`) and of exposed TP collectives (`tensor`)."""
 
     products: float = 0.0
     passes: float = 0.0
@@ -124,7 +124,7 @@ class Timing:
     def layer_time(self) -> LayerTime:
         """Return the time of one layer and micro-batch, a mean over layers."""
         products = [*self._columns(), *self._rows()]
-        multiplied = sum(self.rates.product(self._tokens, outputs, inputs) for inputs, outputs in products)
+        multiplied = sum(self.rates.product_seconds(self._tokens, outputs, inputs) for inputs, outputs in products)
         gradients = self._input_gradients(products) + self._weight_gradients(products)
         core_forward, core_backward = self._core()
         passes = self.passes()
@@ -159,10 +159,10 @@ class Timing:
         return self.workload.length * self.workload.batch
 
     def _input_gradients(self, products: list[tuple[float, float]]) -> float:
-        return sum(self.rates.product(self._tokens, inputs, outputs) for inputs, outputs in products)
+        return sum(self.rates.product_seconds(self._tokens, inputs, outputs) for inputs, outputs in products)
 
     def _weight_gradients(self, products: list[tuple[float, float]]) -> float:
-        return sum(self.rates.product(inputs, outputs, self._tokens) for inputs, outputs in products)
+        return sum(self.rates.product_seconds(inputs, outputs, self._tokens) for inputs, outputs in products)
 
     def _core(self) -> tuple[float, float]:
         """Return the seconds of QKᵀ and of the sum over V, forward and backward.
@@ -225,14 +225,15 @@ class Timing:
     def _tensor(self) -> tuple[float, float, float]:
         """Return the seconds of exposed collectives in forward and in backward, and of the products' slowdown.
 
-        An all-reduce is two halves; forward and backward have four halves each. Those of backward overlap with products
-        of the column-parallel layers: weight gradients, and under SP input gradients too, because SP gathers the saved
-        shards again. Under SP backward also gathers the output gradients of row-parallel layers, exposed.
+        Forward and backward have two all-reduces each, of two halves. Backward's overlap with products of the
+        column-parallel layers: weight gradients, and under SP input gradients too, because SP gathers the saved shards
+        again. Under SP backward also gathers the output gradients of row-parallel layers, exposed (`regathers`).
         """
         workload, rates = self.workload, self.rates
-        half = rates.collective(workload.element * self._tokens * self.spec.hidden, workload.tensor)
-        hidden = min(4 * half, self.overlapped_products())
-        return 4 * half, (2 * half if workload.sequence else 0.0) + 4 * half - hidden, rates.slowdown(hidden)
+        half = rates.collective_seconds(workload.element * self._tokens * self.spec.hidden, workload.tensor)
+        overlapped = min(4 * half, self.overlapped_products())
+        regathers = 2 * half if workload.sequence else 0.0
+        return 4 * half, regathers + 4 * half - overlapped, rates.slowdown(overlapped)
 
     def overlapped_products(self) -> float:
         """Return the seconds of products that overlap backward's collectives over TP."""
@@ -262,7 +263,7 @@ class Timing:
 
     def head_time(self) -> Seconds:
         """Return forward and backward of the output layer and of the loss, which passes over each logit six times."""
-        workload, hidden, product = self.workload, self.spec.hidden, self.rates.product
+        workload, hidden, product = self.workload, self.spec.hidden, self.rates.product_seconds
         labels, width = workload.labels, head_products(self.spec) / hidden / workload.tensor
         products = product(labels, width, hidden) + product(labels, hidden, width) + product(hidden, width, labels)
         return Seconds(products, 6 * workload.element * labels * width / self.rates.memory)
@@ -287,32 +288,34 @@ class Timing:
         """
         zero, micro, e = self.zero, self.zero.accumulation, self.workload.element
         gathers, reductions = zero.volumes
-        calls = self.spec.layers  # one gather and one reduction for each layer
         if zero.stage == 3:
-            gather = self.rates.collective(e * self.parameters, zero.data, self.workload.tensor, calls)
-            reduce = self.rates.collective(zero.reduced * self.parameters, zero.data, self.workload.tensor, calls)
+            layers = self.spec.layers  # one gather and one reduction for each
+            gather = self.rates.collective_seconds(e * self.parameters, zero.data, self.workload.tensor, layers)
+            reduce = self.rates.collective_seconds(
+                zero.reduced * self.parameters, zero.data, self.workload.tensor, layers
+            )
             overlapped = micro * (forward + backward) if zero.overlap else 0.0
             return self._exposed(gathers * gather + reductions * reduce, overlapped)
         bucket = zero.reduce_bucket if zero.in_buckets else ALLREDUCE_BUCKET
-        pieces, sent = max(1, -(-self.parameters // bucket)), zero.reduced * self.parameters
-        if zero.to_owners:
+        calls, sent = max(1, -(-self.parameters // bucket)), zero.reduced * self.parameters
+        if zero.reduces_to_owners:
             # Buckets are cut at the ends of owners' partitions. Every link of a chain carries all bytes (NCCL's
             # tuning.cc: N steps).
-            pieces, sent = pieces + zero.data - 1, sent * zero.data / (zero.data - 1)
-        gather = self.rates.collective(e * self.parameters, zero.data, self.workload.tensor)
-        reduce = self.rates.collective(sent, zero.data, self.workload.tensor, pieces)
+            calls, sent = calls + zero.data - 1, sent * zero.data / (zero.data - 1)
+        gather = self.rates.collective_seconds(e * self.parameters, zero.data, self.workload.tensor)
+        reduce = self.rates.collective_seconds(sent, zero.data, self.workload.tensor, calls)
         overlapped = (micro if zero.stage == 2 else 1) * backward if self.reduces_in_backward else 0.0
         return gathers * gather + self._exposed(reductions * reduce, overlapped)
 
     @property
     def reduces_in_backward(self) -> bool:
         """Return whether stages 0 to 2 reduce gradients while backward runs."""
-        return self.zero.overlap and self.zero.in_buckets and not self.zero.to_owners
+        return self.zero.overlap and self.zero.in_buckets and not self.zero.reduces_to_owners
 
     def _exposed(self, communicating: float, computing: float) -> float:
         """Return the exposed seconds of communication that overlaps with computing, and the products' slowdown."""
-        hidden = min(communicating, computing)
-        return communicating - hidden + self.rates.slowdown(hidden)
+        overlapped = min(communicating, computing)
+        return communicating - overlapped + self.rates.slowdown(overlapped)
 
     def _optimizer(self) -> tuple[float, float]:
         """Return the seconds of the update and of copies between host and device.
@@ -323,14 +326,14 @@ class Timing:
         zero, e, memory = self.zero, self.workload.element, self.rates.memory
         part = self.parameters / (zero.data if zero.stage else 1)
         update = 2 * (4 + zero.moments) + 4 + (4 + e if e < 4 else 0)
-        wider = zero.accumulated + 4 if zero.accumulated < 4 else 0
-        traffic = part * (update + wider + (8 if zero.clips else 0)) + 4 * self.parameters
-        to_host = self.device.host_gbps * 1e9 * self.device.link_share
+        conversion = zero.accumulated + 4 if zero.accumulated < 4 else 0
+        traffic = part * (update + conversion + (8 if zero.clips else 0)) + 4 * self.parameters
+        host_link = self.device.host_gbps * 1e9 * self.device.link_share
         copies = 0.0  # copies of activation checkpoints overlap with the layers
         if zero.offload_param:
-            copies += 3 * zero.accumulation * e * part / to_host
+            copies += 3 * zero.accumulation * e * part / host_link
         if not zero.offload_optimizer:
             return traffic / memory, copies
-        copies += (zero.accumulation * e * part + e * part) / to_host
-        share = HOST_MEMORY_GBPS * 1e9 / min(self.device.per_node, max(1, zero.data * self.workload.tensor))
-        return traffic / share, copies
+        copies += (zero.accumulation * e * part + e * part) / host_link
+        host_memory = HOST_MEMORY_GBPS * 1e9 / min(self.device.per_node, max(1, zero.data * self.workload.tensor))
+        return traffic / host_memory, copies

@@ -118,8 +118,12 @@ class Allocations(TorchDispatchMode):
 # ---- one micro-batch -------------------------------------------------------------------------------------------------
 
 
-class Moment(NamedTuple):
-    """The bytes at one point of forward or backward, without parameters, finished gradients and model states.
+AFTER_ALLOCATIONS = 2
+"""Sorts a finished gradient after the allocations (+1) and frees (-1) with the same clock."""
+
+
+class MemorySample(NamedTuple):
+    """The bytes at one moment of forward or backward, without model states and finished gradients.
 
     Attributes:
         phase: "forward" or "backward".
@@ -135,17 +139,17 @@ class Moment(NamedTuple):
     transients: float
     gradients: float
 
-    def after(self, start: Moment, layer: int) -> Moment:
-        """Return this moment, relative to the start of a part, as a moment of a layer that starts at `start`."""
+    def after(self, start: MemorySample, layer: int) -> MemorySample:
+        """Return this sample, which is relative to its part's start, added to the sample at which the part starts."""
         sizes = (start.activations + self.activations, start.transients + self.transients)
-        return Moment(self.phase, layer, *sizes, start.gradients + self.gradients)
+        return MemorySample(self.phase, layer, *sizes, start.gradients + self.gradients)
 
 
 class DryRunPart(NamedTuple):
-    """A part of forward or backward: its moments and its end, relative to its start."""
+    """A part of forward or backward: its samples and its end, relative to its start."""
 
-    moments: list[Moment]
-    end: Moment
+    samples: list[MemorySample]
+    end: MemorySample
 
 
 def measure(model: ParallelModel, batch: AnyBatch) -> list[DryRunPart]:
@@ -165,7 +169,7 @@ def measure(model: ParallelModel, batch: AnyBatch) -> list[DryRunPart]:
 
         def drop_gradient(parameter: nn.Parameter) -> None:
             parameter.grad = None
-            finished.append((allocations.clock, 2, parameter.numel()))
+            finished.append((allocations.clock, AFTER_ALLOCATIONS, parameter.numel()))
 
         def start_layer(_: nn.Module, inputs: tuple[Any, ...]) -> None:
             # Recomputation calls a layer's forward without its hooks. Its backward ends with its input's gradient.
@@ -195,7 +199,7 @@ def _split(
     events: list[tuple[int, int, Allocation | int]] = [*finished]
     events += [(clock, sign, one) for clock, one, sign in allocations.timeline() if one.category is None]
     sizes = [[0, 0, 0] for _ in ends[1:]]  # activations, transients, gradients
-    moments: list[list[Moment]] = [[] for _ in ends[1:]]
+    samples: list[list[MemorySample]] = [[] for _ in ends[1:]]
     for clock, sign, one in sorted(events, key=lambda event: event[:2]):
         if clock <= ends[0]:
             continue
@@ -206,12 +210,12 @@ def _split(
         is_activation = one.allocated <= forward_end and (one.freed is None or one.freed > forward_end)
         sizes[number][0 if is_activation else 1] += sign * one.bytes
         if sign > 0:
-            moments[number].append(Moment("forward" if clock <= forward_end else "backward", 0, *sizes[number]))
-    return [DryRunPart(part, Moment("", 0, *size)) for part, size in zip(moments, sizes, strict=True)]
+            samples[number].append(MemorySample("forward" if clock <= forward_end else "backward", 0, *sizes[number]))
+    return [DryRunPart(part, MemorySample("", 0, *size)) for part, size in zip(samples, sizes, strict=True)]
 
 
-def join_parts(parts: Sequence[DryRunPart], order: Sequence[int]) -> list[Moment]:
-    """Return the moments of the whole model.
+def join_parts(parts: Sequence[DryRunPart], order: Sequence[int]) -> list[MemorySample]:
+    """Return the samples of the whole model.
 
     Args:
         parts: of `measure`, of a model of representative layers.
@@ -221,8 +225,8 @@ def join_parts(parts: Sequence[DryRunPart], order: Sequence[int]) -> list[Moment
     by_layer = [(-1, parts[0]), *((layer, parts[1 + number]) for layer, number in enumerate(order))]
     by_layer += [(last, parts[len(parts) // 2])]
     by_layer += [(layer, parts[-2 - order[layer]]) for layer in reversed(range(last))]
-    moments, start = list[Moment](), Moment("", -1, 0.0, 0.0, 0.0)
+    samples, start = list[MemorySample](), MemorySample("", -1, 0.0, 0.0, 0.0)
     for layer, part in [*by_layer, (-1, parts[-1])]:
-        moments += [moment.after(start, layer) for moment in part.moments]
+        samples += [sample.after(start, layer) for sample in part.samples]
         start = part.end.after(start, layer)
-    return moments
+    return samples

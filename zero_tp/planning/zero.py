@@ -1,8 +1,8 @@
 """Bytes of model states that DeepSpeed 0.19 allocates over a step, at each ZeRO stage.
 
 The papers' formulas (planning/formulas.py) leave out flat copies, buckets, gathered layers and the optimizer's
-temporaries. This account follows the allocations of a real engine, and tests compare the two. Letter: e, the bytes of
-an element of the run's dtype.
+temporaries. This account follows the allocations of a real engine, and tests compare the two. Notation: e = bytes of an
+element of the run's dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from zero_tp.planning.gathered import most_gathered
 from zero_tp.planning.plan_settings import ZeroSettings, page_locked
 
 ALLREDUCE_BUCKET = 500_000_000
-"""Elements that DeepSpeed flattens at once without buckets (constants.py, MEMORY_OPT_ALLREDUCE_SIZE)."""
+"""Elements of one all-reduce where there are no buckets: stage 0, BF16_Optimizer (constants.py,
+MEMORY_OPT_ALLREDUCE_SIZE)."""
 NORM_BYTES = 8
 """DeepSpeed computes a gradient's norm in fp64."""
 
@@ -37,8 +38,8 @@ class Parameters:
     """One TP rank's parameters.
 
     Attributes:
-        matrices, flats: elements of each parameter with two or more dimensions, and of the others. They are two groups
-            of the optimizer, because weight decay skips the second; DeepSpeed flattens each group.
+        matrices, vectors: elements of each parameter with two or more dimensions, and of the others. They are two
+            groups of the optimizer, because weight decay skips the second; DeepSpeed flattens each group.
         modules: elements of each parameter of each module, in forward's order. A tied output layer repeats the
             embedding's.
         layers: for each module the layer's number, -1 before the first layer and L after the last.
@@ -46,14 +47,14 @@ class Parameters:
     """
 
     matrices: tuple[int, ...]
-    flats: tuple[int, ...]
+    vectors: tuple[int, ...]
     modules: tuple[tuple[int, ...], ...]
     layers: tuple[int, ...]
     tied: bool
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
-        return [group for group in (self.matrices, self.flats) if group]
+        return [group for group in (self.matrices, self.vectors) if group]
 
     @cached_property
     def total(self) -> int:
@@ -93,7 +94,7 @@ class ZeroMemory:
 
     @cached_property
     def partition_parameters(self) -> list[int]:
-        """Return the elements of each parameter of which rank 0's partition has a part; its gradient is kept whole."""
+        """Return the sizes of the parameters that overlap rank 0's partition; their whole gradients are kept."""
         sizes = []
         for group, length in zip(self.parameters.groups, self.partitions, strict=True):
             starts = itertools.accumulate(group, initial=0)
@@ -102,7 +103,7 @@ class ZeroMemory:
 
     @cached_property
     def states(self) -> StateBytes:
-        """Return the bytes that are allocated all the time, after the first step has created the moments."""
+        """Return the bytes that are allocated all the time, once the first step has created Adam's moments."""
         zero, total, part = self.settings, self.parameters.total, self.partition
         e, largest = zero.element, self.parameters.largest
         if zero.stage == 0:
@@ -110,18 +111,18 @@ class ZeroMemory:
             return StateBytes(parameters=e * total, optimizer=zero.moments * total + master)
         master_moments = (4 + zero.moments) * part
         if zero.stage < 3:
-            whole = e * sum(length * zero.data for length in self.partitions)
+            flat = e * sum(length * zero.data for length in self.partitions)
             if not zero.offload_optimizer:
-                sums = zero.accumulated / e * whole if zero.separate_fp32_grads else 0.0
-                return StateBytes(parameters=whole, optimizer=master_moments, buffers=sums)
-            return StateBytes(whole, buffers=e * largest, host=zero.moments * part + self._host_copies)
+                fp32_gradients = zero.accumulated / e * flat if zero.separate_fp32_grads else 0.0
+                return StateBytes(parameters=flat, optimizer=master_moments, buffers=fp32_gradients)
+            return StateBytes(flat, buffers=e * largest, host=zero.moments * part + self._host_copies)
         sizes = itertools.chain(*self.parameters.groups)
         persistent = e * sum(size for size in sizes if size <= zero.persistence_threshold)
         device = 0.0 if zero.offload_param else e * part
         states = StateBytes(device, gathered=persistent, buffers=e * self.bucket, host=self._host_copies)
         if zero.offload_optimizer:
             return states._replace(host=states.host + master_moments)
-        return states._replace(gradients=self._sum_bytes * part, optimizer=master_moments)
+        return states._replace(gradients=self._accumulated_element * part, optimizer=master_moments)
 
     @cached_property
     def _optimizer_copies(self) -> list[int]:
@@ -135,7 +136,7 @@ class ZeroMemory:
         if not zero.offload_optimizer:
             return []
         if zero.stage == 3:
-            return [self._sum_bytes * self.partition, *(4 * size for size in self._sub_groups)]
+            return [self._accumulated_element * self.partition, *(4 * size for size in self._sub_groups)]
         copies = [size * length for length in self.partitions for size in (4, 4, e)]
         accumulates = zero.stage == 2 and zero.accumulation > 1 and not zero.accumulates_wider
         return [*copies, e * self.parameters.largest, *(e * size for size in self.partition_parameters if accumulates)]
@@ -145,7 +146,7 @@ class ZeroMemory:
         """Return the bytes of each page-locked tensor. Moments and ZeRO-3's masters are pageable."""
         zero = self.settings
         parameters = [zero.element * length for length in self.partitions if zero.offload_param]
-        return [*parameters, *(self._optimizer_copies if zero.pins else [])]
+        return [*parameters, *(self._optimizer_copies if zero.pins_optimizer else [])]
 
     @cached_property
     def _host_copies(self) -> float:
@@ -169,7 +170,7 @@ class ZeroMemory:
         return sub_groups
 
     @property
-    def _sum_bytes(self) -> int:
+    def _accumulated_element(self) -> int:
         """Return the bytes of an element of accumulated gradients."""
         return max(self.settings.accumulated, self.settings.element)
 
@@ -207,11 +208,13 @@ class ZeroMemory:
         if zero.stage == 0 or zero.single_replica or zero.separate_fp32_grads:
             return states._replace(gradients=e * with_gradients)
         if zero.stage == 1 and not zero.overlap:
-            bucket = self._sum_bytes * self.bucket if phase == "backward" or accumulates else 0
-            return states._replace(gradients=self._sum_bytes * with_gradients, buffers=states.buffers + bucket)
+            bucket = self._accumulated_element * self.bucket if phase == "backward" or accumulates else 0
+            return states._replace(
+                gradients=self._accumulated_element * with_gradients, buffers=states.buffers + bucket
+            )
         accumulated = 0.0
         if accumulates and (zero.accumulates_wider or not zero.offload_optimizer):
-            accumulated = self._sum_bytes * total if zero.stage == 1 else self._reduced_gradients
+            accumulated = self._accumulated_element * total if zero.stage == 1 else self._reduced_gradients
         if phase == "forward":
             return states._replace(gradients=accumulated)
         gradients, flattened = accumulated, 0.0
@@ -225,7 +228,7 @@ class ZeroMemory:
         return states._replace(gradients=gradients, buffers=states.buffers + buckets + excess)
 
     def _with_reduced(self, accumulated: float) -> float:
-        """Return the bytes of gradients once a bucket has been reduced; in a wider dtype both share one tensor."""
+        """Return the bytes of gradients once a bucket is reduced; a wider accumulation holds the reduced ones too."""
         if self.settings.accumulates_wider:
             return max(accumulated, self._reduced_gradients)
         return accumulated + self._reduced_gradients
@@ -238,15 +241,22 @@ class ZeroMemory:
             states = self.during("backward", total, -1)
             flat = e if zero.stage == 0 else 0
             if zero.separate_fp32_grads:
-                flat = self._sum_bytes + zero.reduced  # one flat copy in the accumulation's dtype, one to send
+                flat = (
+                    self._accumulated_element + zero.reduced
+                )  # one flat copy in the accumulation's dtype, one to send
             flattened = flat * min(total, ALLREDUCE_BUCKET) if zero.data > 1 else 0
             return states._replace(buffers=states.buffers + flattened)
         if zero.stage == 1 and not zero.overlap:
             # Gradients move into the bucket. When it is full, the buffer of reduced gradients is allocated.
             fills = itertools.accumulate(self.parameters.matrices, initial=0)
             first_fill = max(filled for filled in fills if filled <= self.bucket)
-            gradients = max(self._sum_bytes * total, self._sum_bytes * (total - first_fill) + self._reduced_gradients)
-            return states._replace(gradients=gradients, buffers=states.buffers + self._sum_bytes * self.bucket)
+            gradients = max(
+                self._accumulated_element * total,
+                self._accumulated_element * (total - first_fill) + self._reduced_gradients,
+            )
+            return states._replace(
+                gradients=gradients, buffers=states.buffers + self._accumulated_element * self.bucket
+            )
         gradients = self._with_reduced(self._reduced_gradients if zero.accumulation > 1 else 0)
         # With overlap there are two buckets, else one and its flat copy.
         second = e * (self.bucket if zero.overlap else min(self.bucket, total))
@@ -265,15 +275,17 @@ class ZeroMemory:
             return states._replace(gathered=0.0) if zero.stage == 3 else states
         if zero.separate_fp32_grads:
             return states._replace(gradients=e * self.parameters.total)
-        group = self._group
+        updated = self._update_numel
         if zero.stage == 3:
             # Persistent parameters are partitioned before the optimizer's step, and gathered after it.
-            flat = zero.accumulated * group if zero.accumulated < 4 else 0
-            return states._replace(gathered=0.0, gradients=states.gradients + 4 * group, buffers=states.buffers + flat)
+            flat = zero.accumulated * updated if zero.accumulated < 4 else 0
+            return states._replace(
+                gathered=0.0, gradients=states.gradients + 4 * updated, buffers=states.buffers + flat
+            )
         if zero.accumulates_wider:
             return states._replace(gradients=self._reduced_gradients)
-        gradients = self._reduced_gradients + 4 * group
-        return states._replace(gradients=gradients, buffers=(e if e < 4 else 0) * group)
+        gradients = self._reduced_gradients + 4 * updated
+        return states._replace(gradients=gradients, buffers=(e if e < 4 else 0) * updated)
 
     def updating(self) -> StateBytes:
         """Return the peak of the optimizer's update, which creates the moments in a run's first step."""
@@ -281,16 +293,16 @@ class ZeroMemory:
         if zero.stage == 0:
             total, largest = self.parameters.total, self.parameters.largest
             return states._replace(buffers=self._temporaries(largest, 3, total))
-        group = self._group
-        temporaries = self._temporaries(group, 2, group)
+        updated = self._update_numel
+        temporaries = self._temporaries(updated, 2, updated)
         if zero.offload_optimizer:
             return states._replace(host=states.host + temporaries)
         if zero.single_replica:  # a group's gradients are freed after their conversion to fp32
-            states = states._replace(gradients=states.gradients - zero.element * group)
+            states = states._replace(gradients=states.gradients - zero.element * updated)
         return states._replace(buffers=self.states.buffers + temporaries)
 
     @property
-    def _group(self) -> int:
+    def _update_numel(self) -> int:
         """Return the elements that the optimizer updates at once: the largest group, or stage 3's sub-group."""
         most = max(self.partitions)
         if self.settings.stage < 3:
@@ -298,7 +310,7 @@ class ZeroMemory:
         return min(most, max(self.settings.sub_group, -(-self.parameters.largest // self.settings.data)))
 
     def _temporaries(self, largest: int, loops: int, together: int) -> float:
-        """Return the bytes of torch's temporaries: on the CPU `loops` times `largest`, else once `together`."""
+        """Return the bytes of torch's temporaries: `loops` of `largest` on the CPU, else one of `together`."""
         if not self.settings.torch_optimizer:
             return 0.0
         host = self.settings.cpu or self.settings.offload_optimizer

@@ -15,10 +15,10 @@ import psutil
 from zero_tp.errors import UserError
 from zero_tp.process.job_store import AGENT_STORE, JobStore
 
-RUNNER_NAMES = ("deepspeed", "deepspeed.pt", "ds", "runner.py", "deepspeed.launcher.runner")
+DEEPSPEED_COMMANDS = ("deepspeed", "deepspeed.pt", "ds", "runner.py", "deepspeed.launcher.runner")
 
 # The variables of deepspeed, torchrun and accelerate, then those of OpenMPI's mpirun, then srun's. The first one that
-# is set counts: srun may start torchrun, whose numbers are the ranks'.
+# is set counts: if srun starts torchrun, torchrun's numbers are those of the ranks.
 RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 WORLD = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
@@ -47,6 +47,7 @@ class RankEnvironment:
             variables = {name: value for name, value in variables.items() if not name.startswith("SLURM_")}
         world = _number(variables, WORLD) or 1
         rank = _number(variables, RANK)
+        # Without Slurm's local rank, which a single process in an interactive job has too.
         has_launcher = _number(variables, LOCAL_RANK[:2]) is not None or (world > 1 and rank is not None)
         is_task = (variables.get("SLURM_PROCID"), variables.get("SLURM_STEP_NUM_TASKS")) == (str(rank), str(world))
         local_tasks = [number for number in variables.get("SLURM_GTIDS", "").split(",") if number] if is_task else []
@@ -104,13 +105,13 @@ class RankEnvironment:
                     "launch/slurm.sbatch does"
                 )
 
-    def runner(self) -> psutil.Process | None:
+    def deepspeed_command(self) -> psutil.Process | None:
         """Return the process of the `deepspeed` command, if DeepSpeed started this rank: the parent of launch.py."""
         with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
             if self.parent is not None and "deepspeed.launcher.launch" in self.parent.cmdline():
-                runner = self.parent.parent()
-                if runner is not None and any(Path(word).name in RUNNER_NAMES for word in runner.cmdline()[:4]):
-                    return runner
+                command = self.parent.parent()
+                if command is not None and any(Path(word).name in DEEPSPEED_COMMANDS for word in command.cmdline()[:4]):
+                    return command
         return None
 
 

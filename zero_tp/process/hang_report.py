@@ -26,10 +26,10 @@ class RankStatus:
         count: number of marks. All ranks set the same marks in the same order, so the rank with the fewest is behind.
         phase, step, doing: start, step, save or evaluation; its step; the work inside it.
         seconds: since the last mark.
-        message: number of this message.
+        message_number: of the messages that this rank has written.
         frame: the main thread's function, once half of the phase's limit has passed.
-        waiting: whether that function waits for other ranks; None before.
-        collectives: the counts of `collective_progress`; "" before.
+        waiting: whether that function waits for other ranks; None until then.
+        collectives: the counts of `collective_progress`; "" until then.
     """
 
     count: int = 0
@@ -38,7 +38,7 @@ class RankStatus:
     doing: str = ""
     host: str = ""
     seconds: float = 0.0
-    message: int = 0
+    message_number: int = 0
     frame: str = ""
     waiting: bool | None = None
     collectives: str = ""
@@ -50,31 +50,31 @@ class RankStatus:
 
 
 def describe_hang(
-    statuses: Mapping[int, RankStatus], silent: set[int], world: int, status: RankStatus, limit: float
+    statuses: Mapping[int, RankStatus], silent_ranks: set[int], world: int, status: RankStatus, limit: float
 ) -> str:
     """Return a line for each rank, and a last line that says which ranks wait for which.
 
     Args:
-        silent: ranks that have stopped writing.
+        silent_ranks: ranks that have stopped writing.
         status: of the rank whose limit has passed.
         limit: in seconds.
     """
     lines = [
-        f"rank {rank} {statuses[rank].describe()}{', silent since' if rank in silent else ''}"
+        f"rank {rank} {statuses[rank].describe()}{', no heartbeat since then' if rank in silent_ranks else ''}"
         for rank in sorted(statuses)
     ]
     least = min(status.count for status in statuses.values())
-    last = [rank for rank in sorted(statuses) if statuses[rank].count == least]
-    behind = sorted(silent) or [rank for rank in last if statuses[rank].waiting is False] or last
+    fewest_marks = [rank for rank in sorted(statuses) if statuses[rank].count == least]
+    behind = sorted(silent_ranks) or [rank for rank in fewest_marks if statuses[rank].waiting is False] or fewest_marks
     waiting = sorted(set(range(world)) - set(behind))
-    who = "no rank is behind another"
+    who = "" if world == 1 else ": no rank is behind another"
     if len(statuses) == 1 < world:
-        who = "no other rank has reported its state"
+        who = ": no other rank has reported its state"
     elif waiting:
-        who = f"{name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for {name_ranks(behind)}"
+        who = f": {name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for {name_ranks(behind)}"
     where = f"{status.phase}{f' {status.step}' if status.step else ''}"
-    limits = f"{limit / 60:.3g} minutes, by zero_tp.training.timeout_minutes"
-    return "\n".join([*lines, f"error: no progress in {where} for {limits}: {who}"])
+    limits = f"{limit / 60:.3g} minutes (the limit: zero_tp.training.timeout_minutes)"
+    return "\n".join([*lines, f"error: no progress in {where} for {limits}{who}"])
 
 
 def describe_frame(thread: int) -> tuple[str, bool]:

@@ -1,8 +1,8 @@
 """The job's store, where ranks agree to start before they create their first process group.
 
-Each rank posts "ready", or its refusal. The last rank to be ready, or the first to refuse, writes the outcome, and all
-ranks wait for it. So no rank waits in a process group for one that has refused. The server is that of
-`torch.distributed`: rank 0's, or torchrun's agent's.
+A rank refuses to start if its input is wrong (`UserError`). Each rank posts "ready", or its refusal. The last rank to
+be ready, or the first to refuse, writes the outcome, and all ranks wait for it. So no rank waits in a process group for
+one that has refused. The server is that of `torch.distributed`: rank 0's, or torchrun's agent's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ READY = b"ready"
 
 
 class PeerRefused(UserError):
-    """Another rank has refused, and has printed why."""
+    """Another rank has refused to start, and has printed why."""
 
 
 class JobStore:
@@ -56,22 +56,26 @@ class JobStore:
         """Post that this rank is ready and wait for all others. Collective.
 
         Raises:
-            PeerRefused: another rank has refused.
-            RuntimeError: the limit has passed, or the store is gone.
+            PeerRefused: another rank has refused to start.
+            RuntimeError: the limit has passed, or the store cannot be reached.
         """
         store = self.join()
         if store.add("ready", 1) == self._world:
             store.compare_set("outcome", "", READY.decode())
         store.wait(["outcome"], limit)
-        outcome = store.get("outcome")
+        try:
+            outcome = store.get("outcome")
+        except RuntimeError as error:  # on one machine rank 0 exits with its store once it knows of a refusal
+            raise PeerRefused("a rank refused to start, and rank 0 has ended") from error
         if outcome != READY:
-            raise PeerRefused(f"refused by {outcome.decode()}")
+            raise PeerRefused(f"{outcome.decode()} refused to start")
 
     def refuse(self, name: str) -> bool | None:
-        """Post that this rank, called `name`, refuses.
+        """Post that this rank, called `name`, refuses to start.
 
         Returns:
-            Whether it is the first to refuse. None if there is no store: on one machine before `join`, or a failure.
+            Whether it is the first to refuse. None without a store: on one machine before `join`, or if it
+            cannot be reached.
         """
         if self._store is None and not (self._is_multi_node and os.environ.get("MASTER_PORT")):
             return None

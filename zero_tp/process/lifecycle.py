@@ -89,7 +89,7 @@ def run_rank(
 class _Rank:
     def __init__(self, environment: RankEnvironment, verbose: bool, requests: Requests) -> None:
         self._environment, self._verbose, self._requests = environment, verbose, requests
-        self._node = NodeWatch(environment, self._end_with_runner)
+        self._node = NodeWatch(environment, self._end_with_deepspeed)
         self._is_exiting = False
         self._terminated = threading.Event()
 
@@ -189,14 +189,14 @@ class _Rank:
         deadline = time.monotonic() + PEER_SECONDS
         while not self._node.ended() and not self._terminated.is_set() and time.monotonic() < deadline:
             time.sleep(0.05)
-        self._node.report_killed(unseen=True)
+        self._node.report_killed(include_unknown=True)
         return bool(self._node.ended()) or self._terminated.wait(0.2)
 
-    def _end_with_runner(self) -> None:
+    def _end_with_deepspeed(self) -> None:
         """End this rank. Local rank 0 does so first and prints the reason; launch.py then terminates the others."""
         if not self._environment.is_local_rank_zero:
             time.sleep(LAUNCHER_SECONDS)
-        self.end(f"error: the deepspeed command above {self._environment.name} has ended")
+        self.end(f"error: the deepspeed command that started {self._environment.name} has ended")
 
     # --- signals ----------------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class _Rank:
         if signal.SIGTERM in numbers:
             self._terminated.set()
         if self._is_exiting:
-            return  # a timer bounds the exit, which has its status
+            return  # the process exits with its status already, within the limit of a timer
         if signal.SIGINT in numbers:
             self._interrupt()
         if signal.SIGTERM in numbers:
@@ -221,7 +221,7 @@ class _Rank:
 
     def _terminate(self) -> NoReturn:
         if self._requests.accepted:
-            self._node.report_killed(unseen=True)
+            self._node.report_killed(include_unknown=True)
         if self._node.all_running():  # else the launcher has sent it after another rank's end
             write_stderr(f"{self._environment.name}: ended by SIGTERM")
         self._exit(TERMINATED)

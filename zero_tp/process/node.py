@@ -34,12 +34,12 @@ class NodeWatch:
     A rank that is killed prints nothing, so the lowest surviving rank of the machine reports it.
 
     Args:
-        on_runner_end: called in a thread when the `deepspeed` command has ended.
+        on_deepspeed_end: called in a thread when the `deepspeed` command has ended.
     """
 
-    def __init__(self, environment: RankEnvironment, on_runner_end: Callable[[], object]) -> None:
-        self._environment, self._on_runner_end = environment, on_runner_end
-        self._runner = environment.runner()
+    def __init__(self, environment: RankEnvironment, on_deepspeed_end: Callable[[], object]) -> None:
+        self._environment, self._on_deepspeed_end = environment, on_deepspeed_end
+        self._deepspeed = environment.deepspeed_command()
         self._ranks: dict[int, psutil.Process] = {}
         self._error_files: dict[int, Path] = {}
         self._ended: dict[int, int | None] = {}
@@ -50,7 +50,7 @@ class NodeWatch:
         threading.Thread(target=self._watch, name="node watch", daemon=True).start()
 
     def ended(self) -> dict[int, int | None]:
-        """Return the ranks that have ended, and their exit status: minus the signal, None if it is unknown.
+        """Return the exit status of the ranks that have ended: -N if signal N killed it, None if unknown.
 
         Launchers reap a zombie, and with it the exit status, within a second. If that was too fast, torchrun's error
         file of the rank shows that it failed by itself.
@@ -66,17 +66,18 @@ class NodeWatch:
         """Return whether all ranks of this machine have been found, and none has ended."""
         return self._knows_all_ranks() and not self.ended()
 
-    def report_killed(self, *, unseen: bool = False) -> None:
+    def report_killed(self, *, include_unknown: bool = False) -> None:
         """Print the ranks that were killed, once each, if this is the lowest surviving rank.
 
         Args:
-            unseen: also print the first rank that ended if its status is unknown and the `deepspeed` command runs.
+            include_unknown: also print the first rank that ended if its status is unknown, unless the `deepspeed`
+                command has ended.
         """
-        with self._reporting:  # a thread that exits the process waits until the line is written
+        with self._reporting:  # no other thread may exit the process before the line is written
             ended = self.ended()
             is_lowest = all(rank in ended or rank > self._environment.rank for rank in list(self._ranks))
             for number, (rank, status) in enumerate(ended.items()):
-                is_known = status is not None or (unseen and number == 0 and not self._runner_has_ended())
+                is_known = status is not None or (include_unknown and number == 0 and not self._deepspeed_has_ended())
                 if is_known and rank not in self._reported:
                     self._reported.add(rank)
                     text = describe_killed(rank, status)
@@ -91,13 +92,13 @@ class NodeWatch:
                     exits.register(os.pidfd_open(process.pid), select.POLLIN)
             exits.poll(1000 * POLL_SECONDS)
             self.report_killed()
-            if self._runner_has_ended():
-                self._on_runner_end()
+            if self._deepspeed_has_ended():
+                self._on_deepspeed_end()
             if self.ended():
                 time.sleep(POLL_SECONDS / 10)  # the descriptor of an ended process stays readable
 
-    def _runner_has_ended(self) -> bool:
-        return self._runner is not None and not is_alive(self._runner)
+    def _deepspeed_has_ended(self) -> bool:
+        return self._deepspeed is not None and not is_alive(self._deepspeed)
 
     def _find_ranks(self) -> list[psutil.Process]:
         """Return those ranks of this machine that have started since the last call."""
@@ -132,7 +133,7 @@ def _exit_status(process: psutil.Process) -> int | None:
 def describe_killed(rank: int, status: int | None) -> str:
     """Return a message about an ended rank of this machine: `rank 1 (node2) was killed by SIGKILL; out of memory?`.
 
-    It is "" for a rank that exited, or that a launcher's signal ended before it had installed its handlers.
+    It is "" for a rank that exited by itself, or that the launcher's SIGTERM or SIGINT ended before it handled signals.
     """
     if status is None:
         return f"{rank_name(rank)} has ended; if it printed no error, it was killed (out of memory?)"

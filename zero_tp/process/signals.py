@@ -28,7 +28,7 @@ class Requests:
     Attributes:
         accepted: whether training handles requests at its step boundaries.
         stop, save: what was requested.
-        late: whether a reduction's result is read one step later; None: on accelerators.
+        late: whether a reduction's result is read one step later; None: on accelerators only.
     """
 
     accepted: bool = False

@@ -1,8 +1,8 @@
 """Watchdog: end a rank when its phase makes no progress, or when another rank or the store is silent.
 
-Each rank counts its marks. In every round a thread writes the rank's status to the job's store. The first rank whose
-limit passes reads the statuses of all ranks and prints them. A rank can die while no other rank waits for it, for
-example during a checkpoint; its silence then ends the job. The watchdog uses no collectives.
+Each rank counts its progress marks (`enter`, `mark`). In every round a thread writes the rank's status to the job's
+store. The first rank whose limit passes reads the statuses of all ranks and prints them. A rank can die while no other
+rank waits for it, for example during a checkpoint; its silence then ends the job. The watchdog uses no collectives.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 ROUND_SECONDS = 5.0  # the longest round of a small job
 ANSWER_SECONDS = 10.0  # limit of one answer of the store
 REQUESTS_PER_SECOND = 500  # limit of all ranks' requests to the store
-REPORT_ROUNDS = 3  # rounds in which the other ranks reach their limits and write their frames
+REPORT_ROUNDS = 3  # rounds that the reporting rank waits for the other ranks' statuses with frames
 
 
 class Watchdog:
@@ -79,7 +79,7 @@ class Watchdog:
             groups: names of this rank's process groups, in the order of their creation.
         """
         self._store, self._groups = store, groups
-        self._exchange(())  # a rank that has never written cannot be silent
+        self._exchange(())  # silence is detected only for ranks that have written
 
     def leave(self) -> None:
         """Stop watching, because the work is done; a last message tells the other ranks."""
@@ -104,30 +104,33 @@ class Watchdog:
     def _watch(self) -> None:
         """In every round, exchange statuses and check the limits. Rank 0 checks all other ranks; they check rank 0."""
         others = [rank for rank in range(self._world) if (rank == 0) != (self._rank == 0)]
-        before, silent = dict[int, RankStatus](), dict.fromkeys(others, 0.0)
+        before, silent_seconds = dict[int, RankStatus](), dict.fromkeys(others, 0.0)
         own, idle, unanswered, clock = self._status, 0.0, 0.0, time.monotonic()
         while not self._stopped.wait(self._round_seconds):
-            # A round counts at most what it can take: after a SIGSTOP of this process nothing is overdue.
+            # Cap the time of a round, so that time under SIGSTOP does not count as a hang or as silence.
             passed = min(time.monotonic() - clock, self._round_seconds + ANSWER_SECONDS)
             clock = time.monotonic()
-            last, own = own, self._status
-            idle = idle + passed if own is last else 0.0
+            previous, own = own, self._status
+            has_progressed = own is not previous  # `enter` and `mark` replace the status
+            idle = 0.0 if has_progressed else idle + passed
             statuses = self._exchange(others)
             unanswered = unanswered + passed if statuses is None else 0.0
             for rank, status in (statuses or {}).items():
-                is_repeated = rank in before and before[rank].message == status.message and status.phase != "end"
-                silent[rank] = silent[rank] + self._round_seconds if is_repeated else 0.0
+                is_repeated = (
+                    rank in before and before[rank].message_number == status.message_number and status.phase != "end"
+                )
+                silent_seconds[rank] = silent_seconds[rank] + self._round_seconds if is_repeated else 0.0
             before = before if statuses is None else statuses
             limit = self._limits.get(own.phase)
             heartbeat = self._heartbeat if self._heartbeat is not None and self._steps > 1 else float("inf")
             if limit is not None and idle > limit:
                 return self._end(self._describe_hang(limit))
-            if max(silent.values(), default=0.0) >= heartbeat:
-                return self._end(self._describe_silence(before, silent))
+            if max(silent_seconds.values(), default=0.0) >= heartbeat:
+                return self._end(self._describe_silence(before, silent_seconds))
             if unanswered > heartbeat:
                 return self._end(
-                    f"error: {own.host} has had no answer from the ranks' store for {self._heartbeat_limit()}: its "
-                    "machine (rank 0's, or torchrun's rendezvous), the network to it or its process has stopped"
+                    f"error: {own.host} has had no answer from the job's store for {self._heartbeat_limit()}: the "
+                    "store's host (rank 0's, or torchrun's rendezvous host), its network or the process has stopped"
                 )
         self._exchange(())
 
@@ -149,26 +152,30 @@ class Watchdog:
                 statuses = self._exchange(ranks) or {}
         if not is_first:
             return ""
-        repeated = {rank for rank in before if rank in statuses and before[rank].message == statuses[rank].message}
-        silent = (set(range(self._world)) - statuses.keys() | repeated) - {self._rank}
+        repeated = {
+            rank for rank in before if rank in statuses and before[rank].message_number == statuses[rank].message_number
+        }
+        silent_ranks = (set(range(self._world)) - statuses.keys() | repeated) - {self._rank}
         own = self._current_status()
-        return "\n".join([*recorder, describe_hang({**statuses, self._rank: own}, silent, self._world, own, limit)])
+        hang = describe_hang({**statuses, self._rank: own}, silent_ranks, self._world, own, limit)
+        return "\n".join([*recorder, hang])
 
-    def _describe_silence(self, statuses: Mapping[int, RankStatus], silent: Mapping[int, float]) -> str:
+    def _describe_silence(self, statuses: Mapping[int, RankStatus], silent_seconds: Mapping[int, float]) -> str:
         # Ranks of one machine fall silent together, but were read up to two rounds apart.
-        lost = [rank for rank in sorted(silent) if silent[rank] >= (self._heartbeat or 0) - 2 * self._round_seconds]
+        least = (self._heartbeat or 0) - 2 * self._round_seconds
+        lost = [rank for rank in sorted(silent_seconds) if silent_seconds[rank] >= least]
         lines = [f"rank {rank} {statuses[rank].describe()}" for rank in lost]
         hosts = ", ".join(sorted({statuses[rank].host for rank in lost}))
         error = f"error: no heartbeat from {name_ranks(lost)} ({hosts}) for {self._heartbeat_limit()}"
         return "\n".join([*lines, f"{error}: the machine, its network or the process has stopped"])
 
     def _heartbeat_limit(self) -> str:
-        return f"{(self._heartbeat or 0) / 60:.3g} minutes, by zero_tp.training.timeout_minutes.heartbeat"
+        return f"{(self._heartbeat or 0) / 60:.3g} minutes (the limit: zero_tp.training.timeout_minutes.heartbeat)"
 
     def _current_status(self) -> RankStatus:
         """Return the status now, with frame and collectives once half of the phase's limit has passed."""
         seconds, limit = time.monotonic() - self._mark_time, self._limits.get(self._status.phase)
-        status = replace(self._status, seconds=seconds, message=self._messages)
+        status = replace(self._status, seconds=seconds, message_number=self._messages)
         if limit is None or seconds <= limit / 2:
             return status
         frame, waiting = describe_frame(self._main)
