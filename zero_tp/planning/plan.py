@@ -227,12 +227,12 @@ class Plan(Estimate):
         }
 
 
-def plan(config: RunConfig, device: Device, token_budget: int | None = None) -> Plan:
+def plan(config: RunConfig, device: Device, tokens: int | None = None) -> Plan:
     """Plan a run on a device.
 
     Args:
         config: loaded with a world size.
-        token_budget: tokens of the whole run; None: those of the config's steps.
+        tokens: tokens of the whole run; None: those of the config's steps.
 
     Raises:
         UserError: the device can't compute in the run's dtype.
@@ -240,4 +240,4 @@ def plan(config: RunConfig, device: Device, token_budget: int | None = None) -> 
     matrix_flops(device, config.dtype)  # refuses before the dry run
     model, workload = model_in(config), workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
     memory = rank_memory(config, cpu=device.is_cpu, varlen=device.varlen, model=model)
-    return Plan(device, model, workload, memory, config, token_budget)
+    return Plan(device, model, workload, memory, config, tokens)
