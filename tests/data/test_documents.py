@@ -273,7 +273,7 @@ def test_a_data_set_of_the_hub_from_the_cache(tmp_path: Path) -> None:
     whole, test, refused = from_hub(tmp_path, *words)
     assert whole == repr(TEXTS) and test == repr(TEXTS[:2])
     assert refused.startswith("refused: hf:someone/others: can't be read")
-    assert "without a network it must be in the cache" in refused
+    assert "without a network it must be in this machine's cache" in refused
 
 
 @pytest.mark.parametrize(
