@@ -30,8 +30,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog or f"python {sys.argv[0]}", allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        unknown = next((word for word in message.split() if word.startswith("--")), "")
-        near = difflib.get_close_matches(unknown, self._option_string_actions, n=1) if "unrecognized" in message else []
+        unknown = next((word.partition("=")[0] for word in message.split() if word.startswith("--")), "")
+        options = self._option_string_actions if message.startswith("unrecognized") else ()
+        near = difflib.get_close_matches(unknown, options, n=1)
         suggestion = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"{message} ({suggestion}{self.prog} --help explains the arguments)")
 

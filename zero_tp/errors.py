@@ -103,7 +103,7 @@ def write_stderr(text: str) -> None:
 
 def as_user_error(error: OSError) -> UserError | None:
     """Return a `UserError` for an OSError that names a file or reports a full disk; None for any other."""
-    if error.filename is None and error.errno != errno.ENOSPC:
+    if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     user_error = UserError(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror))
     user_error.__cause__ = error

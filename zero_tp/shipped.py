@@ -23,7 +23,7 @@ def config_names() -> list[str]:
 
 
 def config_file(name: str | Path) -> Path:
-    """Return `name` as a path if it exists, else the shipped config of this name, with `papers/` or without."""
+    """Return `name` as a path if it is a file, else the shipped config of this name, with `papers/` or without."""
     file = Path(name)
     named = [known for known in config_names() if str(name) in (known, Path(known).name)]
-    return shipped(CONFIGS) / f"{named[0]}.json" if named and not file.exists() else file
+    return shipped(CONFIGS) / f"{named[0]}.json" if named and not file.is_file() else file

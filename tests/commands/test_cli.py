@@ -26,6 +26,11 @@ def script(body: str, before: str = "") -> list[str]:
         ("return 7", 7, ""),
         ("raise UserError('a.json: wrong\\n  key')", 2, "error: a.json: wrong key\n"),
         ("open('no' * 200)", 2, f"error: {'no' * 200}: File name too long\n"),
+        (
+            "parser = cli.Parser(); parser.add_argument('--output'); parser.parse_args(['--ouput=x'])",
+            2,
+            "error: unrecognized arguments: --ouput=x (did you mean --output? python -c --help explains the ",
+        ),
         ("cli.Parser().parse_args(['--x'])", 2, "error: unrecognized arguments: --x (python -c --help explains the "),
     ],
 )

@@ -1,4 +1,4 @@
-"""Sentences of encoded documents."""
+"""Encoded documents: sentences, and ids of any size."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 from sentencex import segment
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.support.corpora import held_out, run
 from tests.support.tiny_models import speeches
+from zero_tp.data.encoder import DocumentEncoder
 from zero_tp.data.indexed import IndexedCorpus
 
 SPEECHES = speeches(12, 20_000)
@@ -36,3 +38,12 @@ def test_sentences_are_kept_as_sequences_and_the_tokens_stay_the_same(tmp_path: 
                 decoded = [str(tokenizer.decode(sentence, skip_special_tokens=True)).strip() for sentence in sentences]
                 assert decoded == expected and sentences[-1][-1] == tokenizer.eos_token_id
         assert number > 20 * len(corpus)
+
+
+def test_ids_with_gaps_are_kept() -> None:
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 70_000}, "a"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    encoder = DocumentEncoder(PreTrainedTokenizerFast(tokenizer_object=backend))
+    columns = encoder.columns(encoder.encode(["a b"]))
+    assert encoder.vocabulary_size == 70_001
+    assert np.frombuffer(columns["tokens"], np.int32).tolist() == [0, 70_000]

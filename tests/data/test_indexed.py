@@ -92,6 +92,7 @@ DAMAGE: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("idx", lambda b: b[:9] + struct.pack("<Q", 2) + b[17:], "version 2"),
     ("idx", lambda b: b[:17] + b"\x07" + b[18:], "token type 7"),
     ("idx", lambda b: b[:-8] + struct.pack("<q", 3), "document boundaries"),
+    ("idx", lambda b: b[:26] + struct.pack("<Q", 0) + b[34:-40], "document boundaries"),
     ("idx", lambda b: b[:50] + struct.pack("<q", 2) + b[58:], "without gaps"),
 ]
 

@@ -67,6 +67,9 @@ def test_every_value_has_a_csv_file_that_a_resumed_run_goes_on_in(tmp_path: Path
     CsvFiles({"output_path": tmp_path / "out"}, RunInfo(run, placed, 0)).log({"loss": 1.0}, step=9)
     assert log(placed, run, LINES[:1]) == []
     assert (tmp_path / "out" / "mine" / "loss.csv").read_text() == "step,loss\n1,2.5\n", "a new run's"
+    (tmp_path / "out" / "mine" / "own.csv").write_text("name,value\nrow,1\n")
+    CsvFiles({"output_path": tmp_path / "out"}, RunInfo(run, placed, 0))
+    assert (tmp_path / "out" / "mine" / "own.csv").read_text() == "name,value\nrow,1\n", "a person's file"
 
 
 def test_deepspeed_does_not_write_beside_us(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
     assert [*found.series["loss"]] == [1, 2, 3, 4, 5, 6] and math.isnan(found.series["loss"][2])
     assert [*found.finite("loss")] == [1, 3, 4, 5, 6] and found.finite("mfu") == {} and found.tokens_per_step == 64
     with (going / "metrics.jsonl").open("a") as torn:
-        torn.write('\n{"step": 7, "loss": 1.0}\n{"step": 7, "loss": 0.5}\n')
+        torn.write('\n{"step": 7, "loss": 1.0}\n{"step": 7, "loss": 0.5, "experts/layer_0/1": 0.5}\n')
     (found,) = read_runs([going])
     assert found.unreadable == 1 and found.series["loss"][7] == 0.5 and found.last_step == 7
     assert [*panels([found])] == ["loss", "learning rate", "gradient norm", "lambada/accuracy"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig, GPT2Config
+from transformers import GPT2Config
 
 from tests.support.compare import grid
 from zero_tp.config import RunConfig
@@ -40,19 +40,6 @@ def gpt2_config(dropout: float = 0.0, **changes: Any) -> GPT2Config:
     return GPT2Config(
         **{**sizes, **ids, **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), dropout), **changes}
     )
-
-
-def eager_config(model_type: str, kv_heads: int = 2, **changes: Any) -> Any:
-    """Return a small decoder's config with eager attention and no dropout: 2 layers, 4 heads, hidden 24."""
-    if model_type == "gpt2":
-        config: Any = gpt2_config(**changes)
-    else:
-        sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}
-        sizes |= {"num_key_value_heads": kv_heads, "vocab_size": 61, "max_position_embeddings": 24}
-        sizes |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-        config = AutoConfig.for_model(model_type, **(sizes | changes))
-    config._attn_implementation = "eager"
-    return config
 
 
 def engine_of(config: RunConfig, **options: Any) -> Any:

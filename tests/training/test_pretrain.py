@@ -125,9 +125,7 @@ def test_a_decay_begins_at_a_checkpoint_of_the_stable_phase(workplace: Path) -> 
     ended("planned", 7)
     ended("long", 9)
     told = ended("decayed", 7, "--resume-from", str(workplace / "long" / "checkpoints" / "step_00000004"))
-    assert (
-        "scheduler.params.num_training_steps: 8, which follows zero_tp.training.steps (10 before)" in told
-    )
+    assert "scheduler.params.num_training_steps: 8, which follows zero_tp.training.steps (10 before)" in told
     planned, decayed = (
         [(r["step"], r["loss"], r["learning_rate"]) for r in trained_steps(workplace / name) if r["step"] > 4]
         for name in ("planned", "decayed")

@@ -38,7 +38,8 @@ class DocumentEncoder:
 
         eos = tokenizer.eos_token_id
         self._eos = array("I", [] if eos is None else [eos])
-        self.eos_count, self.vocabulary_size, self.language = len(self._eos), len(tokenizer), language
+        self.eos_count, self.language = len(self._eos), language
+        self.vocabulary_size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # ids may have gaps
         # A copy, because the tokenizer that is saved must keep its own settings.
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_truncation()

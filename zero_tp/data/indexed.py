@@ -132,8 +132,9 @@ class IndexedCorpus:
                 raise UserError(f"{self.prefix}.idx: sequences don't follow each other without gaps: write it again")
         bounds = self._documents
         is_complete = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == len(self._sizes)
-        blocks = _blocks(len(self), max_blocks)
-        if not is_complete or any((np.diff(bounds[block.start : block.stop + 1]) < 0).any() for block in blocks):
+        if not is_complete or any(
+            (np.diff(bounds[block.start : block.stop + 1]) < 0).any() for block in _blocks(len(self), max_blocks)
+        ):
             raise UserError(
                 f"{self.prefix}.idx: document boundaries don't run from 0 to {len(self._sizes):,} sequences"
             )

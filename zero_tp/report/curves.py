@@ -42,7 +42,7 @@ def panels(runs: list[Run]) -> dict[str, dict[str, str]]:
 
 
 def _is_evaluation(name: str) -> bool:
-    return "/" in name or name.startswith(VALIDATION)
+    return ("/" in name and not name.startswith("experts/")) or name.startswith(VALIDATION)
 
 
 def _has(run: Run, name: str) -> bool:
