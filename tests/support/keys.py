@@ -127,8 +127,10 @@ SET_BY_OTHER_KEYS: dict[str, str] = {
     "zero_tp.recompute": "tests/activations/test_recompute.py",
     "zero_tp.training.tokens": "tests/config/test_resolve.py",
     "zero_tp.recompute.layers": "tests/activations/test_recompute.py",
-    **{f"zero_tp.objective.{key}": "tests/training/test_masked_run_inputs.py" for key in ("mask_probability", "max_ngram")},
-    "zero_tp.objective.sentence_order": "tests/training/test_masked_run_inputs.py",
+    **{
+        f"zero_tp.objective.{key}": "tests/training/test_masked_run_inputs.py"
+        for key in ("mask_probability", "max_ngram", "sentence_order")
+    },
     "zero_tp.objective.type": "tests/support/matrix.py",
     **{f"zero_tp.training.spike.{key}": "tests/training/test_spikes.py" for key in ("loss", "grad_norm", "window")},
     "zero_allow_untested_optimizer": "tests/zero/test_fp16.py",
