@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,7 +174,7 @@ def run_tests(copy: Path, tests: list[str], limit: float, guard: str = "") -> Ou
 def _raised(report: str) -> str:
     """Return the error of a failure's report; of a RankError, the rank's own error."""
     lines = [line[8:] for line in report.splitlines() if line.startswith("E       ")]
-    error = "\n".join(lines)
+    error = textwrap.dedent("\n".join(lines))  # pytest indents an error like the statement that raised it
     if error.startswith("tests.support.pools.RankError: rank "):
         trace = error.partition("\n--- printed by rank")[0].rpartition("Traceback (most recent call last):\n")[2]
         error = "\n".join(itertools.dropwhile(lambda line: line.startswith(" "), trace.splitlines()))
