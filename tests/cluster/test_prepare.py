@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -51,7 +52,7 @@ def run_here(script: list[str], inputs: list[Path], tokenizer: Path, output: Pat
 
 @pytest.mark.parametrize("deduplicate", [False, True])
 def test_ray_tasks_write_the_bytes_of_this_machine(tmp_path: Path, deduplicate: bool) -> None:
-    pytest.importorskip("ray")
+    assert importlib.util.find_spec("ray"), "pip install ray"
     inputs, tokenizer, script = prepare_here(tmp_path, deduplicate)
     run_here(script, inputs, tokenizer, tmp_path / "ray", "--executor", "ray")
     assert content_of(tmp_path / "ray") == content_of(tmp_path / "one")
