@@ -39,21 +39,39 @@ def test_every_file_that_is_named_exists() -> None:
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
-def commands_of(page: Path) -> list[list[str]]:
-    """The words of each `zero-tp` command in the page's shell blocks, those that launchers start included."""
+def commands_of(page: Path) -> list[tuple[list[str], list[str]]]:
+    """The launcher's words and those of `zero-tp`, of each such command in the page's shell blocks."""
     blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
     text = re.sub(r"\$\(zero-tp path (pretrain|evaluate)\)", r"zero-tp \1", "".join(blocks).replace("\\\n", ""))
     text = text.replace("$(zero-tp path corpus)", "CORPUS")
     variables = dict(re.findall(r"^(\w+)=\"(.*)\"$", text, re.MULTILINE))
     lines = [re.sub(r"\$(\w+)", lambda name: variables[name[1]], line) for line in text.splitlines()]
     words = [shlex.split(line, comments=True) for line in lines]
-    return [line[line.index("zero-tp") + 1 :] for line in words if "zero-tp" in line]
+    places = [(line, line.index("zero-tp")) for line in words if "zero-tp" in line]
+    return [(line[:place], line[place + 1 :]) for line, place in places]
+
+
+COMMANDS_OF_PAGES = [command for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")) for command in commands_of(page)]
+
+
+def test_the_runs_that_are_started_have_right_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = RunConfig.load(ROOT / "ds_configs" / "llama_135m.json").hf_config()
+    for name in ("models/SmolLM2-135M", "DIR"):
+        model.save_pretrained(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    sizes = []
+    for launcher, words in COMMANDS_OF_PAGES:
+        options = parser("zero-tp").parse_args(words)
+        config = next(filter(None, (getattr(options, name, None) for name in ("deepspeed_config", "check"))), None)
+        if config is not None and config.exists():
+            ranks = launcher[launcher.index("--num_accelerators") + 1] if "--num_accelerators" in launcher else None
+            sizes.append(RunConfig.load(config, options.set, ranks and int(ranks)).world_size)
+    assert len(sizes) > 8 and 8 in sizes
 
 
 def test_the_commands_are_such_as_the_parser_takes() -> None:
-    commands = [words for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")) for words in commands_of(page)]
-    assert len(commands) > 30
-    for words in commands:
+    assert len(COMMANDS_OF_PAGES) > 30
+    for _, words in COMMANDS_OF_PAGES:
         options = parser("zero-tp").parse_args(words)
         given = [getattr(options, name, None) for name in ("file", "deepspeed_config")]
         names = [config for config in given if config is not None and config.name != "FILE"]
