@@ -65,7 +65,7 @@ def test_the_runs_that_are_started_have_right_configs(tmp_path: Path, monkeypatc
         config = next(filter(None, (getattr(options, name, None) for name in ("deepspeed_config", "check"))), None)
         if config is not None and config.exists():
             ranks = launcher[launcher.index("--num_accelerators") + 1] if "--num_accelerators" in launcher else None
-            sizes.append(RunConfig.load(config, options.set, ranks and int(ranks)).world_size)
+            sizes.append(RunConfig.load(config, options.set, int(ranks) if ranks else None).world_size)
     assert len(sizes) > 8 and 8 in sizes
 
 
