@@ -181,16 +181,9 @@ def test_answers_are_compared_as_squads_script_does(answer: str, expected: list[
         ("mnli", "a.jsonl", "{", r"a\.jsonl:1: not valid JSON"),
         ("classification", "a.jsonl", "", "no examples in it"),
         ("squad", "a.json", "{}", r'a\.json: not usable for --task squad: "data" is missing'),
-        ("squad", "a.json", "[", r"a\.json: not usable for --task squad: not valid JSON"),
         ("squad", "a.json", LONG, r"a\.json: not usable for --task squad: Truncation"),
         ("squad", "a.json", '{"data": 7}', r"a\.json: not usable for --task squad: .*an integer"),
         ("race", "a.txt", json.dumps({**RACE, "answers": ["A", "E"]}), r"answer 'E' of 4 options; RACE has 4, and A, "),
-        (
-            "race",
-            "a.txt",
-            json.dumps({**RACE, "options": [["a", "b"], ["a", "b"]]}),
-            r"answer .* of 2 options; RACE has 4",
-        ),
         (
             "race",
             "a.txt",
@@ -226,21 +219,12 @@ OPTIONS = ["--model", "m", "--task", "mnli", "--train", "t", "--validation", "v"
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("ranks", "0"),
-        ("batch-size", "0"),
-        ("length", "-1"),
-        ("epochs", "nan"),
-        ("lr", "0.0"),
-        ("lr", "inf"),
-        ("seed", "-1"),
-    ],
+    "option", ("ranks 0", "batch-size 0", "length -1", "epochs nan", "lr 0.0", "lr inf", "seed -1")
 )
-def test_a_number_out_of_range_is_one_line(option: str, value: str) -> None:
+def test_a_number_out_of_range_is_one_line(option: str) -> None:
     finetune.parse(OPTIONS)
-    with pytest.raises(UserError, match=f"^--{option} {value}: "):
-        finetune.parse([*OPTIONS, f"--{option}", value])
+    with pytest.raises(UserError, match=f"^--{option}: "):
+        finetune.parse([*OPTIONS, *f"--{option}".split()])
 
 
 def changed(path: Path, **fields: Any) -> None:
@@ -261,11 +245,21 @@ def test_a_model_that_cannot_be_fine_tuned_is_one_line(tmp_path: Path, monkeypat
         with pytest.raises(UserError, match=message):
             finetune.main([*words, *more])
 
-    assert finetune.open_padding_tokenizer(model).pad_token == EOS
-    changed(model / "tokenizer_config.json", eos_token=None)
+    changed(model / "tokenizer_config.json", padding_side="left", model_max_length=12)
+    tokenizer = finetune.open_padding_tokenizer(model)
+    assert (tokenizer.pad_token, tokenizer.padding_side) == (EOS, "right")
+    refuses("--length: 16 tokens, but the model has 12 positions; shorten it")
+    changed(model / "tokenizer_config.json", eos_token=None, model_max_length=64)
     refuses(r"its tokenizer has neither a padding token nor an end of text; name one of its tokens as \"pad_token\"")
     config, weights = model / "config.json", model / "model.safetensors"
     changed(model / "tokenizer_config.json", pad_token=EOS)
+    changed(config, model_type="t5")
+    refuses("t5 is an encoder-decoder; give an encoder or a decoder")
+    changed(config, model_type="gpt2")
+    weights.rename(model / "pytorch_model.bin")
+    refuses("its weights are pickled")
+    (model / "pytorch_model.bin").rename(weights)
+    refuses("nowhere", "--model", "nowhere")
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-4])
     refuses(r"model\.safetensors: not a readable safetensors file")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_tp.constants import GIB
 from zero_tp.errors import BAD_INPUT, error_line
-from zero_tp.shipped import config_file
+from zero_tp.shipped import find_config
 
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_config(parser: ArgumentContainer, name: str, help_: str, **options: Any) -> None:
     """Add an argument that names a config file."""
-    parser.add_argument(name, type=config_file, metavar="FILE", help=help_, **options)
+    parser.add_argument(name, type=find_config, metavar="FILE", help=help_, **options)
 
 
 def add_parent(parser: ArgumentContainer) -> None:

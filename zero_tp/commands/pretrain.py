@@ -84,7 +84,8 @@ def pretrain(
         from zero_tp.huggingface import ZeroTPForCausalLM
 
         model = ZeroTPForCausalLM  # it can generate
-        chosen.append(LiveTasks(config.zero_tp.evaluation, inputs.tokenizer, inputs.model_config))
+        length = config.zero_tp.data.sequence_length
+        chosen.append(LiveTasks(config.zero_tp.evaluation, inputs.tokenizer, inputs.model_config, length))
     with start_training(
         inputs,
         environment,

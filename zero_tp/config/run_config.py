@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.config.deepspeed import MONITORS, OFF_BLOCKS
+from zero_tp.config.deepspeed import MONITORS
 from zero_tp.config.model_block import FROM, check_model, model_config
 from zero_tp.config.optimizer import choose_implementation
 from zero_tp.config.resolve import (
@@ -97,7 +97,6 @@ class RunConfig:
         zero_tp, hf_config, batch = _check_keys(values, block, auto_keys, world_size, saved)
 
         # 2. Fill in defaults, "auto" and batch sizes.
-        values = {key: value for key, value in values.items() if key not in OFF_BLOCKS}
         zero_tp = _fill_steps(zero_tp, batch.total)
         lines = fill(values, auto_keys, batch, zero_tp.training.steps, hf_config.hidden_size, saved)
         typed = TypedConfig(values, check_types(values), zero_tp, layers=hf_config.num_hidden_layers)
