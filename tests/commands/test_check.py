@@ -91,7 +91,7 @@ def test_keys_of_all_blocks_are_reported_together(tmp_path: Path) -> None:
     assert set(errors(tmp_path, config)) == {
         *("zero_optimization.stage", "zero_optimization.round_robin_gradients"),
         *("zero_optimization.elastic_checkpoint", "optimizer.params.learning_rate", "optimizer.params.lr"),
-        *("scheduler.params.total_steps", "scheduler.params.total_num_steps", "tensor_parallel.autotp_size"),
+        *("scheduler.params.total_steps", "scheduler.params.total_num_steps", "tensor_parallel"),
         *("train_batch_size", "zero_tp.training.step", "zero_tp.model.attn_implementation"),
     }
 
