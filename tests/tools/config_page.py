@@ -132,10 +132,9 @@ def page() -> str:
             "",
             "A schedule of n steps is at its end, often rate 0, at step n; one step more than the run has leaves that"
             " out (except for `WarmupCosineLR`, whose last step trains at `cos_min_ratio`). Steps after the end keep"
-            " its rate. When a run is resumed with other `training.steps`, the length follows them until the rate has begun"
-            " to fall, and stays from then on; a line of the log says which. So a"
-            " run with `warmup_stable_decay` may be"
-            " made longer or begin its decay at any checkpoint of the stable phase.",
+            " its rate. When a run is resumed with other `training.steps`, the length follows them until the rate has"
+            " begun to fall, and stays from then on; a line of the log says which. So a run with `warmup_stable_decay`"
+            " may be made longer or begin its decay at any checkpoint of the stable phase.",
             "",
             "### `scheduler.params`",
             "",
