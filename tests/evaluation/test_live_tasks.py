@@ -105,18 +105,7 @@ def test_a_run_and_its_evaluation_as_commands(workplace: Path, tmp_path: Path) -
 
     # The run as it is, without an export, over two ranks.
     settings = config["zero_tp"]["evaluation"]
-    words = [
-        "--model",
-        directory,
-        "--tasks",
-        "perplexity",
-        "--batch-size",
-        "2",
-        "--tensor-parallel",
-        "2",
-        "--sequence-length",
-        "32",
-    ]
+    words = f"--model {directory} --tasks perplexity --batch-size 2 --tensor-parallel 2 --sequence-length 32".split()
     words += ["--data", f"perplexity={settings['task_data']['perplexity']}", "--output", str(tmp_path / "two.json")]
     on_two = run([*launch(2, script="eval/zero_shot.py"), *words], workplace)
     assert on_two.returncode == 0, on_two.stdout + on_two.stderr
