@@ -271,7 +271,7 @@ def test_what_a_run_reads_and_is_absent_is_said(tmp_path: Path, monkeypatch: pyt
     changes = {"zero_tp.data.validation": str(tmp_path / "v"), "zero_tp.tokenizer": str(tmp_path)}
     path = written(tmp_path, changed(changes))
     (tmp_path / "v.bin").touch()
-    absent = [str(each) for each in RunConfig.load(path).absent()]
+    absent = [str(each) for each in RunConfig.load(path).missing_files()]
     assert absent == ["data/quickstart/train.bin", "data/quickstart/train.idx", f"{tmp_path}/v.idx"]
 
 
@@ -288,7 +288,7 @@ def test_a_check_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     notes = [line for line in describe(RunConfig.load(path), tmp_path).splitlines() if "tokenizer" in line]
     assert notes == ["not here   data/tokenizer, which a run needs and asks the Hugging Face hub for"]
     with pytest.raises(ConfigError, match=r"^zero_tp.tokenizer: no directory data/tokenizer, .* \(the hub was asked\)"):
-        RunConfig.load(path).pinned()
+        RunConfig.load(path).with_pinned_tokenizer()
 
 
 def refusal_of(tmp_path: Path, place: tuple[Any, ...], value: Any, base: dict[str, Any] = BASE) -> str:

@@ -182,4 +182,4 @@ def test_a_model_that_cannot_generate(model: Path, tasks: Path) -> None:
     with pytest.raises(UserError, match="object can't generate text"):
         task.run(replace(eval_model, module=object()))
     with pytest.raises(UserError, match="generates 12 tokens, and the model's 10 positions leave no room"):
-        task.run(replace(eval_model, positions=10))
+        task.check(10)

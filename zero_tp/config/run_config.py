@@ -105,7 +105,7 @@ class RunConfig:
         refuse(typed)
         return cls(path, world_size, batch, typed, hf_config, lines)
 
-    def pinned(self) -> RunConfig:
+    def with_pinned_tokenizer(self) -> RunConfig:
         """Return the config with the commit of its tokenizer. The hub is asked if the tokenizer is a name there."""
         if self.zero_tp.tokenizer is None:
             return self
@@ -151,18 +151,18 @@ class RunConfig:
         offloaded = filter(self.typed.on_nvme, ("offload_optimizer", "offload_param"))
         return {name: self.typed[f"zero_optimization.{name}.nvme_path"] for name in offloaded}
 
-    def absent(self) -> list[Path]:
+    def missing_files(self) -> list[Path]:
         """Return the files and directories that the run reads but that are missing here and in the hub's cache."""
         data, evaluation = self.zero_tp.data, self.zero_tp.evaluation
         corpora = [*data.train, *(data.validation or {})]
         named = [Path(f"{prefix}.{ending}") for prefix in corpora for ending in ("bin", "idx")]
         others = (self.zero_tp.tokenizer, evaluation.task_include_path, *evaluation.task_data.values())
-        named += [Path(name) for name in others if name is not None and name not in self.on_hub]
-        named += [Path(name) for name, weights in self.on_hub.items() if not is_cached(name, weights=weights)]
+        named += [Path(name) for name in others if name is not None and name not in self.hub_names]
+        named += [Path(name) for name, weights in self.hub_names.items() if not is_cached(name, weights=weights)]
         return [path for path in (*named, *self.nvme_paths.values()) if not os.path.exists(path)]
 
     @property
-    def on_hub(self) -> dict[str, bool]:
+    def hub_names(self) -> dict[str, bool]:
         """Return the hub names that a run reads, and whether it reads their weights."""
         names = {self.zero_tp.tokenizer: False, self.zero_tp.model.get(FROM): True}
         return {name: weights for name, weights in names.items() if name is not None and is_name(name)}

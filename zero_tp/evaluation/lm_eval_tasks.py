@@ -26,6 +26,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from lm_eval import evaluator
 from lm_eval.api.registry import metric_registry
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager, _factory, _yaml_loader
 from lm_eval.tasks._index import Entry, TaskIndex
 
@@ -179,6 +180,7 @@ class LMEvalTask(Task):
                 for task in self.loaded["tasks"].values():
                     _check_documents(task, options.limit)
                     self._set_fewshot(task)
+                self.generated_tokens = max(map(_generated_tokens, self.loaded["tasks"].values()))
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
         except Exception as error:  # datasets, huggingface_hub, jinja and a task's own code raise anything
@@ -186,6 +188,13 @@ class LMEvalTask(Task):
                 f"{name}: lm-eval can't load it ({first_line(error)}); correct its task file or its data; without a "
                 f"network give the evaluated split's file, with all its fields, with --data {name}=FILE"
             ) from error
+
+    def check(self, positions: int) -> None:
+        if self.generated_tokens >= positions:
+            raise UserError(
+                f"{self.name}: it generates {self.generated_tokens:,} tokens, and the model's {positions:,} positions "
+                "leave no room for a prompt; set generation_kwargs.max_gen_toks in its task file"
+            )
 
     def _set_fewshot(self, task: Any) -> None:
         """Set the number of examples as lm-eval's `simple_evaluate` does: 0 in a task file takes precedence."""
@@ -266,6 +275,13 @@ def _load_with_file(name: str, manager: TaskManager, file: Path) -> dict[str, An
     # In lm-eval, only a group can override keys of a task file.
     spec = {"group": f"{name} of a file", "task": [task]} if entry else MULTIPLE_CHOICE_CONFIG | task
     return {"tasks": manager.load([spec])["tasks"], "groups": {}, "group_map": {}}
+
+
+def _generated_tokens(task: Any) -> int:
+    """Return how many tokens a request of the task generates at most."""
+    if task.OUTPUT_TYPE != "generate_until":
+        return 0
+    return int(normalize_gen_kwargs(task.get_config("generation_kwargs") or {})["max_gen_toks"])
 
 
 def _check_documents(task: Any, limit: int | None) -> None:
