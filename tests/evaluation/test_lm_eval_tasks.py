@@ -167,7 +167,7 @@ def test_questions_of_ones_own_need_no_task_file(
 @THOROUGH
 def test_mistakes_with_lm_evals_own_tasks(tasks: Path, tmp_path: Path, shared_file: Callable[[str], Path]) -> None:
     """lm-eval reads all its task files and tries the network."""
-    assert '"premise" is missing' in refusal(["copa"], {"copa": shared_file("data/copa.jsonl")})
+    assert '"question" is missing' in refusal(["copa"], {"copa": shared_file("data/copa.jsonl")})
     assert re.search("copa_locl: unknown task; did you mean copa_local", refusal(["copa_locl"], include_path=tasks))
     assert re.search("lambda: unknown task; did you mean lambada", refusal(["lambda"]))
     assert re.search(r"arc_easy: lm-eval can't load it .* --data arc_easy=FILE", refusal(["arc_easy"]))

@@ -32,35 +32,22 @@ QQP = (
     "133273\t213221\t213222\tHow can I be a good geologist?\tWhat should I do to be a great geologist?\t1\n"
     "364575\t1\t2\tWhat is the step by step guide to invest?\tWhat would happen if the government stole it?\t0\n"
 )
+
+
+def question(text: str, *answers: str, **others: Any) -> dict[str, Any]:
+    """A question of SQUAD about CONTEXT."""
+    answered = [{"text": answer, "answer_start": CONTEXT.index(answer)} for answer in answers]
+    return {"question": text, "answers": answered, **others}
+
+
+QUESTIONS = [
+    question("When did the library open?", "1892", id="1", is_impossible=False),
+    question("How much does it hold?", "eleven million volumes", "eleven million"),
+    question("Who burnt it?", is_impossible=True),
+]
 SQUAD: dict[str, Any] = {
     "version": "v2.0",
-    "data": [
-        {
-            "title": "University_of_Chicago",
-            "paragraphs": [
-                {
-                    "context": CONTEXT,
-                    "qas": [
-                        {
-                            "id": "1",
-                            "question": "When did the library open?",
-                            "answers": [{"text": "1892", "answer_start": CONTEXT.index("1892")}],
-                            "is_impossible": False,
-                        },
-                        {
-                            "id": "2",
-                            "question": "How much does it hold?",
-                            "answers": [
-                                {"text": "eleven million volumes", "answer_start": CONTEXT.index("eleven")},
-                                {"text": "eleven million", "answer_start": CONTEXT.index("eleven")},
-                            ],
-                        },
-                        {"id": "3", "question": "Who burnt it?", "answers": [], "is_impossible": True},
-                    ],
-                }
-            ],
-        }
-    ],
+    "data": [{"title": "University_of_Chicago", "paragraphs": [{"context": CONTEXT, "qas": QUESTIONS}]}],
 }
 RACE = {
     "article": "Last week I talked with some of my students about what they wanted to do.",
@@ -245,11 +232,11 @@ def test_a_model_that_cannot_be_fine_tuned_is_one_line(tmp_path: Path, monkeypat
         with pytest.raises(UserError, match=message):
             finetune.main([*words, *more])
 
-    changed(model / "tokenizer_config.json", padding_side="left", model_max_length=12)
+    changed(model / "tokenizer_config.json", pad_token=None, padding_side="left", model_max_length=12)
     tokenizer = finetune.open_padding_tokenizer(model)
     assert (tokenizer.pad_token, tokenizer.padding_side) == (EOS, "right")
     refuses("--length: 16 tokens, but the model has 12 positions; shorten it")
-    changed(model / "tokenizer_config.json", eos_token=None, model_max_length=64)
+    changed(model / "tokenizer_config.json", eos_token=None, pad_token=None, model_max_length=64)
     refuses(r"its tokenizer has neither a padding token nor an end of text; name one of its tokens as \"pad_token\"")
     config, weights = model / "config.json", model / "model.safetensors"
     changed(model / "tokenizer_config.json", pad_token=EOS)
