@@ -98,7 +98,7 @@ REFUSED_KEYS: dict[str, str] = {
     "weight_quantization": "it quantizes the weights and so changes the model",
     "torch_autocast": "the layers compute in one dtype, and recomputation doesn't restore autocast; use bf16 or fp16",
     "compile": "DeepCompile rewrites the backward graph, collectives included; use zero_tp.compile",
-    "data_efficiency": "curriculum, batching and random-LTD change which tokens a step sees, which zero_tp.data decides",
+    "data_efficiency": "curriculum, batching and random-LTD change a step's tokens, which zero_tp.data decides",
     "checkpoint": "checkpoints are written and verified by zero_tp; use zero_tp.checkpoint",
     "datastates_ckpt": "checkpoints are written and verified by zero_tp; use zero_tp.checkpoint",
     "seq_parallel_communication_data_type": "it belongs to Ulysses and would do nothing",
