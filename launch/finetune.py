@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 
 from zero_tp import cli
 from zero_tp.data.documents import read_objects
 from zero_tp.data.tokenizer import open_tokenizer
 from zero_tp.errors import UserError, first_line
 from zero_tp.files import read_regular
+from zero_tp.process.node import die_with
 from zero_tp.process.quiet import quiet_libraries
 from zero_tp.strict_json import read_object
 from zero_tp.zero.ops import without_shared_memory_collectives
@@ -186,8 +188,9 @@ def load_splits(options: argparse.Namespace, tokenizer: Any) -> tuple[Split, Spl
 
 
 def open_padding_tokenizer(model: Path) -> Any:
-    """Return the model's tokenizer; it pads with its eos token if it has no padding token."""
+    """Return the model's tokenizer; it pads on the right, with its eos token if it has no padding token."""
     tokenizer = open_tokenizer(model)
+    tokenizer.padding_side = "right"  # `encode_spans` counts tokens from the first
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
         remedy = 'name one of its tokens as "pad_token" in tokenizer_config.json'
         raise UserError(f"--model {model}: its tokenizer has neither a padding token nor an end of text; {remedy}")
@@ -197,9 +200,10 @@ def open_padding_tokenizer(model: Path) -> Any:
 
 
 def train_variant(options: argparse.Namespace) -> None:
-    """Train one variant as one rank. Rank 0 writes the metrics."""
+    """Train one variant as one rank, which ends with torchrun. Rank 0 writes the metrics."""
     import transformers
 
+    die_with(psutil.Process(os.getppid()))
     task, tokenizer, (variant, result) = TASKS[options.task], open_padding_tokenizer(options.model), options.variant
     train, validation, labels = load_splits(options, tokenizer)
     transformers.set_seed(options.seed)
@@ -241,7 +245,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--epochs", type=float, default=3.0, metavar="N", help="(default: 3)")
     add("--lr", type=float, default=5e-5, help="peak rate, after 10 %% warm-up; decays linearly (default: 5e-5)")
     add("--batch-size", type=int, default=16, metavar="N", help="examples per rank and step (default: 16)")
-    add("--length", type=int, default=128, metavar="N", help="maximum tokens of a row (default: 128)")
+    add("--length", type=int, metavar="N", help="maximum tokens of a row (default: 128, or all of a shorter model's)")
     add("--zero-stage", type=int, choices=(0, 1, 2, 3), default=2, help="DeepSpeed ZeRO stage (default: 2)")
     add("--ranks", type=int, default=2, metavar="N", help="data-parallel ranks (default: 2)")
     add("--seed", type=int, default=1234, help="seed of the order, new heads and random weights (default: 1234)")
@@ -249,7 +253,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--variant", nargs=2, help=argparse.SUPPRESS)  # name and result file, for the ranks
     options = parser.parse_args(words)
     for name in ("ranks", "batch_size", "length", "epochs", "lr"):
-        if not 0 < getattr(options, name) < np.inf:
+        if getattr(options, name) is not None and not 0 < getattr(options, name) < np.inf:
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be positive and finite")
     if not 0 <= options.seed < 2**32:
         raise UserError(f"--seed {options.seed}: must be from 0 to {2**32 - 1}")
@@ -274,7 +278,12 @@ def main(words: Sequence[str]) -> None:
     open_weights(model)  # refuses pickles and damaged files
     if type(config) not in getattr(transformers, TASKS[name].auto_class)._model_mapping:
         raise UserError(f"--task {name}: transformers has no {config.model_type} for it; use another model")
-    if options.length > (positions := getattr(config, "max_position_embeddings", options.length)):
+    if config.is_encoder_decoder:
+        raise UserError(f"--model {model}: {config.model_type} is an encoder-decoder; give an encoder or a decoder")
+    # The tokenizer of RoBERTa knows that two of its 514 positions are for padding.
+    positions = min(getattr(config, "max_position_embeddings", np.inf), tokenizer.model_max_length)
+    options.length = options.length or min(128, positions)
+    if options.length > positions:
         raise UserError(f"--length: {options.length} tokens, but the model has {positions} positions; shorten it")
     load_splits(options, tokenizer)  # so that bad input is reported once and not by every rank
     if options.save is not None:
@@ -283,7 +292,8 @@ def main(words: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for variant in ("pretrained", "random"):
             result = Path(folder, f"{variant}.json")
-            command = [*torchrun, __file__, *words, "--model", str(model), "--variant", variant, str(result)]
+            checked = ["--model", str(model), "--length", str(options.length)]
+            command = [*torchrun, __file__, *words, *checked, "--variant", variant, str(result)]
             print(f"{variant}:", flush=True)
             done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
             if done.returncode:

@@ -22,7 +22,7 @@ def config_names() -> list[str]:
     return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.json"))
 
 
-def config_file(name: str | Path) -> Path:
+def find_config(name: str | Path) -> Path:
     """Return `name` as a path if it is a file, else the shipped config of this name, with `papers/` or without."""
     file = Path(name)
     named = [known for known in config_names() if str(name) in (known, Path(known).name)]

@@ -73,26 +73,28 @@ class ErrorCollector:
             raise ConfigErrors(self.errors)
 
 
-def validate(model: type[Model], raw: Any, path: str, known: Iterable[ConfigError] = ()) -> Model:
+def validate(model: type[Model], raw: Any, path: str, earlier: Iterable[ConfigError] = ()) -> Model:
     """Return `raw`, the JSON value at `path`, as an instance of `model`.
 
     Numbers may be written 5e8 for an integer, as DeepSpeed's documentation does; strings are not numbers, and
     true is not 1.
 
     Args:
-        known: errors that come first; their keys are not validated again.
+        earlier: errors of earlier checks; they come first, and their keys are not validated again.
 
     Raises:
         ConfigErrors: not an object, or each unknown key (with the nearest valid one), missing key, wrong type or value.
     """
     if not isinstance(raw, dict):
         raise ConfigErrors([_not_an_object(raw, path)])
-    errors = [*known, *_unknown_keys(model, raw, path)]
+    errors = [*earlier, *_unknown_keys(model, raw, path)]
     remaining = _drop_keys({error.key for error in errors}, raw, path)
     try:
         parsed = model(**remaining)
     except ValidationError as error:
-        errors += (_from_pydantic(detail, raw, path) for detail in error.errors(include_url=False))
+        # An object of a union violates a rule of its model, and is none of the other members, which says less.
+        details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "value_error")
+        errors += (_from_pydantic(detail, raw, path) for detail in details)
     else:
         errors += _coercion_errors(remaining, parsed.model_dump(by_alias=True), path)
         if not errors:
@@ -108,7 +110,7 @@ def _unknown_keys(model: type[BaseModel], raw: dict[str, Any], path: str) -> Ite
     for key, value in raw.items():
         where = f"{path}.{key}" if path else key
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.8)  # before a name in another block
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.8)  # this block's names precede nested ones
             yield ConfigError(where, "unknown key", did_you_mean(key, near or nested_names(model)))
         elif (inner := nested_model(fields[key].annotation)) is not None and isinstance(value, dict):
             yield from _unknown_keys(inner, value, where)
@@ -130,14 +132,8 @@ def _drop_keys(keys: set[str], raw: dict[str, Any], path: str) -> dict[str, Any]
 
 
 def fields_by_name(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the fields by every name that JSON may use: the alias, and the field's own if the model allows it."""
-    fields: dict[str, FieldInfo] = {}
-    for name, field in model.model_fields.items():
-        if field.alias:
-            fields[field.alias] = field
-        if not field.alias or model.model_config.get("populate_by_name"):
-            fields[name] = field
-    return fields
+    """Return the fields by their documented names: the alias, or else the field's own."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def nested_names(

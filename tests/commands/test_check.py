@@ -91,7 +91,7 @@ def test_keys_of_all_blocks_are_reported_together(tmp_path: Path) -> None:
     assert set(errors(tmp_path, config)) == {
         *("zero_optimization.stage", "zero_optimization.round_robin_gradients"),
         *("zero_optimization.elastic_checkpoint", "optimizer.params.learning_rate", "optimizer.params.lr"),
-        *("scheduler.params.total_steps", "scheduler.params.total_num_steps", "tensor_parallel.autotp_size"),
+        *("scheduler.params.total_steps", "scheduler.params.total_num_steps", "tensor_parallel"),
         *("train_batch_size", "zero_tp.training.step", "zero_tp.model.attn_implementation"),
     }
 
@@ -190,15 +190,6 @@ def test_the_description_says_how_large_the_model_is_and_where_its_weights_come_
     (tmp_path / "checkpoints" / "step_00000050").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_00000050" / "manifest.json").touch()
     assert f"weights    of {tmp_path}, which the run resumes from step 50\n" in describe(config, tmp_path)
-
-
-def test_a_bare_model_type_is_noted(tmp_path: Path) -> None:
-    noted = "zero_tp.model.model_type: no size is written, so that all are the defaults of transformers' class"
-    bare = RunConfig.load(
-        written(tmp_path, changed(zero_tp__model={"model_type": "llama", "tie_word_embeddings": True}))
-    )
-    assert bare.cautions() == [noted]
-    assert RunConfig.load(written(tmp_path, RIGHT)).cautions() == []
 
 
 def test_a_dtype_that_this_machine_does_not_compute_in_is_refused(

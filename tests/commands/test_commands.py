@@ -105,14 +105,14 @@ def test_what_is_shipped_has_a_path() -> None:
 
 def test_a_config_is_found_by_its_name_where_no_file_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert RunConfig.load(shipped.config_file("gpt2_2.5b"), world_size=8).name == "gpt2_2.5b"
+    assert RunConfig.load(shipped.find_config("gpt2_2.5b"), world_size=8).name == "gpt2_2.5b"
     papers = shipped.shipped(shipped.CONFIGS) / "papers"
-    assert {shipped.config_file(name) for name in ("gpt_22b", "papers/gpt_22b")} == {papers / "gpt_22b.json"}
+    assert {shipped.find_config(name) for name in ("gpt_22b", "papers/gpt_22b")} == {papers / "gpt_22b.json"}
     with pytest.raises(ConfigError, match=r'^lama_135m: no such file; .* did you mean "llama_135m"\?$'):
-        RunConfig.load(shipped.config_file("lama_135m"))
+        RunConfig.load(shipped.find_config("lama_135m"))
     (tmp_path / "quickstart").write_text("{}")
-    assert shipped.config_file("quickstart") == Path("quickstart")
-    assert shipped.config_file("ds_configs/quickstart.json") == Path("ds_configs/quickstart.json")
+    assert shipped.find_config("quickstart") == Path("quickstart")
+    assert shipped.find_config("ds_configs/quickstart.json") == Path("ds_configs/quickstart.json")
     checked = zero_tp_says("check", "gpt2_2.5", "--world-size", "8")
     assert checked.returncode == 2
     remedy = 'give the path of a JSON config, or a name of ds_configs: did you mean "gpt2_2.5b"?'
@@ -121,7 +121,7 @@ def test_a_config_is_found_by_its_name_where_no_file_has_it(tmp_path: Path, monk
 
 def test_an_editor_s_schema_is_nothing_of_a_run(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    written = json.loads(shipped.config_file("quickstart").read_text())
+    written = json.loads(shipped.find_config("quickstart").read_text())
     path.write_text(json.dumps(written))
     before = RunConfig.load(path, world_size=4)
     path.write_text(json.dumps({"$schema": "zero_tp.schema.json", **written}))

@@ -47,7 +47,7 @@ def losses(directory: Path, settings: dict[str, Any], stage: int, live: bool) ->
 
     topology = cached(("live tasks", 2), lambda: Topology(2, sequence=True))
     config = GPT2Config.from_pretrained(str(directory), attn_implementation="sdpa")
-    tasks = LiveTasks(Evaluation(**settings), directory, config)
+    tasks = LiveTasks(Evaluation(**settings), directory, config, 32)
     engine = TrainingEngine(
         config,
         topology,
@@ -90,6 +90,7 @@ def test_a_run_and_its_evaluation_as_commands(workplace: Path, tmp_path: Path) -
     config["zero_tp"]["evaluation"] |= write_files(tmp_path) | {"interval": 2}
     config["zero_tp"]["training"]["steps"] = 3
     config["zero_tp"]["parallel"]["tensor"] = 1
+    config["zero_tp"]["data"]["sequence_length"] = 32  # half of the model's positions
     (tmp_path / "tasks.json").write_text(json.dumps(config))
     directory = str(tmp_path / "run")
     done = script(
@@ -104,7 +105,7 @@ def test_a_run_and_its_evaluation_as_commands(workplace: Path, tmp_path: Path) -
 
     # The run as it is, without an export, over two ranks.
     settings = config["zero_tp"]["evaluation"]
-    words = ["--model", directory, "--tasks", "perplexity", "--batch-size", "2", "--tensor-parallel", "2"]
+    words = f"--model {directory} --tasks perplexity --batch-size 2 --tensor-parallel 2 --sequence-length 32".split()
     words += ["--data", f"perplexity={settings['task_data']['perplexity']}", "--output", str(tmp_path / "two.json")]
     on_two = run([*launch(2, script="eval/zero_shot.py"), *words], workplace)
     assert on_two.returncode == 0, on_two.stdout + on_two.stderr

@@ -80,11 +80,10 @@ def test_lm_evals_tasks_equal_its_own_adapter(
     assert all(results == found[0] for results in found[1:]), "ranks disagree"
 
 
-@pytest.mark.parametrize("kind", ["native", "parallel"])
-def test_equals_lm_evals_own_adapter(model: Path, tasks: Path, kind: str) -> None:
-    eval_model = native_model(model) if kind == "native" else parallel_model(model, Topology())
+def test_transformers_own_class_equals_lm_evals_own_adapter(model: Path, tasks: Path) -> None:
+    eval_model = native_model(model)
     # Contexts longer than the model's 64 positions are cut on the left, as there.
-    names = [*CHOSEN, "generate_local"] if kind == "native" else list(CHOSEN)
+    names = [*CHOSEN, "generate_local"]
     assert assert_same(ours(eval_model, tasks, names, LIMIT), reference(model, tasks, names, LIMIT)) > 200
     texts = ["wikitext_local"]
     assert assert_same(ours(eval_model, tasks, texts, 3), reference(model, tasks, texts, 3)) == 3
@@ -183,4 +182,4 @@ def test_a_model_that_cannot_generate(model: Path, tasks: Path) -> None:
     with pytest.raises(UserError, match="object can't generate text"):
         task.run(replace(eval_model, module=object()))
     with pytest.raises(UserError, match="generates 12 tokens, and the model's 10 positions leave no room"):
-        task.run(replace(eval_model, positions=10))
+        task.check(10)

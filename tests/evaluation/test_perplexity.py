@@ -142,17 +142,14 @@ def test_wikitext_equals_one_window_at_a_time(
     assert result["tokens_computed"] == (result["windows"] - 1) * s + last
 
 
-def test_tokens_of_the_validation_split(shared_file: Callable[[str], Path], text: str) -> None:
-    found, origin = wikitext_split(shared_file("data/wikitext-103-validation.txt.gz"), "text")
-    assert found == text
-    assert original_tokens(found) == 217_642
-    assert len(origin["sha256"]) == 64
-
-
-def test_the_hubs_lines_are_the_file(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_the_hubs_lines_are_the_file(
+    monkeypatch: pytest.MonkeyPatch, shared_file: Callable[[str], Path], text: str
+) -> None:
     """The hub's rows are the file's lines, an empty string where a line has a space alone."""
     import datasets
 
+    assert wikitext_split(shared_file("data/wikitext-103-validation.txt.gz"), "text")[0] == text
+    assert original_tokens(text) == 217_642
     rows = [{"text": line if line.strip() else ""} for line in text.splitlines(keepends=True)]
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
     monkeypatch.setattr(module, "WIKITEXT_TEST_TOKENS", 217_642)

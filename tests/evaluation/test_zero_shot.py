@@ -26,7 +26,6 @@ from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, make_task
 from zero_tp.tensors.safetensors_files import read_header
 from zero_tp.zero.states import MASTER
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = EvaluationSettings(device="cpu", batch_size=3)
 
 
@@ -185,26 +184,13 @@ def test_bad_settings(model: Path, data: dict[str, Path], options: dict[str, Any
         evaluate(model, ["perplexity"], {"perplexity": data["perplexity"]}, replace(SETTINGS, **options))
 
 
-def test_bad_names() -> None:
+def test_names_and_options_that_fit_no_task_are_refused() -> None:
     with pytest.raises(UserError, match="no task; there are"):
         parse_tasks(",")
     with pytest.raises(UserError, match="--limit 1: wikitext103 is one text; leave the limit out"):
         make_tasks(["wikitext103"], {}, replace(SETTINGS, limit=1))
-
-
-@pytest.mark.thorough
-def test_the_command(model: Path, data: dict[str, Path], tmp_path: Path) -> None:
-    words = ["--model", model, "--tasks", "perplexity", "--data", f"perplexity={data['perplexity']}"]
-    done = subprocess.run(
-        [sys.executable, "eval/zero_shot.py", *map(str, words), "--output", str(tmp_path / "r.json")],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[0].split()[:2] == ["task", "perplexity"]
-    assert json.loads((tmp_path / "r.json").read_text())["model"]["model_type"] == "gpt2"
+    with pytest.raises(UserError, match="--overlap: lambada: for perplexity and wikitext103 only; leave it out"):
+        make_tasks(["lambada"], {}, replace(SETTINGS, overlap=16))
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(

@@ -32,35 +32,22 @@ QQP = (
     "133273\t213221\t213222\tHow can I be a good geologist?\tWhat should I do to be a great geologist?\t1\n"
     "364575\t1\t2\tWhat is the step by step guide to invest?\tWhat would happen if the government stole it?\t0\n"
 )
+
+
+def question(text: str, *answers: str, **others: Any) -> dict[str, Any]:
+    """A question of SQUAD about CONTEXT."""
+    answered = [{"text": answer, "answer_start": CONTEXT.index(answer)} for answer in answers]
+    return {"question": text, "answers": answered, **others}
+
+
+QUESTIONS = [
+    question("When did the library open?", "1892", id="1", is_impossible=False),
+    question("How much does it hold?", "eleven million volumes", "eleven million"),
+    question("Who burnt it?", is_impossible=True),
+]
 SQUAD: dict[str, Any] = {
     "version": "v2.0",
-    "data": [
-        {
-            "title": "University_of_Chicago",
-            "paragraphs": [
-                {
-                    "context": CONTEXT,
-                    "qas": [
-                        {
-                            "id": "1",
-                            "question": "When did the library open?",
-                            "answers": [{"text": "1892", "answer_start": CONTEXT.index("1892")}],
-                            "is_impossible": False,
-                        },
-                        {
-                            "id": "2",
-                            "question": "How much does it hold?",
-                            "answers": [
-                                {"text": "eleven million volumes", "answer_start": CONTEXT.index("eleven")},
-                                {"text": "eleven million", "answer_start": CONTEXT.index("eleven")},
-                            ],
-                        },
-                        {"id": "3", "question": "Who burnt it?", "answers": [], "is_impossible": True},
-                    ],
-                }
-            ],
-        }
-    ],
+    "data": [{"title": "University_of_Chicago", "paragraphs": [{"context": CONTEXT, "qas": QUESTIONS}]}],
 }
 RACE = {
     "article": "Last week I talked with some of my students about what they wanted to do.",
@@ -181,16 +168,9 @@ def test_answers_are_compared_as_squads_script_does(answer: str, expected: list[
         ("mnli", "a.jsonl", "{", r"a\.jsonl:1: not valid JSON"),
         ("classification", "a.jsonl", "", "no examples in it"),
         ("squad", "a.json", "{}", r'a\.json: not usable for --task squad: "data" is missing'),
-        ("squad", "a.json", "[", r"a\.json: not usable for --task squad: not valid JSON"),
         ("squad", "a.json", LONG, r"a\.json: not usable for --task squad: Truncation"),
         ("squad", "a.json", '{"data": 7}', r"a\.json: not usable for --task squad: .*an integer"),
         ("race", "a.txt", json.dumps({**RACE, "answers": ["A", "E"]}), r"answer 'E' of 4 options; RACE has 4, and A, "),
-        (
-            "race",
-            "a.txt",
-            json.dumps({**RACE, "options": [["a", "b"], ["a", "b"]]}),
-            r"answer .* of 2 options; RACE has 4",
-        ),
         (
             "race",
             "a.txt",
@@ -226,21 +206,12 @@ OPTIONS = ["--model", "m", "--task", "mnli", "--train", "t", "--validation", "v"
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("ranks", "0"),
-        ("batch-size", "0"),
-        ("length", "-1"),
-        ("epochs", "nan"),
-        ("lr", "0.0"),
-        ("lr", "inf"),
-        ("seed", "-1"),
-    ],
+    "option", ("ranks 0", "batch-size 0", "length -1", "epochs nan", "lr 0.0", "lr inf", "seed -1")
 )
-def test_a_number_out_of_range_is_one_line(option: str, value: str) -> None:
+def test_a_number_out_of_range_is_one_line(option: str) -> None:
     finetune.parse(OPTIONS)
-    with pytest.raises(UserError, match=f"^--{option} {value}: "):
-        finetune.parse([*OPTIONS, f"--{option}", value])
+    with pytest.raises(UserError, match=f"^--{option}: "):
+        finetune.parse([*OPTIONS, *f"--{option}".split()])
 
 
 def changed(path: Path, **fields: Any) -> None:
@@ -261,11 +232,21 @@ def test_a_model_that_cannot_be_fine_tuned_is_one_line(tmp_path: Path, monkeypat
         with pytest.raises(UserError, match=message):
             finetune.main([*words, *more])
 
-    assert finetune.open_padding_tokenizer(model).pad_token == EOS
-    changed(model / "tokenizer_config.json", eos_token=None)
+    changed(model / "tokenizer_config.json", pad_token=None, padding_side="left", model_max_length=12)
+    tokenizer = finetune.open_padding_tokenizer(model)
+    assert (tokenizer.pad_token, tokenizer.padding_side) == (EOS, "right")
+    refuses("--length: 16 tokens, but the model has 12 positions; shorten it")
+    changed(model / "tokenizer_config.json", eos_token=None, pad_token=None, model_max_length=64)
     refuses(r"its tokenizer has neither a padding token nor an end of text; name one of its tokens as \"pad_token\"")
     config, weights = model / "config.json", model / "model.safetensors"
     changed(model / "tokenizer_config.json", pad_token=EOS)
+    changed(config, model_type="t5")
+    refuses("t5 is an encoder-decoder; give an encoder or a decoder")
+    changed(config, model_type="gpt2")
+    weights.rename(model / "pytorch_model.bin")
+    refuses("its weights are pickled")
+    (model / "pytorch_model.bin").rename(weights)
+    refuses("nowhere", "--model", "nowhere")
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-4])
     refuses(r"model\.safetensors: not a readable safetensors file")

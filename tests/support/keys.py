@@ -17,8 +17,8 @@ from pydantic import BaseModel
 
 from tests.support.matrix import FACTORS, config_of
 from zero_tp.config.config_file import ConfigFile
-from zero_tp.config.deepspeed import OFF_BLOCKS, RENAMED
-from zero_tp.config.optimizer import OPTIMIZERS, optimizer_params
+from zero_tp.config.deepspeed import REFUSED_KEYS
+from zero_tp.config.optimizer import OPTIMIZERS, params_model
 from zero_tp.config.schedule import SCHEDULES
 from zero_tp.validation import fields_by_name, nested_model
 
@@ -193,16 +193,15 @@ def names(model: type[BaseModel], path: str) -> Iterator[tuple[str, Any]]:
     """(dotted key, its type) of the values of a model and of the models in it; of a key with two names the alias."""
     for name, field in fields_by_name(model).items():
         inner = nested_model(field.annotation)
-        if f"{path}{name}" not in RENAMED:
+        if f"{path}{name}" not in REFUSED_KEYS:
             yield from [(f"{path}{name}", field.annotation)] if inner is None else names(inner, f"{path}{name}.")
 
 
 def all_keys() -> dict[str, Any]:
     """Every key of a run's file with its type, but for `zero_tp.model`; of `params` those of every class."""
-    untrained = ("optimizer", "scheduler", *OFF_BLOCKS)
-    keys = {key: kind for key, kind in names(ConfigFile, "") if key.partition(".")[0] not in untrained}
+    keys = {key: kind for key, kind in names(ConfigFile, "") if key.partition(".")[0] not in ("optimizer", "scheduler")}
     for name, *which in product(OPTIMIZERS, (True, False), (True, False)):
-        keys |= dict(names(optimizer_params(name.lower(), *which), "optimizer.params."))
+        keys |= dict(names(params_model(name.lower(), *which), "optimizer.params."))
     for model in SCHEDULES.values():
         keys |= dict(names(model, "scheduler.params."))
     return keys | {"optimizer.type": str, "optimizer.legacy_fusion": bool, "scheduler.type": str}

@@ -22,7 +22,7 @@ from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EV
 from zero_tp.architectures.rotary import ROPE_KEYS
 from zero_tp.config import RunConfig
 from zero_tp.config.config_file import ConfigFile
-from zero_tp.config.deepspeed import FIXED, OFF_BLOCKS, REMOVED, RENAMED, fixed_to
+from zero_tp.config.deepspeed import FIXED, REFUSED_KEYS
 from zero_tp.config.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
 from zero_tp.config.rules import rules
@@ -114,8 +114,10 @@ def page() -> str:
             " devices `nvcc` too, and are compiled when a machine first needs them, which a line says. They may change"
             " when a run is resumed.",
             f"- [`scheduler`]({DEEPSPEED_DOCS}#scheduler-parameters): DeepSpeed's {_listed(DEEPSPEED_SCHEDULES)},"
-            f" and transformers' {_listed(TRANSFORMERS_SCHEDULES)}. Step k, from 1, trains at the schedule's value"
-            " at k: a linear warm-up of 100 steps reaches its rate at step 100. (DeepSpeed alone is later, and would"
+            f" and transformers' {_listed(TRANSFORMERS_SCHEDULES)}. Step k, from 1, trains at the value of their own"
+            " class at k: a linear warm-up of 100 steps reaches its rate at step 100, a logarithmic one at step 99."
+            " `WarmupCosineLR` already falls in the last step of its warm-up, and is at its end one step before"
+            " `total_num_steps`. (DeepSpeed alone is later, and would"
             " train steps 1 and 2 at rate 0.) A resumed run trains at the rate of its own config at that step;"
             " `zero-tp check` prints the rates of some steps.",
             *(f"- {_block(name)}" for name, field in ConfigFile.model_fields.items() if _is_block(name, field)),
@@ -129,10 +131,10 @@ def page() -> str:
             '`"auto"` for any other key is an error.',
             "",
             "A schedule of n steps is at its end, often rate 0, at step n; one step more than the run has leaves that"
-            " out. Steps after the end keep its rate. When a run is resumed with other `training.steps`, the length"
-            " follows them until the rate has begun to fall, and stays from then on; a line of the log says which. So a"
-            " run with `warmup_stable_decay` may be"
-            " made longer or begin its decay at any checkpoint of the stable phase.",
+            " out (except for `WarmupCosineLR`, whose last step trains at `cos_min_ratio`). Steps after the end keep"
+            " its rate. When a run is resumed with other `training.steps`, the length follows them until the rate has"
+            " begun to fall, and stays from then on; a line of the log says which. So a run with `warmup_stable_decay`"
+            " may be made longer or begin its decay at any checkpoint of the stable phase.",
             "",
             "### `scheduler.params`",
             "",
@@ -144,9 +146,9 @@ def page() -> str:
             "",
             *_table(("key", "refused", "reason", "instead"), _refusals(config)),
             "",
-            "### Blocks that stay off",
+            "### Keys",
             "",
-            *_table(("block", "reason"), ((f"`{name}`", reason) for name, reason in OFF_BLOCKS.items())),
+            *_table(("key", "reason", "instead"), (_refused_key(*row) for row in REFUSED_KEYS.items())),
             "",
             "### Optimizers",
             "",
@@ -168,24 +170,22 @@ def page() -> str:
             "",
             *_table(("key", "note"), _notes(config, "note")),
             "",
-            "### Removed from DeepSpeed, or renamed",
-            "",
-            *_table(
-                ("key", "instead"),
-                ((f"`{key}`", instead) for key, instead in {**REMOVED, **RENAMED}.items()),
-            ),
-            "",
         ]
     )
 
 
 def _refusals(config: TypedConfig) -> Iterator[tuple[str, ...]]:
-    texts = [(key, f"{fixed_to(value)}: {reason}") for key, (value, reason) in FIXED.items()]
+    texts = [(key, f"unless it is {shown(value)}: {reason}") for key, (value, reason) in FIXED.items()]
     texts += [(rule.keys, rule.reason) for rule in rules(config) if rule.kind == "refused"]
     for key, text in texts:
         problem, _, remedy = text.partition("; ")
         when, _, reason = problem.partition(": ")
         yield f"`{key}`", when, reason, remedy or "leave it out"
+
+
+def _refused_key(key: str, text: str) -> tuple[str, ...]:
+    reason, _, remedy = text.partition("; ")
+    return f"`{key}`", reason, remedy or "leave it out"
 
 
 def _notes(config: TypedConfig, kind: str) -> Iterator[tuple[str, ...]]:
@@ -268,7 +268,7 @@ def _models() -> Iterator[str]:
 
 def _is_block(name: str, field: FieldInfo) -> bool:
     """Whether a key holds a block of DeepSpeed's that has no line of its own."""
-    return nested_model(field.annotation) is not None and name not in ("optimizer", "scheduler", "zero_tp", *OFF_BLOCKS)
+    return nested_model(field.annotation) is not None and name not in ("optimizer", "scheduler", "zero_tp")
 
 
 def _block(name: str) -> str:

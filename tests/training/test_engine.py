@@ -195,7 +195,7 @@ def test_rotary_frequencies_are_not_rounded_to_the_models_dtype(ranks: Pools) ->
 
 
 def engine_of_a_script() -> tuple[str, bool]:
-    """An engine whose config has blocks that are off and a schedule without params, given too few micro-batches.
+    """An engine whose config has a schedule without params, given too few micro-batches.
 
     Returns:
         The error, and whether the right number trains.
@@ -206,8 +206,6 @@ def engine_of_a_script() -> tuple[str, bool]:
         "gradient_accumulation_steps": 2,
         "train_micro_batch_size_per_gpu": 1,
         "scheduler": {"type": "WarmupLR"},
-        "pipeline": False,
-        "datastates_ckpt": {},
     }
     engine = build(grid(1, False), 1, **settings)
     row = torch.zeros(1, 4, dtype=torch.long)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_tp.constants import GIB
 from zero_tp.errors import BAD_INPUT, error_line
-from zero_tp.shipped import config_file
+from zero_tp.shipped import find_config
 
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_config(parser: ArgumentContainer, name: str, help_: str, **options: Any) -> None:
     """Add an argument that names a config file."""
-    parser.add_argument(name, type=config_file, metavar="FILE", help=help_, **options)
+    parser.add_argument(name, type=find_config, metavar="FILE", help=help_, **options)
 
 
 def add_parent(parser: ArgumentContainer) -> None:
@@ -93,7 +93,7 @@ def _check(options: argparse.Namespace) -> int:
         return BAD_INPUT
     check_installed(config)
     check_accelerator(config.dtype, get_accelerator())
-    absent, inputs = config.absent(), None
+    absent, inputs = config.missing_files(), None
     if config.pretrained is not None and config.pretrained not in absent:
         find_weights(resolve(config.pretrained, allow_pickle=options.allow_pickle), options.allow_pickle)
     directory = options.output_dir or Path("runs") / config.name
@@ -106,7 +106,7 @@ def _check(options: argparse.Namespace) -> int:
 
             find_parent(options.parent, config, inputs.model_config)
     print(describe(config, directory, inputs, options.parent))
-    return MISSING if any(str(path) not in config.on_hub for path in absent) else 0
+    return MISSING if any(str(path) not in config.hub_names for path in absent) else 0
 
 
 def _leave_out_activations() -> None:
@@ -157,8 +157,8 @@ def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None
     """
     from zero_tp.planning.memory import model_in
 
-    absent = config.absent()
-    missing = ", ".join(str(path) for path in absent if str(path) not in config.on_hub)
+    absent = config.missing_files()
+    missing = ", ".join(str(path) for path in absent if str(path) not in config.hub_names)
     missing = f", but these are missing: {missing}" if missing else ""
     parameters = model_in(config).whole
     lines = [
@@ -254,6 +254,6 @@ def _corpora(config: RunConfig, inputs: RunInputs | None) -> Lines:
 
 def _missing(path: Path, config: RunConfig) -> str:
     """Describe a missing file and the corpora in a directory of its name."""
-    on_hub = " and asks the Hugging Face hub for" if str(path) in config.on_hub else ""
+    on_hub = " and asks the Hugging Face hub for" if str(path) in config.hub_names else ""
     corpora = sorted(str(index.with_suffix("")) for index in path.with_suffix("").glob("*.idx"))
     return f"{path}, which a run needs{on_hub}" + (f"; did you mean {' or '.join(corpora)}?" if corpora else "")

@@ -61,7 +61,7 @@ def pretrain(
     output = options.output_dir or Path("runs") / options.deepspeed_config.stem
     # Report a mistake in the file before heavy imports.
     saved = saved_start(output, options.resume_from)
-    config = RunConfig.load(options.deepspeed_config, options.set, environment.world, saved).pinned()
+    config = RunConfig.load(options.deepspeed_config, options.set, environment.world, saved).with_pinned_tokenizer()
     check_installed(config)
 
     from deepspeed.accelerator import get_accelerator
@@ -84,7 +84,8 @@ def pretrain(
         from zero_tp.huggingface import ZeroTPForCausalLM
 
         model = ZeroTPForCausalLM  # it can generate
-        chosen.append(LiveTasks(config.zero_tp.evaluation, inputs.tokenizer, inputs.model_config))
+        length = config.zero_tp.data.sequence_length
+        chosen.append(LiveTasks(config.zero_tp.evaluation, inputs.tokenizer, inputs.model_config, length))
     with start_training(
         inputs,
         environment,

@@ -35,7 +35,7 @@ class Timers(ConfigModel):
 
 
 class ConfigFile(Scalars):
-    """A whole file: DeepSpeed's keys and blocks, without `OFF_BLOCKS`, and the `zero_tp` block.
+    """A whole file: DeepSpeed's keys and blocks, and the `zero_tp` block.
 
     `optimizer`, `scheduler` and `zero_tp` are None if the file has no such block.
     """

@@ -6,28 +6,29 @@ A test compares the types with the keys that DeepSpeed reads. `config_file.py` a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from zero_tp.config.resolve import leaves, look_up
+from zero_tp.config.resolve import look_up
 from zero_tp.errors import ConfigError, shown
 from zero_tp.validation import ConfigModel, NonNegative, Positive
 
 ZERO = "zero_optimization"
 Dtype = Literal["fp32", "fp16", "bf16"]
+Samples = Annotated[int, Field(gt=0, lt=2**31)]
+"""A number of samples, which kernels count in 32 bits."""
 
 
 class Scalars(ConfigModel):
     """Top-level keys whose values are not objects."""
 
-    train_batch_size: Positive | None = None
-    train_micro_batch_size_per_gpu: Positive | None = None
+    train_batch_size: Samples | None = None
+    train_micro_batch_size_per_gpu: Samples | None = None
     gradient_accumulation_steps: Positive | None = None
     managed_gradient_accumulation: bool = True
     gradient_clipping: NonNegative = 1.0
     communication_data_type: Dtype | None = None
-    seq_parallel_communication_data_type: Dtype | None = None
     sequence_parallel_size: Positive = 1
     prescale_gradients: bool = False
     gradient_predivide_factor: Annotated[float, Field(gt=0)] = 1.0
@@ -85,28 +86,40 @@ MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
 """Blocks that zero_tp handles itself; DeepSpeed's engine would log the learning rate a second time."""
 
 
-class OffBlock(ConfigModel):
-    """Switches of a block that has to stay off, with the values that they may have."""
-
-    enabled: Literal[False] = False
-    autotp_size: Literal[0, 1] = 0
-    deepcompile: Literal[False] = False
-
-
-OFF_BLOCKS = {
+REMOVED = "DeepSpeed has removed it"
+RENAMED = "DeepSpeed has renamed it"
+REFUSED_KEYS: dict[str, str] = {
+    # Blocks that would train another model, or take over what zero_tp does
     "tensor_parallel": "DeepSpeed's AutoTP replaces zero_tp's TP groups by its own; use zero_tp.parallel.tensor",
     "autotuning": "it starts the script many times with its own configs; tune by --set",
     "pipeline": "zero_tp has no pipeline parallelism",
-    "hybrid_engine": "it swaps the layers for inference kernels; zero_tp's layers are trained",
+    "hybrid_engine": "it swaps the trained layers for inference kernels",
     "expert_parallel": "experts are split over TP ranks, not spread over replicas",
     "weight_quantization": "it quantizes the weights and so changes the model",
     "torch_autocast": "the layers compute in one dtype, and recomputation doesn't restore autocast; use bf16 or fp16",
     "compile": "DeepCompile rewrites the backward graph, collectives included; use zero_tp.compile",
-    "data_efficiency": "curriculum, batching and random-LTD change which tokens a step sees; zero_tp.data decides that",
+    "data_efficiency": "curriculum, batching and random-LTD change a step's tokens, which zero_tp.data decides",
     "checkpoint": "checkpoints are written and verified by zero_tp; use zero_tp.checkpoint",
     "datastates_ckpt": "checkpoints are written and verified by zero_tp; use zero_tp.checkpoint",
+    "seq_parallel_communication_data_type": "it belongs to Ulysses and would do nothing",
+    f"{ZERO}.leaf_module": "no run that gathers modules as one was compared with the plain model",
+    f"{ZERO}.zenflow": "it steps on stale gradients, so the model trains differently",
+    # Keys that DeepSpeed has removed or renamed
+    "nebula": f"{REMOVED}; use zero_tp.checkpoint",
+    "amp": f"{REMOVED}; use bf16 or fp16",
+    "elasticity": f"{REMOVED}; set the batch size itself",
+    f"{ZERO}.mics_shard_size": f"{REMOVED}; use plain ZeRO-3",
+    f"{ZERO}.mics_hierarchical_params_gather": f"{REMOVED}; use plain ZeRO-3",
+    f"{ZERO}.zeropp_loco_param": REMOVED,
+    **dict.fromkeys(("compression_training", "quantize_training", "eigenvalue", "sparse_attention"), REMOVED),
+    **dict.fromkeys(("graph_harvesting", "curriculum_learning", "progressive_layer_drop", "sparse_gradients"), REMOVED),
+    "bfloat16": f"{RENAMED}; use bf16",
+    f"{ZERO}.cpu_offload": f'{RENAMED}; use {ZERO}.offload_optimizer: {{"device": "cpu"}}',
+    f"{ZERO}.cpu_offload_param": f'{RENAMED}; use {ZERO}.offload_param: {{"device": "cpu"}}',
+    f"{ZERO}.cpu_offload_use_pin_memory": f"{RENAMED}; use pin_memory of offload_optimizer and offload_param",
+    f"{ZERO}.stage3_gather_fp16_weights_on_model_save": f"{RENAMED}; use stage3_gather_16bit_weights_on_model_save",
 }
-"""Blocks that have to stay off → "reason; remedy"."""
+"""Keys that no config may have → "reason; remedy"."""
 
 NOT_IMPLEMENTED = (False, "it is not built yet")
 ZERO_PLUS_PLUS = (False, "ZeRO++ rounds what ranks exchange, so the model trains differently")
@@ -124,7 +137,6 @@ FIXED: dict[str, tuple[Any, str]] = {
     "scheduler.params.decay_mom_rate": (0, "DeepSpeed raises the momentum by it after the cycle, beyond 1"),
     # Groups and partitions
     "sequence_parallel_size": (1, "it is Ulysses, which changes ZeRO's groups; use zero_tp.parallel.sequence"),
-    "seq_parallel_communication_data_type": (None, "it belongs to Ulysses and would do nothing"),
     "use_data_before_expert_parallelism": (False, "there is no expert parallelism"),
     f"{ZERO}.zero_quantized_weights": ZERO_PLUS_PLUS,
     f"{ZERO}.zero_quantized_nontrainable_weights": ZERO_PLUS_PLUS,
@@ -132,12 +144,10 @@ FIXED: dict[str, tuple[Any, str]] = {
     f"{ZERO}.zero_hpz_partition_size": (1, "no run with ZeRO++'s groups was compared with the plain model"),
     f"{ZERO}.round_robin_gradients": (False, "its order of gradients was never compared with the plain model"),
     f"{ZERO}.stage3_module_granularity_threshold": (0, "no run that gathers modules as one was compared"),
-    f"{ZERO}.leaf_module": (None, "no run that gathers modules as one was compared with the plain model"),
     f"{ZERO}.offload_optimizer.ratio": (1, "an update that is half on the host was never compared with the plain one"),
     f"{ZERO}.elastic_checkpoint": (False, "it changes the layout of checkpoints that zero_tp reads"),
     f"{ZERO}.legacy_stage1": (False, "the old implementation was never compared with the plain model"),
     f"{ZERO}.pipeline_loading_checkpoint": (False, "zero_tp has no pipeline parallelism"),
-    f"{ZERO}.zenflow": (None, "it steps on stale gradients, so the model trains differently"),
     # What zero_tp does itself
     "dataloader_drop_last": (False, "zero_tp.data decides what a step reads, and DeepSpeed's loader is not used"),
     # Not implemented
@@ -149,60 +159,18 @@ FIXED: dict[str, tuple[Any, str]] = {
     "bf16.bf16_optimizer_states": NOT_IMPLEMENTED,
     "fp16.fp16_master_weights_and_grads": NOT_IMPLEMENTED,
 }
-"""Key → its only allowed value (None: the key is refused), and "reason; remedy"."""
-
-REMOVED: dict[str, str] = {
-    "nebula": "checkpoints are zero_tp.checkpoint",
-    "amp": "use bf16 or fp16",
-    "sparse_gradients": "delete it: gradients are dense",
-    "elasticity": "set the batch size itself",
-    f"{ZERO}.mics_shard_size": "use plain ZeRO-3",
-    f"{ZERO}.mics_hierarchical_params_gather": "use plain ZeRO-3",
-    **dict.fromkeys(("compression_training", "quantize_training", "eigenvalue", "sparse_attention"), "delete it"),
-    **dict.fromkeys(("graph_harvesting", "curriculum_learning", "progressive_layer_drop"), "delete it"),
-    f"{ZERO}.zeropp_loco_param": "delete it",
-}
-"""Keys that DeepSpeed has removed → remedy."""
-
-RENAMED: dict[str, str] = {
-    "bfloat16": "bf16",
-    f"{ZERO}.cpu_offload": f'{ZERO}.offload_optimizer: {{"device": "cpu"}}',
-    f"{ZERO}.cpu_offload_param": f'{ZERO}.offload_param: {{"device": "cpu"}}',
-    f"{ZERO}.cpu_offload_use_pin_memory": "pin_memory of offload_optimizer and offload_param",
-    f"{ZERO}.stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-    **{
-        f"{ZERO}.{name}": f"stage3_{name}"
-        for name in (
-            *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
-            *("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
-            *("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
-        )
-    },
-}
-"""Old names that DeepSpeed still accepts → new names."""
+"""Key → its only allowed value, and "reason; remedy"."""
 
 
 def key_errors(values: dict[str, Any]) -> Iterator[ConfigError]:
-    """Yield an error for each key of `REMOVED` or `RENAMED`, and each wrong value of `OFF_BLOCKS` or `FIXED`."""
+    """Yield an error for each key of `REFUSED_KEYS`, and for each value that `FIXED` does not allow."""
     zero = values.get(ZERO)
     for key in (*values, *(f"{ZERO}.{name}" for name in (zero if isinstance(zero, dict) else ()))):
-        if key in REMOVED:
-            yield ConfigError(key, "was removed from DeepSpeed", REMOVED[key])
-        elif key in RENAMED:
-            yield ConfigError(key, "is not the documented name", f"use {RENAMED[key]}")
-    for key, value in leaves({name: values[name] for name in OFF_BLOCKS if name in values}):
-        block, _, name = key.partition(".")
-        switch = OffBlock.model_fields.get(name)
-        if value not in (get_args(switch.annotation) if switch else () if name else (None, False, {})):
-            yield refusal(key, f"{shown(value)} is refused: {OFF_BLOCKS[block]}")
+        if key in REFUSED_KEYS:
+            yield refusal(key, f"refused: {REFUSED_KEYS[key]}")
     for key, (value, reason) in FIXED.items():
         if look_up(values, key) not in (None, value):
-            yield refusal(key, f"refused {fixed_to(value)}: {reason}")
-
-
-def fixed_to(value: Any) -> str:
-    """Return when a key of `FIXED` is refused: "at all", or "unless it is VALUE"."""
-    return "at all" if value is None else f"unless it is {shown(value)}"
+            yield refusal(key, f"refused unless it is {shown(value)}: {reason}")
 
 
 def refusal(key: str, text: str) -> ConfigError:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
-from zero_tp.config.deepspeed import OFF_BLOCKS, RENAMED, OffBlock
+from zero_tp.config.deepspeed import REFUSED_KEYS
 from zero_tp.config.model_block import FROM
 from zero_tp.config.optimizer import OPTIMIZERS, SGD, CPUAdam, FusedAdam, OptimizerBlock, TorchAdam
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
@@ -39,7 +39,6 @@ def json_schema() -> Json:
     from zero_tp.config.config_file import ConfigFile
 
     blocks: dict[str, Any] = {"optimizer": (OptimizerBlock, ...), "zero_tp": (ZeroTP, ...)}
-    blocks |= dict.fromkeys(OFF_BLOCKS, (OffBlock | Literal[False] | None, None))
     model = create_model("Config", __base__=ConfigFile, **blocks)
     schema = model.model_json_schema(schema_generator=_WithoutExtras)
     definitions, model_block = schema["$defs"], schema["$defs"]["ZeroTP"]["properties"]["model"]
@@ -91,9 +90,9 @@ def _with_fields(model_type: str) -> Json:
 
 
 def _adapt(properties: Json, path: str = "") -> None:
-    """Allow "auto" where it can be resolved, and remove renamed keys, in the block at `path`."""
+    """Allow "auto" where it can be resolved, and remove refused keys, in the block at `path`."""
     for name in list(properties):
-        if path + name in RENAMED:
+        if path + name in REFUSED_KEYS:
             del properties[name]
         elif path + name in (*AUTO, *BATCH_FIELDS):
             properties[name] = {"anyOf": [properties[name], {"const": "auto"}]}

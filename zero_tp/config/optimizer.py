@@ -87,7 +87,7 @@ IMPLEMENTATION = ("torch_adam", "fused", "foreach")
 FUSED_ADAM = "FusedAdamBuilder"
 
 
-def optimizer_params(name: str, torch_adam: bool, offload: bool) -> type[ConfigModel]:
+def params_model(name: str, torch_adam: bool, offload: bool) -> type[ConfigModel]:
     """Return the model of the arguments of the class that DeepSpeed builds (`_configure_basic_optimizer`).
 
     Args:
@@ -109,7 +109,7 @@ def check_optimizer(values: dict[str, Any]) -> ConfigModel:
             raise ConfigError("optimizer.type", f"{shown(name)} is refused: {reason}", remedy)
     if lower not in ("adam", "adamw") and name != "SGD":
         raise ConfigError("optimizer.type", f"{shown(name)} is unknown", did_you_mean(name, OPTIMIZERS))
-    model = optimizer_params(lower, bool(block.params.get("torch_adam")), offloads_optimizer(values))
+    model = params_model(lower, bool(block.params.get("torch_adam")), offloads_optimizer(values))
     params = validate(model, block.params, "optimizer.params")
     if lower == "adamw" and block.params.get("adam_w_mode") is False:
         problem = 'false is ignored by DeepSpeed when type is "AdamW"'

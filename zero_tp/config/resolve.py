@@ -172,8 +172,6 @@ def fill(
             block[name], line = _schedule_length(path, block[name], earlier, saved)
             lines.append(line)
     values.setdefault("gradient_clipping", 1.0)
-    if "scheduler" in values:
-        values["scheduler"].setdefault("params", {})  # DeepSpeed requires it
     sizes = {key: getattr(batch, field) for key, field in BATCH_FIELDS.items()}
     values.update({key: size for key, size in sizes.items() if size is not None})
     return lines

@@ -14,14 +14,11 @@ from zero_tp.config.resolve import leaves
 from zero_tp.config.schedule import LENGTHS, WARMUPS
 from zero_tp.config.schema import Parallel, ZeroTP
 from zero_tp.config.typed import EntryPoint, TypedConfig, check_types
-from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError
 from zero_tp.topology import Topology
 from zero_tp.validation import ConfigErrors
 
 ACTIVATIONS, OPTIMIZER, SCHEDULER = "activation_checkpointing", "optimizer.params", "scheduler.params"
-MAX_SAMPLES = 2**31 - 1
-"""Limit of the samples of a step and of the tokens of a forward, because kernels count in 32 bits."""
 SWITCHED_BLOCKS = ("bf16", "fp16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet")
 """Blocks whose other keys have no effect while `enabled` is false."""
 NVME = {
@@ -144,9 +141,12 @@ def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
         "with fused: they are two implementations of one step; give one of them",
     )
     yield no_effect(f"{OPTIMIZER}.dampening", not momentum, f"{OPTIMIZER}.momentum is 0")
-    yield no_effect("zero_allow_untested_optimizer", config.stage == 0 or not is_sgd, "only SGD under ZeRO is untested")
+    # A Trainer may pass DeepSpeed an optimizer of its own, and transformers then sets the first of these keys.
+    in_trainer, tested = config.entry_point is EntryPoint.TRAINER, "only SGD under ZeRO is untested"
+    is_own = in_trainer and "optimizer" not in config.values
+    yield no_effect("zero_allow_untested_optimizer", not is_own and (config.stage == 0 or not is_sgd), tested)
     client_only = "it concerns an optimizer that a script creates"
-    yield no_effect("zero_force_ds_cpu_optimizer", config.entry_point is not EntryPoint.TRAINER, client_only)
+    yield no_effect("zero_force_ds_cpu_optimizer", not in_trainer, client_only)
     yield no_effect(f"{SCHEDULER}.cycle_*mom*", is_sgd, "the optimizer has no betas")
     yield no_effect(f"{SCHEDULER}.cycle_m??_mom", cycles is False, f"{SCHEDULER}.cycle_momentum is false")
     yield no_effect(
@@ -165,8 +165,8 @@ def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
 
 
 def _rate_rules(config: TypedConfig) -> Iterator[Rule]:
-    """Yield rules about learning rates, phases and weight decay. A Trainer's config may have no rate."""
-    kind, rate, peak = config["scheduler.type"], config[f"{OPTIMIZER}.lr"], config[f"{SCHEDULER}.warmup_max_lr"]
+    """Yield rules about learning rates and phases. A Trainer's config may have no rate."""
+    rate = config[f"{OPTIMIZER}.lr"]
     phases = sum(config.number(f"{SCHEDULER}.{name}") for name in (*WARMUPS, "num_decay_steps"))
     for name in LENGTHS:
         yield refused(
@@ -178,40 +178,13 @@ def _rate_rules(config: TypedConfig) -> Iterator[Rule]:
     for key in (f"{SCHEDULER}.lr_end", f"{SCHEDULER}.min_lr"):
         rises = None not in (config[key], rate) and config[key] >= rate
         yield refused(key, rises, "when it is not below the rate: the decay would raise the rate; use a smaller one")
-    upper_bounds = {"warmup_min_lr": rate if peak is None else peak}
-    upper_bounds |= {f"cycle_min_{name}": config[f"{SCHEDULER}.cycle_max_{name}"] for name in ("lr", "mom")}
-    for name, high in upper_bounds.items():
-        low = config[f"{SCHEDULER}.{name}"]
-        yield refused(
-            f"{SCHEDULER}.{name}",
-            None not in (low, high) and low > high,
-            "when it is above the value that the schedule rises to: it would be upside down; use a smaller one",
-        )
-    names = {"OneCycle": "cycle_max_lr", "LRRangeTest": "lr_range_test_min_lr"}
-    highest = config[f"{SCHEDULER}.{names[kind]}"] if kind in names else upper_bounds["warmup_min_lr"]
-    decay = (highest or 0) * config.number(f"{OPTIMIZER}.weight_decay")
-    yield refused(
-        f"{OPTIMIZER}.weight_decay",
-        decay >= 1 and (str(config["optimizer.type"]).lower() != "adam" or config[f"{OPTIMIZER}.adam_w_mode"]),
-        "when the highest rate × weight_decay is 1 or more: a step would take all of a weight away; use a smaller one",
-    )
 
 
 def _run_rules(config: TypedConfig) -> Iterator[Rule]:
     """Yield rules about the `zero_tp` block, which only a run's file has."""
     zero_tp = config.zero_tp
-    evaluation, steps, fields = zero_tp.evaluation, zero_tp.training.steps, zero_tp.model.values()
-    micro, no_corpus = config.number("train_micro_batch_size_per_gpu"), not zero_tp.data.validation
-    yield refused(
-        "train_micro_batch_size_per_gpu",
-        micro * zero_tp.data.sequence_length > MAX_SAMPLES,
-        "with 2^31 tokens or more in one forward: kernels count in 32 bits; use fewer, and accumulate",
-    )
-    yield refused(
-        "train_batch_size",
-        config.number("train_batch_size") > MAX_SAMPLES,
-        "from 2^31 samples on: they are counted in 32 bits; use fewer",
-    )
+    evaluation, steps = zero_tp.evaluation, zero_tp.training.steps
+    no_corpus = not zero_tp.data.validation
     yield refused(
         "zero_tp.evaluation.tasks",
         zero_tp.masked is not None and bool(evaluation.tasks),
@@ -227,11 +200,6 @@ def _run_rules(config: TypedConfig) -> Iterator[Rule]:
         yield no_effect(f"zero_tp.evaluation.task_data.{task}", is_absent, "zero_tp.evaluation.tasks has no such task")
     one_document = "a sample of the masked objective is of one document"
     yield no_effect("zero_tp.data.document_attention", zero_tp.masked is not None, one_document)
-    yield note(
-        f"{MODEL_KEY}.model_type",
-        not any(type(value) is int for value in fields),
-        "no size is written, so that all are the defaults of transformers' class",
-    )
     lengths, warmups = ([f"{SCHEDULER}.{name}" for name in names] for names in (LENGTHS, WARMUPS))
     yield note(
         " ".join(lengths),
@@ -315,7 +283,8 @@ def _offload_rules(config: TypedConfig) -> Iterator[Rule]:
             config.on_nvme(block) and config[f"{ZERO}.{block}.nvme_path"] is None,
             'when it is missing with device "nvme": DeepSpeed swaps to a directory; give one on the NVMe device',
         )
-        yield no_effect(f"{ZERO}.{block}.[!d]*", not config.offloads(block), f"{block}.device is none")
+        but_device = f"{ZERO}.{block}.[!d]*"
+        yield no_effect(but_device, not config.offloads(block), f"{block}.device is none")
         for_nvme = _zero_keys(*(f"{block}.{key}" for key in keys))
         yield no_effect(for_nvme, not config.on_nvme(block), f"{block}.device is not nvme")
     yield no_effect("aio.*", not any(map(config.on_nvme, NVME)), "nothing is offloaded to NVMe")
@@ -355,8 +324,8 @@ def _engine_rules(config: TypedConfig) -> Iterator[Rule]:
     for keys, reason in NEVER_READ.items():
         yield no_effect(keys, True, reason)
     for block in SWITCHED_BLOCKS:
-        keys = f"{block}.[!e]* {block}.e[!n]*"
-        yield no_effect(keys, not config[f"{block}.enabled"], f"{block}.enabled is not true")
+        but_enabled = f"{block}.[!e]* {block}.e[!n]*"
+        yield no_effect(but_enabled, not config[f"{block}.enabled"], f"{block}.enabled is not true")
     untimed = not config["timers.throughput.enabled"]
     yield no_effect("timers.throughput.synchronized", untimed, "timers.throughput.enabled is not true")
     yield note(

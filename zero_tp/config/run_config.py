@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.config.deepspeed import MONITORS, OFF_BLOCKS
+from zero_tp.config.deepspeed import MONITORS
 from zero_tp.config.model_block import FROM, check_model, model_config
 from zero_tp.config.optimizer import choose_implementation
 from zero_tp.config.resolve import (
@@ -97,7 +97,6 @@ class RunConfig:
         zero_tp, hf_config, batch = _check_keys(values, block, auto_keys, world_size, saved)
 
         # 2. Fill in defaults, "auto" and batch sizes.
-        values = {key: value for key, value in values.items() if key not in OFF_BLOCKS}
         zero_tp = _fill_steps(zero_tp, batch.total)
         lines = fill(values, auto_keys, batch, zero_tp.training.steps, hf_config.hidden_size, saved)
         typed = TypedConfig(values, check_types(values), zero_tp, layers=hf_config.num_hidden_layers)
@@ -106,7 +105,7 @@ class RunConfig:
         refuse(typed)
         return cls(path, world_size, batch, typed, hf_config, lines)
 
-    def pinned(self) -> RunConfig:
+    def with_pinned_tokenizer(self) -> RunConfig:
         """Return the config with the commit of its tokenizer. The hub is asked if the tokenizer is a name there."""
         if self.zero_tp.tokenizer is None:
             return self
@@ -152,18 +151,18 @@ class RunConfig:
         offloaded = filter(self.typed.on_nvme, ("offload_optimizer", "offload_param"))
         return {name: self.typed[f"zero_optimization.{name}.nvme_path"] for name in offloaded}
 
-    def absent(self) -> list[Path]:
+    def missing_files(self) -> list[Path]:
         """Return the files and directories that the run reads but that are missing here and in the hub's cache."""
         data, evaluation = self.zero_tp.data, self.zero_tp.evaluation
         corpora = [*data.train, *(data.validation or {})]
         named = [Path(f"{prefix}.{ending}") for prefix in corpora for ending in ("bin", "idx")]
         others = (self.zero_tp.tokenizer, evaluation.task_include_path, *evaluation.task_data.values())
-        named += [Path(name) for name in others if name is not None and name not in self.on_hub]
-        named += [Path(name) for name, weights in self.on_hub.items() if not is_cached(name, weights=weights)]
+        named += [Path(name) for name in others if name is not None and name not in self.hub_names]
+        named += [Path(name) for name, weights in self.hub_names.items() if not is_cached(name, weights=weights)]
         return [path for path in (*named, *self.nvme_paths.values()) if not os.path.exists(path)]
 
     @property
-    def on_hub(self) -> dict[str, bool]:
+    def hub_names(self) -> dict[str, bool]:
         """Return the hub names that a run reads, and whether it reads their weights."""
         names = {self.zero_tp.tokenizer: False, self.zero_tp.model.get(FROM): True}
         return {name: weights for name, weights in names.items() if name is not None and is_name(name)}

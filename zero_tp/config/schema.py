@@ -111,7 +111,7 @@ class Training(ConfigModel):
         description="Optimizer steps of the whole run; raise it to continue a finished one. Required without `tokens`.",
     )
     tokens: Positive | None = Field(None, description="Tokens of the whole run, instead of `steps`.")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+    seed: Annotated[int, Field(ge=0, le=2**53)] = Field(
         1234, description="Seed of initialisation, dropout and sample order."
     )
     guard_interval: Positive = Field(

@@ -7,7 +7,7 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
-from zero_tp.config.deepspeed import OFF_BLOCKS, ZERO, key_errors
+from zero_tp.config.deepspeed import ZERO, key_errors
 from zero_tp.config.optimizer import check_optimizer
 from zero_tp.config.resolve import dtype_name, look_up, unresolvable_autos
 from zero_tp.config.schedule import check_scheduler
@@ -29,8 +29,8 @@ class TypedConfig:
     """A config with valid names and types and without "auto".
 
     Attributes:
-        values: DeepSpeed's part as it is written, or filled in.
-        complete: the same, converted to the types, with the default of every key that is not written.
+        values: DeepSpeed's part of the file, with "auto" and batch sizes filled in.
+        complete: the same, converted to its types, with a default for every other key.
         zero_tp: the `zero_tp` block; of a config without one, its `parallel` and `recompute` alone.
         entry_point: the interface that the config was passed to.
         layers: number of the model's layers, if the config has a model.
@@ -73,23 +73,25 @@ class TypedConfig:
 def check_types(
     values: dict[str, Any], entry_point: EntryPoint = EntryPoint.RUN, auto_keys: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return DeepSpeed's part converted to its types, with the default of every key that is not written.
+    """Return DeepSpeed's part converted to its types, with a default for every other key.
 
     Args:
+        values: the part; the `params` in it are converted in place.
         auto_keys: keys without a value yet.
     """
     from zero_tp.config.config_file import ConfigFile
 
     collector, complete = ErrorCollector(), dict[str, Any]()
     with collector:
-        checked = {key: value for key, value in values.items() if key not in OFF_BLOCKS}
-        complete = validate(ConfigFile, checked, "", [*key_errors(values), *unresolvable_autos(values)]).model_dump(
-            by_alias=True
-        )
+        errors = [*key_errors(values), *unresolvable_autos(values)]
+        complete = validate(ConfigFile, values, "", errors).model_dump(by_alias=True)
     for name, check in (("optimizer", check_optimizer), ("scheduler", check_scheduler)):
         if isinstance(values.get(name), dict):
             with collector:
-                complete.setdefault(name, {})["params"] = check(values).model_dump()
+                params = check(values)
+                complete.setdefault(name, {})["params"] = params.model_dump()
+                # Some of DeepSpeed's constructors refuse 1e3 for an integer.
+                values[name]["params"] = params.model_dump(mode="json", exclude_unset=True)
     if "optimizer" not in values and entry_point is not EntryPoint.TRAINER:
         remedy = 'as in {"type": "AdamW", "params": {"lr": 3e-4}}'
         collector.errors.append(ConfigError("optimizer", "required, but not given", remedy))

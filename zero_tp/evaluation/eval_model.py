@@ -112,7 +112,7 @@ class EvalModel:
     """A model and its tokenizer on a grid of ranks.
 
     Batches are formed before they are distributed to the data-parallel ranks, so every DP size computes the same sums.
-    ZeRO-3 needs the same number of forwards on every rank: one without a batch repeats the last and drops the result.
+    ZeRO-3 needs the same number of forwards on every rank: a rank without a batch repeats the last one's forward.
 
     Attributes:
         module: the model itself; tasks that generate text call its `generate`.
@@ -148,20 +148,6 @@ class EvalModel:
         # verbose=False: no warning about the length
         ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return np.array(ids, dtype=np.int64)
-
-    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokenize (context, continuation) as lm-eval does.
-
-        Both are tokenized together and split after as many tokens as the context alone has. Spaces between them belong
-        to the continuation. The context gets the tokenizer's special tokens; an empty one becomes the prefix token.
-        """
-        stripped = context.rstrip()
-        continuation = context[len(stripped) :] + continuation
-        if not stripped:
-            return [self.prefix_token], self.tokenizer.encode(continuation, add_special_tokens=False, verbose=False)
-        both = self.tokenizer.encode(stripped + continuation, verbose=False)
-        before = self.tokenizer.encode(stripped, verbose=False)
-        return before, both[len(before) :]
 
     def require_same_requests(self, requests: Iterable[bytes]) -> None:
         """Check that all ranks have the same requests: files may differ between machines. Collective.

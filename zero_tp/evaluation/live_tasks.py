@@ -29,19 +29,22 @@ class LiveTasks(Callback):
         block: `zero_tp.evaluation` of the run's config.
         tokenizer: directory of the run's tokenizer.
         model_config: the model's Hugging Face config.
+        positions: tokens of the longest window or context. A run trains no position beyond its sequence length.
     """
 
-    def __init__(self, block: Evaluation, tokenizer: Path | None, model_config: PretrainedConfig) -> None:
+    def __init__(
+        self, block: Evaluation, tokenizer: Path | None, model_config: PretrainedConfig, positions: int
+    ) -> None:
         if tokenizer is None:
             raise UserError("zero_tp.evaluation.tasks: tasks need a tokenizer; set zero_tp.tokenizer to its directory")
         include = Path(block.task_include_path) if block.task_include_path else None
         data = {task: Path(file) for task, file in block.task_data.items()}
         try:
-            self._tokenizer, self._model_config = load_tokenizer(tokenizer), model_config
+            self._tokenizer, self._model_config, self._positions = load_tokenizer(tokenizer), model_config, positions
             check_tokenizer(self._tokenizer, model_config, tokenizer)
             self._tasks = make_tasks(block.tasks, data, TaskOptions(limit=block.task_limit, include_path=include))
             for task in self._tasks:
-                task.check(model_config.max_position_embeddings)
+                task.check(positions)
         except UserError as error:
             # The error names options of `zero-tp evaluate`.
             message = f"zero_tp.evaluation.tasks: {error} (instead of --data, set zero_tp.evaluation.task_data)"
@@ -63,7 +66,7 @@ class LiveTasks(Callback):
             engine.model,
             self._tokenizer,
             self._model_config,
-            self._model_config.max_position_embeddings,
+            self._positions,
             batch_size=batch_size,
             device=engine.device,
             topology=engine.topology,

@@ -30,7 +30,7 @@ class LMEvalModel(HFLM):
         tokens: number of tokens scored or generated so far.
         tokens_computed: number of tokens read by the model, without padding.
         truncated: number of requests that were longer than the model's positions.
-        computing: the model is scoring; stays True if scoring fails, so that its errors differ from a task's.
+        computing: True while the model scores, and after a scoring that failed: the error is then not the task's.
     """
 
     def __init__(self, model: EvalModel, title: str = ""):
@@ -71,12 +71,6 @@ class LMEvalModel(HFLM):
             raise UserError(f"{type(self.eval_model.module).__name__} can't generate text, which a task requests")
         arguments = [request.args for request in requests]
         lengths = [normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"] for _, options in arguments]
-        for length in lengths:
-            if length >= self.max_length:
-                raise UserError(
-                    f"a task generates {length:,} tokens, and the model's {self.max_length:,} positions leave no room "
-                    "for a prompt; set generation_kwargs.max_gen_toks in its task file"
-                )
         self.eval_model.require_same_requests([repr(arguments).encode()])
         order = Collator(
             arguments,

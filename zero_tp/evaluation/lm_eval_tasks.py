@@ -6,11 +6,9 @@ Task files of a user's directory (`--include-path`) may run Python only with `--
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import os
 import random
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -23,11 +21,12 @@ import lm_eval.utils
 import numpy as np
 import torch
 import yaml
-from jinja2 import StrictUndefined, meta
+from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 from lm_eval import evaluator
 from lm_eval.api.registry import metric_registry
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager, _factory, _yaml_loader
 from lm_eval.tasks._index import Entry, TaskIndex
 
@@ -42,7 +41,6 @@ from zero_tp.evaluation.task import (
     Task,
     TaskOptions,
     hash_records,
-    require_fields,
 )
 from zero_tp.process.quiet import suppress_output
 from zero_tp.weights.weight_files import is_regular
@@ -135,25 +133,17 @@ def open_task_directory(path: Path) -> TaskManager:
         try:
             config = _yaml_loader.load_yaml(file, resolve_func=False)
             if config.keys() & {"task", "group", "class"}:  # other files are only included
-                _check_names(config)
                 if isinstance(name := config.get("task"), str) and name in index:
                     raise UserError(f"another file has the task {shown(name)} already")
                 TaskIndex.process_cfg(config, file, index)
+            if not all(isinstance(name, str) for name in index):
+                raise TypeError("a name in it is not a string; write it in quotes")
         except Exception as error:  # YAML, the file system and lm-eval raise anything
             reason = one_line(" ".join(str(error).split()) or first_line(error), 160)
             raise UserError(f"{file} can't be read ({reason}); correct that file") from error
     if not index:
         raise UserError(f"--include-path {path}: no task file (.yaml) of lm-eval in it")
     return TaskManager(include_path=str(path), include_defaults=False)
-
-
-def _check_names(config: Mapping[str, Any]) -> None:
-    """Check that the names in a task file are strings, which lm-eval does not check."""
-    key = "group" if "group" in config and "class" not in config else "task"
-    tags = config.get("tag") or []
-    for name in (config.get(key, ""), *(tags if isinstance(tags, list) else [tags])):
-        if not isinstance(name, str):
-            raise TypeError(f"the name {shown(name)} is not a string; write it in quotes")
 
 
 def find_task_manager(names: Sequence[str], directory: TaskManager | None) -> TaskManager:
@@ -190,15 +180,21 @@ class LMEvalTask(Task):
                 for task in self.loaded["tasks"].values():
                     _check_documents(task, options.limit)
                     self._set_fewshot(task)
+                self.generated_tokens = max(map(_generated_tokens, self.loaded["tasks"].values()))
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
         except Exception as error:  # datasets, huggingface_hub, jinja and a task's own code raise anything
-            if file is not None:
-                require_fields(name, file, _fields_of(manager.task_index.get(name), allow_code=not self.sandbox))
             raise UserError(
                 f"{name}: lm-eval can't load it ({first_line(error)}); correct its task file or its data; without a "
                 f"network give the evaluated split's file, with all its fields, with --data {name}=FILE"
             ) from error
+
+    def check(self, positions: int) -> None:
+        if self.generated_tokens >= positions:
+            raise UserError(
+                f"{self.name}: it generates {self.generated_tokens:,} tokens, and the model's {positions:,} positions "
+                "leave no room for a prompt; set generation_kwargs.max_gen_toks in its task file"
+            )
 
     def _set_fewshot(self, task: Any) -> None:
         """Set the number of examples as lm-eval's `simple_evaluate` does: 0 in a task file takes precedence."""
@@ -281,22 +277,11 @@ def _load_with_file(name: str, manager: TaskManager, file: Path) -> dict[str, An
     return {"tasks": manager.load([spec])["tasks"], "groups": {}, "group_map": {}}
 
 
-def _fields_of(entry: Entry | None, *, allow_code: bool) -> list[str]:
-    """Return the document fields that a task file's templates, and with `allow_code` its functions, read; sorted."""
-    if entry is None:
-        return list(CHOICE_FIELDS)
-    config = _yaml_loader.load_yaml(entry.yaml_path, resolve_func=allow_code)
-    parts = ("process_docs",) if config.get("process_docs") else ("doc_to_text", "doc_to_target", "doc_to_choice")
-    fields = set[str]()
-    for value in (config.get(part) for part in parts):
-        if callable(value):  # fields as in `doc["question"]`
-            fields |= set(re.findall(r"""\w\[["'](\w+)["']\]""", inspect.getsource(value)))
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and text.isidentifier():
-                fields.add(text)
-            elif isinstance(text, str):
-                fields |= meta.find_undeclared_variables(lm_eval.utils.env.parse(text))
-    return sorted(fields)
+def _generated_tokens(task: Any) -> int:
+    """Return how many tokens a request of the task generates at most."""
+    if task.OUTPUT_TYPE != "generate_until":
+        return 0
+    return int(normalize_gen_kwargs(task.get_config("generation_kwargs") or {})["max_gen_toks"])
 
 
 def _check_documents(task: Any, limit: int | None) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_tp.checkpoint.manifest import versions
 from zero_tp.constants import DTYPES
-from zero_tp.data.documents import check_files
+from zero_tp.data.documents import check_files, document_kind, read_objects
 from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.lambada import LambadaTask
 from zero_tp.evaluation.model_directory import open_directory
@@ -27,7 +27,6 @@ from zero_tp.evaluation.task import (
     Task,
     TaskOptions,
     as_json,
-    require_fields,
     require_lm_eval,
 )
 from zero_tp.topology import Topology
@@ -46,7 +45,9 @@ def multiple_choice(file: Path | None, options: TaskOptions) -> Task:
     if file is None:
         raise UserError(f"{MULTIPLE_CHOICE} needs JSON lines with {needed}: --data {MULTIPLE_CHOICE}=FILE")
     require_lm_eval(MULTIPLE_CHOICE)
-    require_fields(MULTIPLE_CHOICE, file, CHOICE_FIELDS)
+    fields = next((record for _, record in read_objects(file)), {}) if document_kind(file) == "jsonl" else {}
+    if lacking := [field for field in CHOICE_FIELDS if field not in fields]:
+        raise UserError(f"--data {MULTIPLE_CHOICE}={file}: no field {lacking[0]}; each JSON line has {needed}")
     from zero_tp.evaluation.lm_eval_tasks import LMEvalTask, TaskManager
 
     return LMEvalTask(MULTIPLE_CHOICE, TaskManager(include_defaults=False), options, file)
@@ -62,7 +63,10 @@ OWN_TASKS: dict[str, Callable[[Path | None, TaskOptions], Task]] = {
 TASK_NAMES = f"{', '.join(OWN_TASKS)} and all of lm-eval's"
 LM_EVAL_OPTIONS = ("num_fewshot", "apply_chat_template", "log_samples")
 """Options that apply to lm-eval's tasks only."""
+WINDOW_TASKS = (PerplexityTask.name, WikitextTask.name)
+"""Tasks that read a text in windows, to which `overlap` applies."""
 PACKAGES = ("torch", "transformers", "tokenizers", "lm-eval", "datasets")
+"""Packages whose versions the report has."""
 COMPARED = 1024
 """Elements of each parameter that DP ranks compare after loading."""
 
@@ -145,6 +149,8 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
     unused = [name for name in LM_EVAL_OPTIONS if getattr(options, name) not in (None, False)]
     if unused and set(own) - {MULTIPLE_CHOICE} == set(names):
         raise UserError(f"--{unused[0].replace('_', '-')}: {', '.join(names)}: for tasks of lm-eval only; leave it out")
+    if options.overlap is not None and not {*own} & {*WINDOW_TASKS}:
+        raise UserError(f"--overlap: {', '.join(names)}: for {' and '.join(WINDOW_TASKS)} only; leave it out")
     tasks = {name: OWN_TASKS[name](data.get(name), options) for name in own}
     if others := [name for name in names if name not in own]:
         require_lm_eval("a task other than zero_tp's own")
@@ -195,9 +201,7 @@ def evaluate(
         environment.export()
         topology, own_device = connect(environment, device, settings.tensor_parallel)
         device = str(own_device)
-    loaded = directory.load(
-        settings.dtype, device, topology, batch_size=settings.batch_size, sequence_length=settings.sequence_length
-    )
+    loaded = directory.load(settings.dtype, device, topology, batch_size=settings.batch_size, sequence_length=length)
     if world > 1:
         check_same_weights(loaded.module, topology, directory.path)
     return {

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from zero_tp.config.config_file import Timers
-from zero_tp.config.deepspeed import OFF_BLOCKS
 from zero_tp.topology import Topology
 from zero_tp.zero.loss_scale import LossScale
 from zero_tp.zero.lr_schedules import set_schedule, transformers_schedule
@@ -68,14 +67,10 @@ class ZeroEngine(ABC):
     scheduler: Any
 
     def __init__(self, settings: dict[str, Any], topology: Topology):
-        # DeepSpeed enables some blocks if they exist, and requires a scheduler's params.
-        self.settings = {key: value for key, value in settings.items() if key not in OFF_BLOCKS}
-        self.settings["timers"] = Timers(**settings.get("timers", {})).model_dump()
+        self.settings = {**settings, "timers": Timers(**settings.get("timers", {})).model_dump()}
         self._scheduler = transformers_schedule(settings.get("scheduler"))
         if self._scheduler is not None:
             del self.settings["scheduler"]  # DeepSpeed gets a function instead
-        elif "scheduler" in settings:
-            self.settings["scheduler"] = {"params": {}, **settings["scheduler"]}
         self.topology = topology
         self.recent: list[list[float]] = []
         self.notes: list[str] = []
