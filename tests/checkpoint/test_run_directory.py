@@ -56,7 +56,11 @@ def test_a_checkpoint_that_is_half_removed_is_not_complete(tmp_path: Path, monke
     monkeypatch.setattr("shutil.rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         prune(tmp_path, 1)
+    monkeypatch.undo()
     assert complete_steps(tmp_path) == [2]
+    begin(tmp_path)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {".writing", "step_00000002"}
+    assert len(list((tmp_path / "checkpoints" / ".writing").iterdir())) == 1
 
 
 @pytest.mark.parametrize("put", [Path.touch, Path.mkdir, lambda path: path.symlink_to(path.parent)])

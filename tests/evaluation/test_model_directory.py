@@ -218,9 +218,11 @@ def test_code_of_a_directory_is_not_run_and_nothing_asks(model: Path, monkeypatc
     for read in (evaluation, lambda directory: open_model(directory, open_config(directory))):
         with pytest.raises(UserError, match=r'model_type "mine".*code that comes with a model is never run'):
             read(model)
-    changed(model, "config.json", model_type="gpt2", attn_implementation="someone/kernel")
-    with pytest.raises(UserError, match="code from elsewhere is never run"):
-        evaluation(model)
+    by_layer = {f"a part of the model with a long name {number}": "sdpa" for number in range(9)}
+    for kernel in ("someone/kernel", {**by_layer, "last": "someone/kernel"}):
+        changed(model, "config.json", model_type="gpt2", attn_implementation=kernel)
+        with pytest.raises(UserError, match="code from elsewhere is never run"):
+            evaluation(model)
     (model / "config.json").unlink()
     changed(model, "tokenizer_config.json", tokenizer_class="T")
     with pytest.raises(UserError, match=r"its tokenizer can't be read: .* contains custom code"):

@@ -106,6 +106,9 @@ def test_native_weights_are_loaded_by_their_names(tmp_path: Path) -> None:
         assert model.load_state_dict(half, strict=False).unexpected_keys == []
     with pytest.raises(RuntimeError, match="missing"):
         model.load_state_dict(halves[0])
+    contradicting = {**reference.state_dict(), "lm_head.weight": torch.zeros_like(reference.lm_head.weight)}
+    with pytest.raises(RuntimeError, match=r"and lm_head\.weight differ, but the config ties them"):
+        model.load_state_dict(contradicting)
     check_close(dict(native_tensors(model)), {name: reference.state_dict()[name] for name, _ in native_tensors(model)})
 
 

@@ -225,10 +225,13 @@ def abandon(temporary: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, its manifest first, so that a half-removed one does not count as complete."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        (checkpoint / MANIFEST).unlink()
-    remove(checkpoint)
+    """Remove a checkpoint: rename it into the directory that the next `begin` clears, then delete it there."""
+    renamed = checkpoint.parent / TEMPORARY / secrets.token_hex(8)
+    renamed.parent.mkdir(exist_ok=True)
+    os.replace(checkpoint, renamed)
+    remove(renamed)
+    with contextlib.suppress(OSError):  # not empty while a save is being written
+        renamed.parent.rmdir()
 
 
 def prune(run: Path, keep: int, keep_every: int | None = None) -> list[int]:

@@ -60,12 +60,16 @@ def load_native(
         (missing, unexpected): names of the model that `tensors` lacks, and names that the model lacks.
 
     Raises:
-        RuntimeError: a tensor has another shape than the model's.
+        RuntimeError: a tensor has another shape than the model's, or tied tensors differ.
     """
-    names, missing = set(aliases_of(config)), list[str]()
+    aliases, missing = aliases_of(config), list[str]()
+    names = set(aliases)
     names_of_files = {theirs: name for name, theirs in architecture_of(config).stored.items()}
     tensors = {names_of_files.get(name, name): tensor for name, tensor in tensors.items()}
     tensors = as_stored(weights_of(config), tensors)
+    for alias, source in aliases.items():
+        if alias in tensors and source in tensors and not torch.equal(tensors[alias], tensors[source]):
+            raise RuntimeError(f"tensors {source} and {alias} differ, but the config ties them")
     for weight in weights_of(config):
         names |= set(weight.names)
         missing += [name for name in weight.names if name not in tensors and name not in missing]

@@ -242,7 +242,7 @@ def _check_fields(raw: dict[str, Any], path: Path) -> None:
             _check_fields(value, path)
         if value is not None and name in EXTERNAL:
             raise UserError(f"{path}: {name} {shown(value)}: what it would load is never read; give another model")
-        if name.endswith(("attn_implementation", "experts_implementation")) and "/" in shown(value):
+        if name.endswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
             raise UserError(f"{path}: {name} {shown(value)}: code from elsewhere is never run; remove it from the file")
         if name in LAYER_COUNT_FIELDS and isinstance(value, int) and value > MOST_LAYERS:
             raise UserError(f"{path}: {name} {shown(value)}: more layers than any model has; mend the file")
