@@ -80,7 +80,7 @@ def test_training_rows_hold_each_document_by_itself(
             (batch,) = samples.rank_batches(step, size, micro, 1, rank, 2)
             for row in range(micro):
                 k = step * size + rank * micro + row
-                start = int(samples.sources(np.array([k]))[2][0]) * s
+                start = int(samples.locate(np.array([k]))[2][0]) * s
                 check_row(batch, row, pieces(documents, start, start + s))
                 assert batch.input_ids[row].tolist() == PackedSamples({prefix: 1.0}, s, seed)[k][:-1].tolist()
 

@@ -36,6 +36,7 @@ def test_output(tmp_path: Path) -> None:
     prepared = run(tmp_path)
     output, report = prepared.output, prepared.report
     assert report == json.loads((output / "report.json").read_text())
+    assert report["versions"].keys() >= {"tokenizers", "transformers", "ftfy", "rensa", "sentencex"}
     tokenizer = AutoTokenizer.from_pretrained(str(output / "tokenizer"))
     assert tokenizer.eos_token == tokenizer.bos_token == "<|endoftext|>"
     assert len(tokenizer) == report["vocabulary_size"] == 300
@@ -295,6 +296,25 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert prepare(inputs, out, settings).resumed == 0
 
 
+@pytest.mark.parametrize("method", ["open", "append"])
+def test_no_progress_is_promised_that_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str, method: str
+) -> None:
+    """Before the first block; or after some of standard input, which can't be read again."""
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+
+    def full(self: Spool, *_: object) -> None:
+        if method == "append":
+            self.commit()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Spool, method, full)
+    with source.open() as stdin, pytest.raises(UserError, match=r"out: can't be written: No space left on device$"):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        prepare([source if method == "open" else "-"], tmp_path / "out", PrepareSettings(tokenizer), processes=1)
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_what_was_read_with_other_settings_is_not_lost_without_a_word(tmp_path: Path) -> None:
     source, out = write_jsonl(tmp_path / "out.jsonl", TEXTS), tmp_path / "out"
     settings, other = PrepareSettings("bpe:300", 0.1), PrepareSettings("bpe:300", 0.1, seed=9)
@@ -350,8 +370,8 @@ def test_what_a_killed_preparation_leaves_is_cleared(tmp_path: Path) -> None:
     (left / "old").touch()
     files = {path.name for path in run(tmp_path).output.iterdir()}
     assert files == {
-        *("report.json", "tokenizer", "train.bin", "train.idx", "train.content.json"),
-        *("validation.bin", "validation.idx", "validation.content.json", "validation.jsonl"),
+        *("report.json", "tokenizer", "train.bin", "train.idx"),
+        *("validation.bin", "validation.idx", "validation.jsonl"),
     }
     assert not left.exists()
     left.mkdir()

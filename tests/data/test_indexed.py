@@ -86,11 +86,11 @@ def test_an_index_of_several_sequences_a_document_and_modes_is_read(tmp_path: Pa
 DAMAGE: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("bin", lambda b: b[:-2], r"c\.bin: 22 bytes expected for 11 tokens of uint16, found 20"),
     ("idx", lambda b: b[:-1], r"c\.idx: 122 bytes expected for 4 sequences, found 121"),
-    ("idx", lambda b: b[:20], "34 bytes of header expected, found 20"),
-    ("idx", lambda b: b"PK\x03\x04" + b[4:], "not a Megatron index"),
+    ("idx", lambda b: b[:20], r"c\.idx: [\d,]+ bytes expected for [\d,]+ sequences, found 20"),
+    ("idx", lambda b: b"PK\x03\x04" + b[4:], r"not a Megatron index: its header has b'PK"),
     ("idx", lambda b: b"", "not a Megatron index"),
-    ("idx", lambda b: b[:9] + struct.pack("<Q", 2) + b[17:], "version 2"),
-    ("idx", lambda b: b[:17] + b"\x07" + b[18:], "token type 7"),
+    ("idx", lambda b: b[:9] + struct.pack("<Q", 2) + b[17:], "not a Megatron index: .* version 2 and"),
+    ("idx", lambda b: b[:17] + b"\x07" + b[18:], "not a Megatron index: .* token type 7;"),
     ("idx", lambda b: b[:-8] + struct.pack("<q", 3), "document boundaries"),
     ("idx", lambda b: b[:26] + struct.pack("<Q", 0) + b[34:-40], "document boundaries"),
     ("idx", lambda b: b[:50] + struct.pack("<q", 2) + b[58:], "without gaps"),
@@ -160,7 +160,7 @@ def test_damage_between_the_blocks_is_found_before_training(tmp_path: Path, monk
     with IndexedWriter(tmp_path / "c", 1000) as writer:
         for _ in range(40):
             writer.add_document(range(5))
-    (tmp_path / "c.content.json").unlink()
+    IndexedCorpus(tmp_path / "c").check_vocabulary(1000)
     index = bytearray((tmp_path / "c.idx").read_bytes())
     index[34 + 4 * 6] += 1
     (tmp_path / "c.idx").write_bytes(index)

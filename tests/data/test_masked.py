@@ -50,7 +50,7 @@ def samples_of(corpus: Path, seed: int, **options: bool | int) -> MaskedSamples:
 
 
 def window_of(samples: MaskedSamples, k: int) -> int:
-    return int(samples.sources(np.array([k]))[2][0])
+    return int(samples.locate(np.array([k]))[2][0])
 
 
 def documents(samples: MaskedSamples) -> list[list[int]]:
@@ -283,7 +283,7 @@ def test_what_is_too_short_is_refused(tmp_path: Path, corpora: dict[str, Path]) 
         lambda: MaskedSamples({str(tmp_path / "c"): 1.0}, pairs, 1),
         lambda: MaskedValidation([str(tmp_path / "c")], pairs),
     ):
-        with pytest.raises(UserError, match=r"c: no document has the 3 tokens that .* needs for two segments"):
+        with pytest.raises(UserError, match=r"c: its 9 documents of 18 tokens are too short for a sample; use longer documents"):
             make()
     with pytest.raises(UserError, match=r"sequence_length: 5 tokens, of which .* special ones are 3; use at least 6"):
         pairs_of(corpora["plain"], length=5)

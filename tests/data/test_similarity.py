@@ -152,7 +152,9 @@ def test_length_and_unicode(tmp_path: Path) -> None:
         cut = run(tmp_path, texts, f"cut{least}", tokenizer=tokenizer, min_tokens=least)
         assert documents_of(cut) == sum(length >= least for length in lengths)
         assert cut.report["documents"]["dropped"].get("short", 0) == sum(length < least for length in lengths)
+    texts += ["\x01\x02\x7f"]  # of which ftfy leaves nothing
     mended = run(tmp_path, texts, "mended", tokenizer=tokenizer, repair=True, validation=14)
+    assert mended.report["documents"]["dropped"] == {"empty": 1}
     assert "schön — fine" in (mended.output / "validation.jsonl").read_text()
 
 

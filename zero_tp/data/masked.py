@@ -112,8 +112,8 @@ def ngrams(
         )
 
     while budget > 0:
-        drawn = bisect(cumulative_weights, next(draw) * cumulative_weights[-1]) + 1
-        for n in range(min(drawn, budget), 0, -1):
+        most = bisect(cumulative_weights, next(draw) * cumulative_weights[-1]) + 1
+        for n in range(min(most, budget), 0, -1):
             candidates = (int(next(draw) * count) for _ in range(_TRIES))
             word = next((word for word in candidates if fits(word, n)), None)
             if word is None and (places := [word for word in range(count) if fits(word, n)]):
@@ -186,26 +186,20 @@ class SegmentPairs:
 
     def __post_init__(self) -> None:
         """Check the length. UserError: no segment fits in beside the special tokens."""
-        if self.sequence_length < 2 * self.special:
+        if self.sequence_length < 2 * self.special_count:
             raise UserError(
                 f"zero_tp.data.sequence_length: {self.sequence_length} tokens, of which the masked objective's special "
-                f"ones are {self.special}; use at least {2 * self.special}"
+                f"ones are {self.special_count}; use at least {2 * self.special_count}"
             )
 
     @property
-    def special(self) -> int:
-        """Return the number of special tokens of a row: also the shortest document's, one token a segment and eos."""
+    def special_count(self) -> int:
+        """Return the number of special tokens of a row."""
         return 3 if self.sentence_order else 2
 
     def windows(self, corpus: IndexedCorpus) -> DocumentWindows:
-        """Return the windows of a corpus. UserError: no document is long enough for one."""
-        windows = DocumentWindows(corpus, self.sequence_length - self.special, self.special)
-        if not len(windows):
-            raise UserError(
-                f"{corpus.prefix}: no document has the {self.special} tokens that the masked objective needs for "
-                f"{'two segments' if self.sentence_order else 'a segment'}; prepare a corpus of longer documents"
-            )
-        return windows
+        """Return the windows of a corpus. The shortest has one token a segment, and the eos token."""
+        return DocumentWindows(corpus, self.sequence_length - self.special_count, self.special_count)
 
     def row(self, windows: DocumentWindows, w: int, draw: Iterator[float]) -> dict[str, npt.NDArray[np.int64]]:
         """Return window w as a row of a `MaskedBatch`, by name; `draw` yields its random numbers."""
@@ -215,7 +209,7 @@ class SegmentPairs:
         if not len(begins):
             begins = np.flatnonzero(self.masking.vocabulary.word_begins(tokens)[1:]) + 1
         cut = int(begins[int(next(draw) * len(begins))]) if len(begins) else 1 + int(next(draw) * (len(tokens) - 1))
-        parts = trim([tokens[:cut], tokens[cut:]], self.sequence_length - self.special, draw)
+        parts = trim([tokens[:cut], tokens[cut:]], self.sequence_length - self.special_count, draw)
         return self._assemble(parts, next(draw) < 0.5, draw)
 
     def empty(self) -> dict[str, npt.NDArray[np.int64]]:
@@ -291,7 +285,7 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
 
     def __getitem__(self, k: int) -> dict[str, npt.NDArray[np.int64]]:
         """Return sample k as a row of a batch, int64 [s] each and `next_sentence_label` []."""
-        corpus, _, window = (int(part[0]) for part in self.sources(np.array([k])))
+        corpus, _, window = (int(part[0]) for part in self.locate(np.array([k])))
         return self.pairs.row(self._windows[corpus], window, uniforms(self.seed, _TRAINING, k))
 
     def _batch(self, numbers: range) -> MaskedBatch:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.errors import UserError, first_line, shown
+from zero_tp.errors import UserError, first_line
 from zero_tp.files import read_regular
 from zero_tp.strict_json import read_json, read_object
 from zero_tp.weights.weight_files import TOKENIZER_FILES, is_regular, resolve
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _EOS_NAMES = re.compile(r"[<\[]\W?(/s|eos|eod|end.?of.?(text|document|sentence))\W?[>\]]", re.IGNORECASE)
-MOST_IDS = 2**24
+MOST_IDS = 2**24  # larger ids would need tables of GiB
 _SPACE, *_BREAKS = (chr(256 + byte) for byte in b" \t\n\v\f\r")  # as byte-level BPE writes them: Ġ is the space
 _METASPACE = "\u2581"
 
@@ -30,8 +30,7 @@ _METASPACE = "\u2581"
 def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Open the tokenizer of a Hugging Face directory, without running code from it. UserError: it can't be read."""
     for name in TOKENIZER_FILES:
-        if is_regular(directory / name) and name.endswith(".json"):
-            _check_ids(directory / name)
+        is_regular(directory / name)  # raises for a pipe, on which reading would wait
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -41,6 +40,8 @@ def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             tokenizer.decode(tokenizer.encode("a"))  # checks settings that from_pretrained does not
     except Exception as error:  # transformers raises anything from KeyError to its own types
         raise UserError(f"{directory}: its tokenizer can't be read: {first_line(error)}") from error
+    if (largest := max(tokenizer.get_vocab().values(), default=0)) >= MOST_IDS:
+        raise UserError(f"{directory}: the tokenizer's id {largest:,} is too large; ids go up to {MOST_IDS - 1:,}")
     return tokenizer
 
 
@@ -55,21 +56,6 @@ def _opener(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
-
-
-def _check_ids(path: Path) -> None:
-    """Raise a UserError if a tokenizer's file isn't strict JSON, or has an id whose tables would not fit in memory."""
-    content = read_json(path)
-    model, added, decoder = (content.get(key) for key in ("model", "added_tokens", "added_tokens_decoder"))
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if path.name in ("vocab.json", "added_tokens.json"):
-        vocabulary = content
-    ids: list[Any] = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    ids += decoder if isinstance(decoder, dict) else []
-    ids += vocabulary.values() if isinstance(vocabulary, dict) else []
-    for id_ in ids:
-        if (digits := str(id_)[:20]).isdecimal() and int(digits) >= MOST_IDS:
-            raise UserError(f"{path}: the id {shown(id_)} is too large; ids go up to {MOST_IDS - 1:,}")
 
 
 def load_tokenizer(directory: Path, eos: str | None = None) -> PreTrainedTokenizerFast:
@@ -157,9 +143,9 @@ class MaskingVocabulary:
 
 
 def _word_marks(serialized: dict[str, Any], directory: Path) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Return a tokenizer's marks: prefixes of a word's first token, suffixes of its last one, the prefix of its others.
+    """Return the marks of words: prefixes of first tokens, suffixes of last tokens, the prefix of continuing tokens.
 
-    Without the third mark ("") tokens without one of the prefixes continue a word.
+    If the third is "", a token without one of the first prefixes continues a word.
     """
     model = serialized["model"]
     pipeline = json.dumps([serialized[key] for key in ("normalizer", "pre_tokenizer", "decoder")], ensure_ascii=False)
