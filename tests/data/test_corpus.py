@@ -135,9 +135,6 @@ def test_the_command(tmp_path: Path) -> None:
     wrong = command(*arguments, "--seed", "1")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("error: ") and wrong.stderr.count("\n") == 1
-    unknown = command(*arguments, "--sede", "1")
-    assert unknown.returncode == 2
-    assert "--sede" in unknown.stderr and unknown.stderr.count("\n") == 1
 
 
 def test_documents_in_are_those_kept_and_those_dropped(tmp_path: Path) -> None:
@@ -401,20 +398,20 @@ def test_sigterm_leaves_no_part_of_an_output(tmp_path: Path) -> None:
 def test_a_signal_before_the_first_write_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    take, taken = files.lock, []
+    take, locked = files.lock, []
 
     def lock(file: int, kind: int) -> bool:
-        taken.append(file)
-        if when == "locked" or len(taken) > 1:
+        locked.append(file)
+        if when == "locked" or len(locked) > 1:
             take(file, kind)
-        if len(taken) == 1:
+        if len(locked) == 1:
             raise SystemExit(143)
         return True
 
     monkeypatch.setattr(files, "lock", lock)
     with pytest.raises(SystemExit), partial_directory(tmp_path / "out"):
         pytest.fail("the block is not entered")
-    assert len(taken) == 2 and not list(tmp_path.iterdir())
+    assert len(locked) == 2 and not list(tmp_path.iterdir())
 
 
 def test_links_in_an_output_stay_and_an_output_may_be_one(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.tiny_models import write_corpus
 from tests.tiers import THOROUGH
 from zero_tp.data import indexed
 from zero_tp.data.indexed import DTYPES, IndexedCorpus, IndexedWriter, pack_header
@@ -26,10 +27,7 @@ DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 0], [9, 10]]
 
 
 def write(prefix: Path, vocabulary_size: int = 100) -> Path:
-    with IndexedWriter(prefix, vocabulary_size) as writer:
-        for document in DOCUMENTS:
-            writer.add_document(document)
-    return prefix
+    return write_corpus(prefix, DOCUMENTS, vocabulary_size)
 
 
 @pytest.mark.parametrize(("vocabulary_size", "dtype"), [(65_499, "uint16"), (65_500, "int32")])
@@ -157,10 +155,7 @@ def test_a_trillion_tokens_open_at_once(tmp_path: Path, monkeypatch: pytest.Monk
 def test_damage_between_the_blocks_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexed, "_INDEX_BLOCK", 4)
     monkeypatch.setattr(indexed, "_OPENING_CHECKS", 3)
-    with IndexedWriter(tmp_path / "c", 1000) as writer:
-        for _ in range(40):
-            writer.add_document(range(5))
-    IndexedCorpus(tmp_path / "c").check_vocabulary(1000)
+    IndexedCorpus(write_corpus(tmp_path / "c", [range(5)] * 40, 1000)).check_vocabulary(1000)
     index = bytearray((tmp_path / "c.idx").read_bytes())
     index[34 + 4 * 6] += 1
     (tmp_path / "c.idx").write_bytes(index)
@@ -214,7 +209,5 @@ def test_megatrons_files_are_read_and_ours_by_megatron(tmp_path: Path) -> None:
             assert (corpus.content.smallest, corpus.content.largest) == (1, 10)
             with pytest.raises(UserError, match="holds token id 10, outside the model's vocabulary of 10"):
                 corpus.check_vocabulary(10)
-    with IndexedWriter(tmp_path / "ours", 1000) as writer:
-        for document in ([1, 2, 3], [], [999]):
-            writer.add_document(document)
+    write_corpus(tmp_path / "ours", ([1, 2, 3], [], [999]), 1000)
     assert megatron(tmp_path, "read") == "[[1, 2, 3], [], [999]] [0, 1, 2, 3] uint16"

@@ -11,9 +11,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.support.tiny_models import write_corpus
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data import samples as samples_module
-from zero_tp.data.indexed import IndexedWriter
 from zero_tp.data.samples import BLEND_PERIOD, PackedSamples, ValidationSamples
 from zero_tp.errors import UserError
 
@@ -25,11 +25,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """Makes a corpus of the tokens first, first + 1, …: a token says where it stands."""
 
     def make(tokens: int, first: int = 0) -> str:
-        prefix = tmp_path_factory.mktemp("corpus") / "c"
-        with IndexedWriter(prefix, 1_000_000) as writer:
-            for piece in np.array_split(np.arange(first, first + tokens), 3):
-                writer.add_document(piece)
-        return str(prefix)
+        documents = np.array_split(np.arange(first, first + tokens), 3)
+        return str(write_corpus(tmp_path_factory.mktemp("corpus") / "c", documents, 1_000_000))
 
     return make
 
@@ -100,16 +97,16 @@ def test_a_sample_depends_on_its_number_alone(corpus: Corpus) -> None:
 def test_blend_matches_largest_deficit_and_its_proportions(corpus: Corpus) -> None:
     weights = [0.5, 0.3, 0.2]
     samples = PackedSamples({corpus(50, first=100 * i): 10 * w for i, w in enumerate(weights)}, 4, 1)
-    taken = [0, 0, 0]
+    counts = [0, 0, 0]
     for k in range(1000):
         corpus_number, epoch, _ = (int(part[0]) for part in samples.locate(np.array([k])))
         # Megatron's greedy choice, restated with its own rule.
-        deficits = [w * (k + 1) - n for w, n in zip(weights, taken, strict=True)]
+        deficits = [w * (k + 1) - n for w, n in zip(weights, counts, strict=True)]
         assert deficits[corpus_number] >= max(deficits) - 1e-9
-        assert epoch == taken[corpus_number] // 12
-        taken[corpus_number] += 1
-        assert all(abs(n - w * (k + 1)) <= 1 for n, w in zip(taken, weights, strict=True))
-    assert taken == [500, 300, 200]
+        assert epoch == counts[corpus_number] // 12
+        counts[corpus_number] += 1
+        assert all(abs(n - w * (k + 1)) <= 1 for n, w in zip(counts, weights, strict=True))
+    assert counts == [500, 300, 200]
 
 
 def test_blend_covers_epochs_across_periods(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:

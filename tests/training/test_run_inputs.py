@@ -110,12 +110,8 @@ def test_a_model_of_another_tokenizer_is_refused(tmp_path: Path, seed: int) -> N
     told = str(caught.value)
     assert told.startswith("zero_tp.model.from_pretrained: token ") and f"in {tmp_path}/data/tokenizer, the" in told
     assert told.endswith(f"prepare the corpus with --tokenizer {directory}") and "\n" not in told
-    (directory / "tokenizer.json").unlink()
-    (directory / "vocab.json").write_text(json.dumps({"<|endoftext|>": 1, "!": 0}))
-    with pytest.raises(UserError, match=r"token 0 is '!' in "):
-        run_of(tmp_path, model)
-    (directory / "vocab.json").write_text("{")
-    with pytest.raises(UserError, match=r"vocab\.json: can't be read as a tokenizer"):
+    (directory / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"model: its tokenizer can't be read"):
         run_of(tmp_path, model)
 
 

@@ -90,8 +90,6 @@ def find_sources(
         if name == STDIN:
             sources.append(Source("standard input", stdin_kind, text_key, documents))
         elif name.startswith(HUB):
-            if name.split(":")[1] == "":
-                raise UserError(f"{name}: name a data set: hf:NAME[:CONFIGURATION[:SPLIT]]")
             sources.append(Source(name, "hub", text_key, documents))
         else:
             paths = _files(name)

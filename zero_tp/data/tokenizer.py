@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from zero_tp.errors import UserError, first_line
 from zero_tp.files import read_regular
-from zero_tp.strict_json import read_json, read_object
-from zero_tp.weights.weight_files import TOKENIZER_FILES, is_regular, resolve
+from zero_tp.strict_json import read_json
+from zero_tp.weights.weight_files import TOKENIZER_FILES, holds_tokenizer, is_regular, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -197,8 +197,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, dict[str, i
 def check_same_tokens(data: Path, model: Path) -> None:
     """Check that each token id is the same token for a model's weights and for the corpus. UserError: one is not.
 
-    Either may have ids that the other lacks, such as added tokens. A directory without tokenizer.json or vocab.json is
-    not compared.
+    Either may have ids that the other lacks, such as added tokens. A directory without a tokenizer is not compared.
 
     Args:
         data: directory of the corpus' tokenizer.
@@ -214,14 +213,6 @@ def check_same_tokens(data: Path, model: Path) -> None:
 
 
 def _tokens(directory: Path) -> dict[int, str]:
-    """Return id → token; empty without a vocabulary in the directory."""
-    from tokenizers import Tokenizer
-
-    path = directory / "tokenizer.json"
-    try:
-        if path.is_file():
-            return {id_: token for token, id_ in Tokenizer.from_file(str(path)).get_vocab().items()}
-        path = directory / "vocab.json"
-        return {id_: token for token, id_ in read_object(path).items()} if path.is_file() else {}
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise UserError(f"{path}: can't be read as a tokenizer ({error})") from error
+    """Return id → token; empty without a tokenizer in the directory."""
+    vocabulary = open_tokenizer(directory).get_vocab() if holds_tokenizer(directory) else {}
+    return {number: token for token, number in vocabulary.items()}
