@@ -24,9 +24,9 @@ from typing import Any
 
 from zero_tp import cli
 from zero_tp.data.documents import HUB
-from zero_tp.data.encoder import DocumentEncoder
 from zero_tp.data.settings import check_validation_size, size_and_time
 from zero_tp.data.similarity import SHINGLE
+from zero_tp.data.tokenizer import DocumentEncoder
 from zero_tp.errors import UserError
 
 try:

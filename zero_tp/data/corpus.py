@@ -39,7 +39,6 @@ import zstandard
 from tqdm import tqdm
 
 from zero_tp.data.documents import file_sha256, find_sources, read_blocks
-from zero_tp.data.encoder import DocumentEncoder
 from zero_tp.data.formats import import_optional
 from zero_tp.data.output import DocumentTable, write_output
 from zero_tp.data.records import Document, Problem, RecordBlock, RecordCounts, Source, location
@@ -55,7 +54,7 @@ from zero_tp.data.settings import (
 )
 from zero_tp.data.similarity import EvaluationSets, sketches
 from zero_tp.data.spool import COMMITTED, DOCUMENT_FACTS, Mask, ProcessedBlock, Spool, StoredBlock
-from zero_tp.data.tokenizer import load_tokenizer
+from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.errors import UserError
 from zero_tp.files import clear_partial, hidden_sibling, partial_directory, put_in_place, remove, sync

@@ -17,13 +17,12 @@ from typing import Any
 
 from zero_tp.data.corpus import TOKENIZER, BlockProcessor
 from zero_tp.data.documents import find_sources, group_records, read_blocks
-from zero_tp.data.encoder import DocumentEncoder
 from zero_tp.data.formats import import_optional
 from zero_tp.data.parts import MANIFEST
 from zero_tp.data.records import Problem, Record, RecordBlock, RecordCounts, location
 from zero_tp.data.settings import PrepareSettings, check_settings, describe_files, library_versions, size_and_time
 from zero_tp.data.spool import Spool
-from zero_tp.data.tokenizer import load_tokenizer
+from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.errors import UserError
 from zero_tp.files import partial_directory, put_in_place
@@ -154,9 +153,7 @@ class TokenizedCorpus(PipelineStep):
             (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
             put_in_place(directory, part, stale=lambda name: True)
 
-    def _blocks(
-        self, data: Iterable[Document], sources: dict[NumberedInput, int]
-    ) -> Iterator[tuple[int, RecordBlock]]:
+    def _blocks(self, data: Iterable[Document], sources: dict[NumberedInput, int]) -> Iterator[tuple[int, RecordBlock]]:
         """Yield the number of a source and a block of its documents. New sources are added to `sources`."""
         numbers = itertools.count()
         for source, documents in itertools.groupby(data, _input_of):

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.data.corpus import TOKENIZER, name_output_in_errors
-from zero_tp.data.encoder import DocumentEncoder
 from zero_tp.data.output import DocumentTable, write_output
 from zero_tp.data.records import RecordCounts
 from zero_tp.data.settings import (
@@ -31,7 +30,7 @@ from zero_tp.data.settings import (
     find_reusable,
 )
 from zero_tp.data.spool import Spool
-from zero_tp.data.tokenizer import load_tokenizer
+from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
 from zero_tp.errors import UserError
 from zero_tp.files import clear_partial, partial_directory, put_in_place
 from zero_tp.strict_json import read_json

@@ -156,8 +156,8 @@ def _check_windows(corpora: list[IndexedCorpus], windows: list[int]) -> None:
     for corpus, count in zip(corpora, windows, strict=True):
         if count < 1:
             raise UserError(
-                f"{corpus.prefix}: its {len(corpus):,} documents of {corpus.tokens:,} tokens are too short for a sample; "
-                "use longer documents or a smaller zero_tp.data.sequence_length"
+                f"{corpus.prefix}: its {len(corpus):,} documents of {corpus.tokens:,} tokens are too short for a "
+                "sample; use longer documents or a smaller zero_tp.data.sequence_length"
             )
 
 

@@ -229,7 +229,7 @@ def find_reusable(output: Path, compute_identity: Callable[[], dict[str, Any]], 
 
 
 def find_damage(directory: Path, files: Mapping[str, PreparedFile]) -> str | None:
-    """Describe the first file that differs from its record in `files`, a result of `describe_files`; None: none does."""
+    """Describe the first file that differs from its record, which `describe_files` made; None: none does."""
     for name, recorded in files.items():
         path = directory / name
         if not path.is_file():
