@@ -90,7 +90,7 @@ def _json(source: Source, file: io.BufferedReader) -> Iterator[Record]:
         return
     lines = _json_lines(source, file)
     for first, content in lines:
-        if isinstance(content, Problem) or isinstance(object_of(content), dict):
+        if not isinstance(content, bytes) or isinstance(object_of(content), dict):
             yield Record(first, content)
             yield from lines
             return

@@ -32,8 +32,8 @@ DOCUMENT_FACTS = np.dtype(
 its content if duplicates are removed, the bytes of its sketch, and whether it overlaps with an evaluation set."""
 BLOCKS, COMMITTED = "blocks", "committed"
 COLUMNS = ("documents", "texts", "sketches", "sizes", "tokens", "sentences")
-"""A block's columns: the facts of its documents (`DOCUMENT_FACTS`), their compressed texts and their sketches; once
-they are tokenized, the tokens per document (int64), all tokens, and whether a sentence begins with each token (bool)."""
+"""A block's columns: its documents' `DOCUMENT_FACTS`, compressed texts and sketches; once they are tokenized, the
+tokens per document (int64), all tokens, and whether a sentence begins with each token (bool)."""
 
 
 class ProcessedBlock(NamedTuple):
