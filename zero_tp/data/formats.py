@@ -56,19 +56,15 @@ def _limit(content: bytes, unit: str) -> bytes | Problem:
     return Problem("too long", f"a {unit} of more than {MOST_LINE:,} bytes: split it")
 
 
-def _lines(file: IO[bytes]) -> Iterator[Record]:
-    """Yield every line with its number."""
+def _lines(source: Source, file: IO[bytes]) -> Iterator[Record]:
+    """Yield the lines that are not blank, with their numbers."""
     number = 0
     while line := file.readline(MOST_LINE + 1):
         number += 1
-        yield Record(number, _limit(line, "line"))
+        if line.strip():
+            yield Record(number, _limit(line, "line"))
         while len(line) > MOST_LINE and not line.endswith(b"\n"):
             line = file.readline(MOST_LINE + 1)
-
-
-def _json_lines(source: Source, file: IO[bytes]) -> Iterator[Record]:
-    """Yield the lines that are not blank."""
-    return (line for line in _lines(file) if not isinstance(line.content, bytes) or line.content.strip())
 
 
 def choose_json_key(source: Source, records: Sequence[Record]) -> None:
@@ -88,7 +84,7 @@ def _json(source: Source, file: io.BufferedReader) -> Iterator[Record]:
     if file.peek(2**16).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         yield from _json_array(source, file)
         return
-    lines = _json_lines(source, file)
+    lines = _lines(source, file)
     for first, content in lines:
         if not isinstance(content, bytes) or isinstance(object_of(content), dict):
             yield Record(first, content)
@@ -96,7 +92,7 @@ def _json(source: Source, file: io.BufferedReader) -> Iterator[Record]:
             return
         whole = _limit(content + file.read(MOST_LINE + 1), "file")
         if isinstance(whole, bytes) and isinstance(object_of(whole), Problem):
-            yield from (Record(first - 1 + place, line) for place, line in _json_lines(source, io.BytesIO(whole)))
+            yield from (Record(first - 1 + place, line) for place, line in _lines(source, io.BytesIO(whole)))
         else:
             yield Record(0, whole)
 
@@ -118,7 +114,7 @@ def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
     if source.documents == "file":
         yield Record(0, _limit(file.read(MOST_LINE + 1), "document"))
     elif source.documents == "line":
-        for place, content in _json_lines(source, file):
+        for place, content in _lines(source, file):
             yield Record(place, content.rstrip(b"\r\n") if isinstance(content, bytes) else content)
     else:
         lines = enumerate(iter(partial(file.readline, MOST_LINE + 1), b""), start=1)
@@ -252,7 +248,7 @@ def read_hub(source: Source) -> Iterator[Record]:
         ) from error
 
 
-STREAMS = {"jsonl": _json_lines, "json": _json, "txt": _text, "csv": _csv}
+STREAMS = {"jsonl": _lines, "json": _json, "txt": _text, "csv": _csv}
 """Readers of files that may be compressed, and of standard input."""
 TABLES = {"parquet": _arrow, "arrow": _arrow}
 """Readers of files with their own compression and random access."""

@@ -125,6 +125,7 @@ class RecordCounts:
 
     @property
     def kept(self) -> int:
+        """Return the records that no step has dropped so far."""
         return self.read - self.dropped.total()
 
     def as_dict(self) -> dict[str, Any]:
