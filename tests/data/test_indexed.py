@@ -16,7 +16,7 @@ import pytest
 from tests.support.tiny_models import write_corpus
 from tests.tiers import THOROUGH
 from zero_tp.data import indexed
-from zero_tp.data.indexed import DTYPES, IndexedCorpus, IndexedWriter, pack_header
+from zero_tp.data.indexed import DTYPES, HEADER, MAGIC, VERSION, IndexedCorpus, IndexedWriter
 from zero_tp.data.samples import PackedSamples
 from zero_tp.errors import UserError
 
@@ -119,7 +119,7 @@ def test_a_missing_file_and_an_id_outside_the_vocabulary_are_refused(tmp_path: P
 def test_a_trillion_tokens_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sparse file of 2·10¹² bytes: opening it looks at 64 blocks of the index; the first and the last window."""
     sequences, size = 1_000_000, 1_000_000
-    header = pack_header(DTYPES[8], sequences, sequences + 1)
+    header = HEADER.pack(MAGIC, VERSION, 8, sequences, sequences + 1)
     with open(tmp_path / "c.idx", "wb") as file:
         file.write(header)
         file.write(np.full(sequences, size, "<i4").tobytes())

@@ -77,26 +77,6 @@ def content_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.content.json")
 
 
-def read_header(index: Path) -> tuple[np.dtype, int, int]:
-    """Return the token type and the numbers of sequences and of document boundaries. UserError: not an index."""
-    with open(index, "rb") as file:
-        header = file.read(HEADER.size)
-    magic, version, code, sequences, boundaries = HEADER.unpack(header.ljust(HEADER.size))
-    if magic != MAGIC or version != VERSION or code not in DTYPES:
-        known = ", ".join(f"{key} {value.name}" for key, value in DTYPES.items())
-        raise UserError(
-            f"{index}: not a Megatron index: its header has {header[:9]!r}, version {version} and token type {code}; "
-            f"needed are {MAGIC!r}, version {VERSION} and one of the types {known}"
-        )
-    return DTYPES[code], sequences, boundaries
-
-
-def pack_header(dtype: np.dtype, sequences: int, boundaries: int) -> bytes:
-    """Return the header of an index."""
-    code = next(code for code, known in DTYPES.items() if known == dtype)
-    return HEADER.pack(MAGIC, VERSION, code, sequences, boundaries)
-
-
 class IndexedCorpus:
     """A memory-mapped corpus: documents by number, and all of them as one flat stream of tokens.
 
@@ -120,7 +100,16 @@ class IndexedCorpus:
             raise UserError(f"{error.filename or index}: can't be read ({error.strerror or error})") from error
 
     def _open(self, index: Path, data: Path) -> None:
-        self.dtype, sequences, boundaries = read_header(index)
+        with open(index, "rb") as file:
+            header = file.read(HEADER.size)
+        magic, version, code, sequences, boundaries = HEADER.unpack(header.ljust(HEADER.size))
+        if magic != MAGIC or version != VERSION or code not in DTYPES:
+            known = ", ".join(f"{key} {value.name}" for key, value in DTYPES.items())
+            raise UserError(
+                f"{index}: not a Megatron index: its header has {magic!r}, version {version} and token type {code}; "
+                f"needed are {MAGIC!r}, version {VERSION} and one of the types {known}"
+            )
+        self.dtype = DTYPES[code]
         expected, size = HEADER.size + 12 * sequences + 8 * boundaries, index.stat().st_size
         if size not in (expected, expected + sequences):  # Megatron may append one byte a sequence (its modes)
             raise UserError(f"{index}: {expected:,} bytes expected for {sequences:,} sequences, found {size:,}")
@@ -351,7 +340,8 @@ class IndexedWriter:
         starts = np.zeros(len(sizes), dtype="<i8")
         np.cumsum(sizes[:-1], out=starts[1:])
         with open(idx_path(self.prefix), "wb") as file:
-            file.write(pack_header(self.dtype, len(sizes), len(self._documents)))
+            code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
+            file.write(HEADER.pack(MAGIC, VERSION, code, len(sizes), len(self._documents)))
             file.write(sizes.tobytes())
             file.write((starts * self.dtype.itemsize).tobytes())
             file.write(np.array(self._documents, dtype="<i8").tobytes())

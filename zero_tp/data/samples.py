@@ -112,8 +112,9 @@ class PackedSamples(TrainingSamples[Batch]):
         self, prefixes: Mapping[str, float], sequence_length: int, seed: int, *, separate: bool = False
     ) -> None:
         self.sequence_length, self.separate = sequence_length, separate
-        corpora = _open(prefixes, separate)
-        super().__init__(prefixes, corpora, [(corpus.tokens - 1) // sequence_length for corpus in corpora], seed)
+        corpora = [IndexedCorpus(prefix) for prefix in prefixes]
+        windows = [_count_targets(corpus, separate) // sequence_length for corpus in corpora]
+        super().__init__(prefixes, corpora, windows, seed)
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
         row: npt.NDArray[np.int64] = self._rows([k], IndexedCorpus.read)[0].numpy()
@@ -138,15 +139,9 @@ class PackedSamples(TrainingSamples[Batch]):
         return torch.from_numpy(rows)
 
 
-def _open(prefixes: Iterable[str | Path], separate: bool) -> list[IndexedCorpus]:
-    corpora = [IndexedCorpus(prefix) for prefix in prefixes]
-    for corpus in corpora if separate else ():
-        if not corpus.has_document_with(2):
-            raise UserError(
-                f"{corpus.prefix}: no document has 2 tokens, so there is nothing to predict inside one; "
-                'set zero_tp.data.document_attention to "continue"'
-            )
-    return corpora
+def _count_targets(corpus: IndexedCorpus, separate: bool) -> int:
+    """Return the tokens but the first; 0 if documents are separate and none has a second token to predict."""
+    return 0 if separate and not corpus.has_document_with(2) else max(0, corpus.tokens - 1)
 
 
 def _check_windows(corpora: list[IndexedCorpus], windows: list[int]) -> None:
@@ -252,8 +247,8 @@ class ValidationSamples(FixedSamples[Batch]):
         self, prefixes: str | Path | Iterable[str | Path], sequence_length: int, *, separate: bool = False
     ) -> None:
         self.sequence_length, self.separate = sequence_length, separate
-        corpora = _open([prefixes] if isinstance(prefixes, str | Path) else prefixes, separate)
-        super().__init__(corpora, [-(-(corpus.tokens - 1) // sequence_length) for corpus in corpora])
+        corpora = [IndexedCorpus(prefix) for prefix in ([prefixes] if isinstance(prefixes, str | Path) else prefixes)]
+        super().__init__(corpora, [-(-_count_targets(corpus, separate) // sequence_length) for corpus in corpora])
 
     def _batch(self, numbers: list[int], rows: int) -> Batch:
         s = self.sequence_length
