@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tests.support.corpora import TEXTS, held_out, output_of, run, texts_of, write_jsonl
+from tests.support.corpora import TEXTS, held_out, output_of, run, texts_of, trained_tokenizer, write_jsonl
+from tests.support.launched import ROOT, script
 from tests.tiers import in_tiers
 from zero_tp import files
 from zero_tp.data import PrepareSettings, documents, prepare, spool
@@ -28,8 +29,6 @@ from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.spool import ProcessedBlock, Spool
 from zero_tp.errors import UserError
 from zero_tp.files import hidden_sibling, partial_directory
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_output(tmp_path: Path) -> None:
@@ -116,23 +115,17 @@ def test_reuse_overwrite_and_refusal(tmp_path: Path) -> None:
         prepare([source], first.output, PrepareSettings("bpe:300", 0.1, 9))
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "launch/prepare_data.py", *map(str, arguments)],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-    )
-
-
 def test_the_command(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    arguments = ["--input", source, "--tokenizer", "bpe:300", "--output", tmp_path / "out"]
-    first = command(*arguments)
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    arguments = [
+        "launch/prepare_data.py",
+        tmp_path,
+        *["--input", "a.jsonl", "--tokenizer", "bpe:300", "--output", "out"],
+    ]
+    first = script(*arguments)
     assert (first.returncode, first.stderr) == (0, "")
     assert "39 documents" in first.stdout and "1 documents" in first.stdout
-    wrong = command(*arguments, "--seed", "1")
+    wrong = script(*arguments, "--seed", "1")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("error: ") and wrong.stderr.count("\n") == 1
 
@@ -176,8 +169,7 @@ def test_standard_input(tmp_path: Path, kind: str) -> None:
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> str:
-    source = write_jsonl(tmp_path / "sample.jsonl", texts_of(random.Random(1), 50))
-    return str(prepare([source], tmp_path / "sample", PrepareSettings("bpe:300")).output / "tokenizer")
+    return trained_tokenizer(tmp_path)
 
 
 STARTED = """

@@ -15,21 +15,17 @@ from typing import Any
 
 import pytest
 
-from tests.support.corpora import content_of, texts_of, write_jsonl
-from tests.support.launched import ROOT
+from tests.support.corpora import content_of, texts_of, trained_tokenizer, write_jsonl
+from tests.support.launched import ROOT, script, zero_tp
 from zero_tp.data import PrepareSettings, formats, prepare
 from zero_tp.data.datatrove import CorpusReader, TokenizedCorpus
 from zero_tp.data.parts import merge
 from zero_tp.errors import UserError
 
-SCRIPT = ROOT / "launch/prepare_cluster.py"
-
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    source = write_jsonl(directory / "sample.jsonl", texts_of(random.Random(1), 50))
-    return str(prepare([source], directory / "sample", PrepareSettings("bpe:300")).output / "tokenizer")
+    return trained_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
@@ -57,9 +53,7 @@ def make_parts(
 
 
 def start(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, SCRIPT, *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
+    return script("launch/prepare_cluster.py", ROOT, *map(str, words))
 
 
 @pytest.mark.parametrize("tasks", [1, 3, 8])
@@ -219,8 +213,7 @@ def test_refusals(tmp_path: Path, inputs: list[str | Path], tokenizer: str, monk
 
 def test_the_command(tmp_path: Path, whole_parts: Path) -> None:
     def prepared(*words: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "zero_tp", "prepare", "--output", tmp_path / "out", *words]
-        return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
+        return zero_tp(tmp_path, "prepare", "--output", "out", *map(str, words))
 
     assert "wrote" in prepared("--merge", whole_parts, "--validation-fraction", "0.1").stdout
     cases: list[tuple[list[object], str]] = [
