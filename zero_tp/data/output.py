@@ -46,19 +46,19 @@ class DocumentTable:
         self.in_validation = np.zeros(len(self.facts), np.bool_)
 
     def slice_of(self, block: int) -> slice:
-        """Return the numbers of a block's documents."""
+        """Return a block's rows of `facts`."""
         return slice(int(self.block_starts[block]), int(self.block_starts[block + 1]))
 
     def block_to_encode(self, block: int) -> tuple[StoredBlock, npt.NDArray[np.int64], Mask]:
         """Return a block, the lengths of its texts in bytes, and which of its documents are in the output."""
-        numbers = self.slice_of(block)
-        return self.blocks[block], self.facts["bytes"][numbers], self.in_output[numbers]
+        rows = self.slice_of(block)
+        return self.blocks[block], self.facts["bytes"][rows], self.in_output[rows]
 
     def texts(self, selected: Mask) -> Iterator[str]:
         """Yield the texts of the selected documents, bool [documents]."""
         for number, block in enumerate(self.blocks):
-            numbers = self.slice_of(number)
-            yield from block.texts(self.facts["bytes"][numbers], selected[numbers])
+            rows = self.slice_of(number)
+            yield from block.texts(self.facts["bytes"][rows], selected[rows])
 
     def remove_duplicates(self, kind: str | None) -> list[dict[str, Any]]:
         """Drop exact copies, and near ones if `kind` is "near"; return each with the document that it copies."""
