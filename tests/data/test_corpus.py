@@ -117,15 +117,11 @@ def test_reuse_overwrite_and_refusal(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    arguments = [
-        "launch/prepare_data.py",
-        tmp_path,
-        *["--input", "a.jsonl", "--tokenizer", "bpe:300", "--output", "out"],
-    ]
-    first = script(*arguments)
+    arguments = ["--input", "a.jsonl", "--tokenizer", "bpe:300", "--output", "out"]
+    first = script("launch/prepare_data.py", tmp_path, *arguments)
     assert (first.returncode, first.stderr) == (0, "")
     assert "39 documents" in first.stdout and "1 documents" in first.stdout
-    wrong = script(*arguments, "--seed", "1")
+    wrong = script("launch/prepare_data.py", tmp_path, *arguments, "--seed", "1")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("error: ") and wrong.stderr.count("\n") == 1
 
