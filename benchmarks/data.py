@@ -190,8 +190,7 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
     from zero_tp.data import PrepareSettings, prepare
     from zero_tp.data.corpus import BlockProcessor
     from zero_tp.data.documents import find_sources, read_blocks
-    from zero_tp.data.encoder import DocumentEncoder
-    from zero_tp.data.tokenizer import load_tokenizer
+    from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
 
     parts, clock = defaultdict[str, float](float), time.process_time
 

@@ -24,9 +24,9 @@ from typing import Any
 
 from zero_tp import cli
 from zero_tp.data.documents import HUB
-from zero_tp.data.encoder import DocumentEncoder
-from zero_tp.data.settings import check_validation, size_and_time
+from zero_tp.data.settings import check_validation_size, size_and_time
 from zero_tp.data.similarity import SHINGLE
+from zero_tp.data.tokenizer import DocumentEncoder
 from zero_tp.errors import UserError
 
 try:
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     arguments = cli.Parser(description=__doc__)
     arguments.add_argument("--input", nargs="+", required=True, metavar="FILE|DIR|GLOB", help="as for zero-tp prepare")
     arguments.add_argument("--tokenizer", required=True, metavar="DIR", help="a finished tokenizer")
-    arguments.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory to make")
+    arguments.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory to make or replace")
     arguments.add_argument(
         "--tasks", type=int, required=True, metavar="N", help="number of tasks among which the inputs are divided"
     )
@@ -113,7 +113,7 @@ def is_long_enough(encoder: DocumentEncoder, min_tokens: int, document: Document
 
 
 def stages(
-    options: argparse.Namespace, reader: CorpusReader, corpus: TokenizedCorpus, work: Path
+    options: argparse.Namespace, reader: CorpusReader, writer: TokenizedCorpus, work: Path
 ) -> dict[str, tuple[list[Step], int]]:
     """Return the steps of each stage and its number of tasks, in order."""
     documents: list[Step] = [reader]
@@ -121,16 +121,16 @@ def stages(
         fixes = ("fix_latin_ligatures", "fix_character_width", "uncurl_quotes", "fix_line_breaks")
         documents.append(FTFYFormatter(**dict.fromkeys(fixes, True), normalization="NFC"))
     if not options.deduplicate:
-        return {"tokenize": ([*documents, corpus], options.tasks)}
+        return {"tokenize": ([*documents, writer], options.tasks)}
     if options.min_tokens:  # before MinHash, which might keep the shorter one of two
-        documents.append(LambdaFilter(functools.partial(is_long_enough, corpus.encoder, options.min_tokens)))
+        documents.append(LambdaFilter(functools.partial(is_long_enough, writer.encoder, options.min_tokens)))
     config = minhash_config()
     signatures, buckets, removed = (str(work / "minhash" / name) for name in ("signatures", "buckets", "removed"))
     return {
         "signatures": ([*documents, MinhashDedupSignature(signatures, config, Words())], options.tasks),
         "buckets": ([MinhashDedupBuckets(signatures, buckets, config=config)], BUCKETS),
         "cluster": ([MinhashDedupCluster(buckets, removed, config=config)], 1),
-        "tokenize": ([*documents, MinhashDedupFilter(removed), corpus], options.tasks),
+        "tokenize": ([*documents, MinhashDedupFilter(removed), writer], options.tasks),
     }
 
 
@@ -138,14 +138,15 @@ def executor(
     options: argparse.Namespace, work: Path, name: str, steps: list[Step], tasks: int, before: PipelineExecutor | None
 ) -> PipelineExecutor:
     """Return the executor of a stage, which first runs the stages before it."""
-    arguments: dict[str, Any] = {"tasks": tasks, "logging_dir": str(work / "logs" / name), "depends": before}
-    if options.executor == "local":
-        arguments["workers"] = min(tasks, len(os.sched_getaffinity(0)))
-    if options.executor == "slurm":
-        arguments["job_name"] = f"{options.output.name}-{name}"
+    defaults: dict[str, dict[str, Any]] = {
+        "local": {"workers": min(tasks, len(os.sched_getaffinity(0)))},
+        "slurm": {"job_name": f"{options.output.name}-{name}"},
+    }
     try:
-        return EXECUTORS[options.executor](steps, **{**arguments, **options.executor_arguments})
-    except TypeError as error:
+        arguments = {**defaults.get(options.executor, {}), **options.executor_arguments}
+        logs = str(work / "logs" / name)
+        return EXECUTORS[options.executor](steps, tasks=tasks, logging_dir=logs, depends=before, **arguments)
+    except TypeError as error:  # an unknown argument, or one of the three that the script sets
         raise UserError(f"--executor-arguments: {error}") from error
 
 
@@ -163,7 +164,7 @@ def digest(value: Any) -> str:
 
 def main() -> None:
     options = parser().parse_args()
-    check_validation(options.validation)
+    check_validation_size(options.validation)
     if options.tasks < 1:
         raise UserError(f"--tasks {options.tasks}: at least 1")
     # Workers may have another working directory.
@@ -172,7 +173,7 @@ def main() -> None:
     reader = CorpusReader(inputs, options.text_key, options.documents)
     settings = {name: getattr(options, name) for name in ("text_key", "documents", "repair", "deduplicate")}
     settings["inputs"] = digest([[source.name, *size_and_time(source)] for source in reader.sources])
-    corpus = TokenizedCorpus(
+    writer = TokenizedCorpus(
         options.tokenizer,
         output,
         eos=options.eos,
@@ -182,23 +183,23 @@ def main() -> None:
         settings=settings,
         reader=reader,
     )
-    work = output.with_name(f"{output.name}.work") / digest([corpus.settings, options.tasks])
-    corpus.parts = work / "parts"
-    last: PipelineExecutor | None = None
-    for name, (steps, tasks) in stages(options, reader, corpus, work).items():
-        last = executor(options, work, name, steps, tasks, last)
-    assert last is not None
+    work = output.with_name(f"{output.name}.work") / digest([writer.settings, options.tasks])
+    writer.parts = work / "parts"
+    stage: PipelineExecutor | None = None
+    for name, (steps, tasks) in stages(options, reader, writer, work).items():
+        stage = executor(options, work, name, steps, tasks, stage)
+    assert stage is not None
     for rank in range(options.tasks):  # a part that was removed is made again
-        if not (corpus.parts / f"{rank:05d}").exists():
+        if not (writer.parts / f"{rank:05d}").exists():
             (work / "logs" / "tokenize" / "completions" / f"{rank:05d}").unlink(missing_ok=True)
-    merging = functools.partial(merge_parts, corpus.parts, output, options.validation)
+    merging = functools.partial(merge_parts, writer.parts, output, options.validation)
     if options.executor == "slurm":  # its executor only queues jobs
         # Merging again is cheap if nothing has changed, and datatrove would skip it.
         (work / "logs" / "merge" / "completions" / "00000").unlink(missing_ok=True)
-        executor(options, work, "merge", [merging], 1, last).run()
+        executor(options, work, "merge", [merging], 1, stage).run()
         print(f"queued; the logs will be in {work / 'logs'}")
     else:
-        last.run()
+        stage.run()
         merging()
 
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, MistralConfig
 from zero_tp import devices
 from zero_tp.architectures import architecture_of
 from zero_tp.architectures.spec import TransformerSpec
-from zero_tp.data.batch import Batch, separated
+from zero_tp.data.batch import Batch, separate_documents
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.attention import AttentionCore, SDPACore, allowed_kernels, runs_without_mask
 from zero_tp.models.context import AttentionMask, Packed, Pieces
@@ -94,7 +94,7 @@ def test_pieces_without_a_mask(
 def batch() -> Iterator[Batch]:
     numbers = torch.cat((documents_of(3), documents_of(3)[:, -1:]), 1)
     windows = torch.randint(0, 1000, (3, LENGTH + 1), generator=torch.Generator().manual_seed(2))
-    yield separated(windows, numbers).to(DEVICE)
+    yield separate_documents(windows, numbers).to(DEVICE)
 
 
 def model_of(window: int | None) -> ZeroTPForCausalLM:

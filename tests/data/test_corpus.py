@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tests.support.corpora import TEXTS, held_out, output_of, run, texts_of, write_jsonl
+from tests.support.corpora import TEXTS, held_out, output_of, run, texts_of, trained_tokenizer, write_jsonl
+from tests.support.launched import ROOT, script
 from tests.tiers import in_tiers
 from zero_tp import files
 from zero_tp.data import PrepareSettings, documents, prepare, spool
@@ -29,13 +30,12 @@ from zero_tp.data.spool import ProcessedBlock, Spool
 from zero_tp.errors import UserError
 from zero_tp.files import hidden_sibling, partial_directory
 
-ROOT = Path(__file__).parents[2]
-
 
 def test_output(tmp_path: Path) -> None:
     prepared = run(tmp_path)
     output, report = prepared.output, prepared.report
     assert report == json.loads((output / "report.json").read_text())
+    assert report["versions"].keys() >= {"tokenizers", "transformers", "ftfy", "rensa", "sentencex"}
     tokenizer = AutoTokenizer.from_pretrained(str(output / "tokenizer"))
     assert tokenizer.eos_token == tokenizer.bos_token == "<|endoftext|>"
     assert len(tokenizer) == report["vocabulary_size"] == 300
@@ -115,28 +115,15 @@ def test_reuse_overwrite_and_refusal(tmp_path: Path) -> None:
         prepare([source], first.output, PrepareSettings("bpe:300", 0.1, 9))
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "launch/prepare_data.py", *map(str, arguments)],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-    )
-
-
 def test_the_command(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    arguments = ["--input", source, "--tokenizer", "bpe:300", "--output", tmp_path / "out"]
-    first = command(*arguments)
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    arguments = ["--input", "a.jsonl", "--tokenizer", "bpe:300", "--output", "out"]
+    first = script("launch/prepare_data.py", tmp_path, *arguments)
     assert (first.returncode, first.stderr) == (0, "")
     assert "39 documents" in first.stdout and "1 documents" in first.stdout
-    wrong = command(*arguments, "--seed", "1")
+    wrong = script("launch/prepare_data.py", tmp_path, *arguments, "--seed", "1")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("error: ") and wrong.stderr.count("\n") == 1
-    unknown = command(*arguments, "--sede", "1")
-    assert unknown.returncode == 2
-    assert "--sede" in unknown.stderr and unknown.stderr.count("\n") == 1
 
 
 def test_documents_in_are_those_kept_and_those_dropped(tmp_path: Path) -> None:
@@ -178,8 +165,7 @@ def test_standard_input(tmp_path: Path, kind: str) -> None:
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> str:
-    source = write_jsonl(tmp_path / "sample.jsonl", texts_of(random.Random(1), 50))
-    return str(prepare([source], tmp_path / "sample", PrepareSettings("bpe:300")).output / "tokenizer")
+    return trained_tokenizer(tmp_path)
 
 
 STARTED = """
@@ -295,6 +281,25 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert prepare(inputs, out, settings).resumed == 0
 
 
+@pytest.mark.parametrize("method", ["open", "append"])
+def test_no_progress_is_promised_that_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str, method: str
+) -> None:
+    """Before the first block; or after some of standard input, which can't be read again."""
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+
+    def full(self: Spool, *_: object) -> None:
+        if method == "append":
+            self.commit()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Spool, method, full)
+    with source.open() as stdin, pytest.raises(UserError, match=r"out: can't be written: No space left on device$"):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        prepare([source if method == "open" else "-"], tmp_path / "out", PrepareSettings(tokenizer), processes=1)
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_what_was_read_with_other_settings_is_not_lost_without_a_word(tmp_path: Path) -> None:
     source, out = write_jsonl(tmp_path / "out.jsonl", TEXTS), tmp_path / "out"
     settings, other = PrepareSettings("bpe:300", 0.1), PrepareSettings("bpe:300", 0.1, seed=9)
@@ -350,8 +355,8 @@ def test_what_a_killed_preparation_leaves_is_cleared(tmp_path: Path) -> None:
     (left / "old").touch()
     files = {path.name for path in run(tmp_path).output.iterdir()}
     assert files == {
-        *("report.json", "tokenizer", "train.bin", "train.idx", "train.content.json"),
-        *("validation.bin", "validation.idx", "validation.content.json", "validation.jsonl"),
+        *("report.json", "tokenizer", "train.bin", "train.idx"),
+        *("validation.bin", "validation.idx", "validation.jsonl"),
     }
     assert not left.exists()
     left.mkdir()
@@ -381,20 +386,20 @@ def test_sigterm_leaves_no_part_of_an_output(tmp_path: Path) -> None:
 def test_a_signal_before_the_first_write_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    take, taken = files.lock, []
+    take, locked = files.lock, []
 
     def lock(file: int, kind: int) -> bool:
-        taken.append(file)
-        if when == "locked" or len(taken) > 1:
+        locked.append(file)
+        if when == "locked" or len(locked) > 1:
             take(file, kind)
-        if len(taken) == 1:
+        if len(locked) == 1:
             raise SystemExit(143)
         return True
 
     monkeypatch.setattr(files, "lock", lock)
     with pytest.raises(SystemExit), partial_directory(tmp_path / "out"):
         pytest.fail("the block is not entered")
-    assert len(taken) == 2 and not list(tmp_path.iterdir())
+    assert len(locked) == 2 and not list(tmp_path.iterdir())
 
 
 def test_links_in_an_output_stay_and_an_output_may_be_one(tmp_path: Path) -> None:

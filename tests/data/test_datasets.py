@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.support.tiny_models import write_corpus
 from tests.tiers import THOROUGH
 from zero_tp.data import CorpusDataset, CorpusStream
-from zero_tp.data.indexed import IndexedWriter
 from zero_tp.data.samples import PackedSamples
 from zero_tp.errors import UserError
 
@@ -23,10 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write(prefix: Path, lengths: list[int]) -> str:
-    with IndexedWriter(prefix, 1000) as writer:
-        for length in lengths:
-            writer.add_document(np.arange(length) % 1000)
-    return str(prefix)
+    return str(write_corpus(prefix, [np.arange(length) % 1000 for length in lengths], 1000))
 
 
 def test_a_map_style_data_set_has_the_samples_of_a_run(tmp_path: Path) -> None:

@@ -15,21 +15,17 @@ from typing import Any
 
 import pytest
 
-from tests.support.corpora import content_of, texts_of, write_jsonl
-from tests.support.launched import ROOT
+from tests.support.corpora import content_of, texts_of, trained_tokenizer, write_jsonl
+from tests.support.launched import ROOT, script, zero_tp
 from zero_tp.data import PrepareSettings, formats, prepare
 from zero_tp.data.datatrove import CorpusReader, TokenizedCorpus
 from zero_tp.data.parts import merge
 from zero_tp.errors import UserError
 
-SCRIPT = ROOT / "launch/prepare_cluster.py"
-
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    source = write_jsonl(directory / "sample.jsonl", texts_of(random.Random(1), 50))
-    return str(prepare([source], directory / "sample", PrepareSettings("bpe:300")).output / "tokenizer")
+    return trained_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
@@ -57,9 +53,7 @@ def make_parts(
 
 
 def start(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, SCRIPT, *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
+    return script("launch/prepare_cluster.py", ROOT, *map(str, words))
 
 
 @pytest.mark.parametrize("tasks", [1, 3, 8])
@@ -104,6 +98,14 @@ def test_documents_of_datatroves_own_reader(tmp_path: Path, tokenizer: str) -> N
     assert content_of(merge(tmp_path / "parts", tmp_path / "out").output) == content_of(one.output)
 
 
+def test_documents_that_a_step_adds_count_as_read(tmp_path: Path, tokenizer: str) -> None:
+    reader = CorpusReader([write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(10)])])
+    corpus = TokenizedCorpus(tokenizer, tmp_path / "parts", reader=reader)
+    corpus.run(copy for document in reader.run() for copy in (document, document))
+    counts = merge(tmp_path / "parts", tmp_path / "out").report["documents"]
+    assert (counts["read"], counts["kept"], counts["dropped"]) == (20, 20, {})
+
+
 def flip_byte(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
@@ -117,7 +119,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda parts: shutil.rmtree(parts / "00001"), r"part 00001 of 3 tasks is missing"),
     "first missing": (lambda parts: shutil.rmtree(parts / "00000"), r"part 00000 of 3 tasks is missing"),
     "renamed": (lambda parts: (parts / "00002").rename(parts / "00003"), r"/00003: it is part 2 of 3"),
-    "no manifest": (lambda parts: (parts / "00001/part.json").unlink(), r"/00001/part.json: No such file"),
+    "twice": (lambda parts: shutil.copytree(parts / "00002", parts / "2"), r"/2: it is part 2 of 3"),
+    "no manifest": (lambda parts: (parts / "00001/part.json").unlink(), r"/00001/part.json: no such file"),
     "cut manifest": (lambda parts: cut(parts / "00001/part.json"), r"/00001/part.json: not valid JSON"),
     "truncated": (lambda parts: cut(parts / "00001/blocks"), r"/00001/blocks has [\d,]+ bytes instead of"),
     "one bit": (lambda parts: flip_byte(parts / "00002/blocks"), r"/00002/blocks has SHA-256 \w+… instead of"),
@@ -210,8 +213,7 @@ def test_refusals(tmp_path: Path, inputs: list[str | Path], tokenizer: str, monk
 
 def test_the_command(tmp_path: Path, whole_parts: Path) -> None:
     def prepared(*words: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "zero_tp", "prepare", "--output", tmp_path / "out", *words]
-        return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
+        return zero_tp(tmp_path, "prepare", "--output", "out", *map(str, words))
 
     assert "wrote" in prepared("--merge", whole_parts, "--validation-fraction", "0.1").stdout
     cases: list[tuple[list[object], str]] = [
@@ -295,6 +297,7 @@ def test_the_script_removes_near_copies(tmp_path: Path, tokenizer: str, seed: in
 
 def test_the_script_refuses_in_one_line(tmp_path: Path, inputs: list[str | Path], tokenizer: str) -> None:
     words = ("--input", *inputs, "--tokenizer", tokenizer, "--output", tmp_path / "out", "--tasks", 2)
-    refused = start(*words, "--executor", "slurm")
-    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-    assert "--executor-arguments" in refused.stderr and "partition" in refused.stderr
+    for more, named in ((["--executor", "slurm"], "partition"), (["--executor-arguments", '{"tasks": 3}'], "'tasks'")):
+        refused = start(*words, *more)
+        assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+        assert "--executor-arguments" in refused.stderr and named in refused.stderr

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.data import formats, records, stream
 from zero_tp.data.documents import file_sha256, find_sources, read_blocks, read_documents
-from zero_tp.data.formats import DOCUMENTS
+from zero_tp.data.formats import DOCUMENT_UNITS
 from zero_tp.data.records import Document, Problem, Source
 from zero_tp.errors import UserError
 
@@ -109,7 +109,7 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, name: str) 
 def test_plain_text_is_split_as_asked(tmp_path: Path) -> None:
     path = tmp_path / "a.txt.zst"
     path.write_bytes(zstandard.compress("\ufeffone\r\ntwo\r\n\r\n \r\nthree\n\n\n\nfour \n".encode()))
-    texts = {split: [each.text for each in documents(path, None, split)] for split in DOCUMENTS}  # type: ignore[union-attr]
+    texts = {split: [each.text for each in documents(path, None, split)] for split in DOCUMENT_UNITS}  # type: ignore[union-attr]
     assert texts["file"] == ["one\ntwo\n\n \nthree\n\n\n\nfour \n"]
     assert texts["line"] == ["one", "two", "three", "four "]
     assert texts["blank-line"] == ["one\ntwo", "three", "four "]
@@ -138,6 +138,11 @@ def test_a_field_that_is_not_there_lists_those_that_are(tmp_path: Path, kind: st
     for key, named in ((None, "'text'"), ("tow", "'tow'")):
         with pytest.raises(UserError, match=rf"a\.{kind}: no key {named}.*'one', 'two': choose one with --text-key"):
             documents(path, key)
+
+
+def test_an_object_may_follow_blank_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(' \n\n{\n "text": "x"\n}\n')
+    assert documents(tmp_path / "a.json") == [Document("x")]
 
 
 def test_directories_globs_and_what_is_no_input(tmp_path: Path) -> None:
@@ -174,6 +179,7 @@ BAD: list[tuple[str, bytes, str, list[str]]] = [
     ("a.json", b'[{"text": "a"}, 3, {"text": "b"}]', "malformed", ["a", "b"]),
     ("a.json", b'[{"text": "a"}, {"text": "b"}, {"te', "unreadable", ["a", "b"]),
     ("a.json", b'{"text": "a"}\n{"te\n{"text": "b"}', "malformed", ["a", "b"]),
+    ("a.json", b'\n{"te\n{"text": "b"}', "malformed", ["b"]),
     ("a.csv", b"n,text\n1,a\n2,b,c\n3,d", "malformed", ["a", "d"]),
     ("a.csv", b'n,text\n1,a\n2,"x"y\n3,b', "malformed", ["a", "b"]),
     ("a.csv", b"n,text\n1,a\n2,\xff\n3,b", "not UTF-8", ["a", "b"]),
@@ -229,7 +235,7 @@ def test_no_damage_ends_the_reading(tmp_path_factory: pytest.TempPathFactory, da
     }[change]
     path = tmp_path_factory.mktemp("damaged") / f"a.{kind}{ending}"
     path.write_bytes(damaged)
-    split = data.draw(st.sampled_from(DOCUMENTS))
+    split = data.draw(st.sampled_from(DOCUMENT_UNITS))
     try:
         found = documents(path, "text" if data.draw(st.booleans()) else None, split)
     except UserError as error:

@@ -11,9 +11,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.support.tiny_models import write_corpus
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data import samples as samples_module
-from zero_tp.data.indexed import IndexedWriter
 from zero_tp.data.samples import BLEND_PERIOD, PackedSamples, ValidationSamples
 from zero_tp.errors import UserError
 
@@ -25,11 +25,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """Makes a corpus of the tokens first, first + 1, …: a token says where it stands."""
 
     def make(tokens: int, first: int = 0) -> str:
-        prefix = tmp_path_factory.mktemp("corpus") / "c"
-        with IndexedWriter(prefix, 1_000_000) as writer:
-            for piece in np.array_split(np.arange(first, first + tokens), 3):
-                writer.add_document(piece)
-        return str(prefix)
+        documents = np.array_split(np.arange(first, first + tokens), 3)
+        return str(write_corpus(tmp_path_factory.mktemp("corpus") / "c", documents, 1_000_000))
 
     return make
 
@@ -89,10 +86,10 @@ def test_a_sample_depends_on_its_number_alone(corpus: Corpus) -> None:
     expected = [first[k] for k in range(300)]
     assert all(np.array_equal(second[k], expected[k]) for k in reversed(range(300)))
     numbers = np.random.default_rng(0).integers(0, 10**6, 300)
-    each = np.concatenate([second.sources(numbers[i : i + 1]) for i in range(len(numbers))], axis=1)
-    assert np.array_equal(second.sources(numbers), each)
+    each = np.concatenate([second.locate(numbers[i : i + 1]) for i in range(len(numbers))], axis=1)
+    assert np.array_equal(second.locate(numbers), each)
     far = 10**12
-    corpora, epochs, _ = second.sources(np.arange(far, far + 100))
+    corpora, epochs, _ = second.locate(np.arange(far, far + 100))
     assert Counter(corpora.tolist()) == {0: 70, 1: 30}
     assert epochs[0] == far * 7 // 10 // 25
 
@@ -100,22 +97,22 @@ def test_a_sample_depends_on_its_number_alone(corpus: Corpus) -> None:
 def test_blend_matches_largest_deficit_and_its_proportions(corpus: Corpus) -> None:
     weights = [0.5, 0.3, 0.2]
     samples = PackedSamples({corpus(50, first=100 * i): 10 * w for i, w in enumerate(weights)}, 4, 1)
-    taken = [0, 0, 0]
+    counts = [0, 0, 0]
     for k in range(1000):
-        corpus_number, epoch, _ = (int(part[0]) for part in samples.sources(np.array([k])))
+        corpus_number, epoch, _ = (int(part[0]) for part in samples.locate(np.array([k])))
         # Megatron's greedy choice, restated with its own rule.
-        deficits = [w * (k + 1) - n for w, n in zip(weights, taken, strict=True)]
+        deficits = [w * (k + 1) - n for w, n in zip(weights, counts, strict=True)]
         assert deficits[corpus_number] >= max(deficits) - 1e-9
-        assert epoch == taken[corpus_number] // 12
-        taken[corpus_number] += 1
-        assert all(abs(n - w * (k + 1)) <= 1 for n, w in zip(taken, weights, strict=True))
-    assert taken == [500, 300, 200]
+        assert epoch == counts[corpus_number] // 12
+        counts[corpus_number] += 1
+        assert all(abs(n - w * (k + 1)) <= 1 for n, w in zip(counts, weights, strict=True))
+    assert counts == [500, 300, 200]
 
 
 def test_blend_covers_epochs_across_periods(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples_module, "BLEND_PERIOD", 10)
     samples = PackedSamples({corpus(50): 1, corpus(30, first=100): 2}, 4, 1)
-    corpora, epochs, places = samples.sources(np.arange(200))
+    corpora, epochs, places = samples.locate(np.arange(200))
     for number, windows in enumerate(samples.windows):
         for epoch in range(np.count_nonzero(corpora == number) // windows):
             part = np.flatnonzero(corpora == number)[epoch * windows : (epoch + 1) * windows]
@@ -137,16 +134,15 @@ def test_refusals_have_numbers(corpus: Corpus) -> None:
     short = corpus(4)
     PackedSamples({corpus(5): 1.0}, 4, 0)
     cases: list[tuple[Callable[[], object], str]] = [
-        (lambda: PackedSamples({short: 1.0}, 4, 0), r"holds 4 tokens; one sample of data.sequence_length 4 needs 5"),
+        (lambda: PackedSamples({short: 1.0}, 4, 0), r"its 3 documents of 4 tokens are too short for a sample"),
         (lambda: PackedSamples({corpus(50): 1, corpus(51): 0}, 4, 0), "weight 0 of"),
         (lambda: PackedSamples({corpus(50): 1e6, corpus(51): 1}, 4, 0), r"at least 0\.0001 is needed"),
-        (lambda: ValidationSamples(corpus(1), 8), "validation needs at least 2"),
+        (lambda: ValidationSamples(corpus(1), 8), "3 documents of 1 tokens are too short"),
+        (lambda: PackedSamples({}, 4, 0), "no corpus"),
     ]
     for make, message in cases:
         with pytest.raises(UserError, match=message):
             make()
-    with pytest.raises(ValueError, match="micro-batch 2 × accumulation 1 × data 2 ≠ global batch 5"):
-        PackedSamples({corpus(50): 1}, 4, 0).rank_batches(0, 5, 2, 1, 0, 2)
     assert len(ValidationSamples(corpus(2), 8)) == 1
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from tests.support.corpora import TEXTS, held_out, run
+from tests.support.launched import zero_tp
 from tests.tiers import THOROUGH
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.show import show_corpus
 from zero_tp.errors import UserError
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_documents_and_samples_are_text_again(tmp_path: Path) -> None:
@@ -55,9 +52,8 @@ def test_a_long_text_is_cut(tmp_path: Path) -> None:
 
 @THOROUGH
 def test_the_command_shows(tmp_path: Path) -> None:
-    prepared = run(tmp_path)
-    words = [sys.executable, "launch/prepare_data.py", "--show", str(prepared.output)]
-    done = subprocess.run([*words, "--sample", "1"], cwd=ROOT, capture_output=True, text=True)
+    run(tmp_path)
+    done = zero_tp(tmp_path, "prepare", "--show", "out", "--sample", "1")
     assert (done.returncode, done.stderr) == (0, "") and "--- train, document 0:" in done.stdout
-    done = subprocess.run(words[:2], cwd=ROOT, capture_output=True, text=True)
+    done = zero_tp(tmp_path, "prepare")
     assert done.returncode == 2 and "required: --input, --tokenizer, --output" in done.stderr

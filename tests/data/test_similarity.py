@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tests.support.corpora import write_jsonl
+from tests.support.corpora import run as prepare_texts
 from zero_tp.data import Prepared, PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
 from zero_tp.data.indexed import IndexedCorpus
@@ -27,10 +28,7 @@ from zero_tp.errors import UserError
 ROOT = Path(__file__).parents[2]
 
 
-def run(folder: Path, texts: list[str], name: str = "out", **settings: Any) -> Prepared:
-    source = write_jsonl(folder / f"{name}.jsonl", texts)
-    given: dict[str, Any] = {"tokenizer": "bpe:300", "validation": 1} | settings
-    return prepare([source], folder / name, PrepareSettings(**given))
+run = partial(prepare_texts, validation=1)
 
 
 def documents_of(prepared: Prepared) -> int:
@@ -88,11 +86,11 @@ def test_exact_duplicates(contents: list[bytes]) -> None:
 def test_duplicates_are_named_and_the_first_stays(tmp_path: Path) -> None:
     words = [f"word{i}" for i in range(60)]
     texts = [" ".join(words), "another document", " ".join(words), " ".join([*words[:-1], "end"]), "a third document"]
-    exact = run(tmp_path, texts, deduplicate="exact")
+    exact = run(tmp_path, texts=texts, deduplicate="exact")
     source = tmp_path / "out.jsonl"
     assert removed(exact) == [{"removed": f"{source}:3", "reason": "duplicate", "copy_of": f"{source}:1"}]
     assert documents_of(exact) == 4
-    near = run(tmp_path, texts, "near", deduplicate="near")
+    near = run(tmp_path, "near", texts, deduplicate="near")
     source = tmp_path / "near.jsonl"
     (first, second) = removed(near)
     assert first == {"removed": f"{source}:3", "reason": "duplicate", "copy_of": f"{source}:1"}
@@ -128,20 +126,20 @@ def test_evaluation_sets(tmp_path: Path) -> None:
         "decontaminate": (tmp_path / "lambada.jsonl", tmp_path / "wiki.txt"),
         "deduplicate": "exact",
     }
-    prepared = run(tmp_path, texts, **given)
+    prepared = run(tmp_path, texts=texts, **given)
     assert (
         prepared.report["documents"]["dropped"] == {"duplicate": 1, "contaminated": 2} and documents_of(prepared) == 4
     )
     assert [each["reason"] for each in removed(prepared)] == ["duplicate", "contaminated", "contaminated"]
-    assert run(tmp_path, texts, **given).reused
+    assert run(tmp_path, texts=texts, **given).reused
     (tmp_path / "wiki.txt").write_text(" = Another = \n words")
     with pytest.raises(UserError, match="was made with another decontaminate"):
-        run(tmp_path, texts, **given)
+        run(tmp_path, texts=texts, **given)
 
 
 def test_length_and_unicode(tmp_path: Path) -> None:
     texts = [*(f"number {i} " * 9 for i in range(12)), "short", "schÃ¶n â€” fine" * 5, "x"]
-    first = run(tmp_path, texts, "first")
+    first = run(tmp_path, "first", texts)
     tokenizer = str(first.output / "tokenizer")
     lengths = [
         len(corpus.document(i)) - 1
@@ -149,10 +147,12 @@ def test_length_and_unicode(tmp_path: Path) -> None:
         for i in range(len(corpus))
     ]
     for least in (min(lengths), min(lengths) + 1, 20):
-        cut = run(tmp_path, texts, f"cut{least}", tokenizer=tokenizer, min_tokens=least)
+        cut = run(tmp_path, f"cut{least}", texts, tokenizer=tokenizer, min_tokens=least)
         assert documents_of(cut) == sum(length >= least for length in lengths)
         assert cut.report["documents"]["dropped"].get("short", 0) == sum(length < least for length in lengths)
-    mended = run(tmp_path, texts, "mended", tokenizer=tokenizer, repair=True, validation=14)
+    texts += ["\x01\x02\x7f"]  # of which ftfy leaves nothing
+    mended = run(tmp_path, "mended", texts, tokenizer=tokenizer, repair=True, validation=14)
+    assert mended.report["documents"]["dropped"] == {"empty": 1}
     assert "schön — fine" in (mended.output / "validation.jsonl").read_text()
 
 
@@ -170,7 +170,7 @@ def test_all_steps_together_drop_each_planted_document_once(tmp_path: Path, seed
         "empty": [" "] * 5,
     }
     rows = texts[60:] + texts[:40]
-    tokenizer = str(run(tmp_path, rows, "trained").output / "tokenizer")
+    tokenizer = str(run(tmp_path, "trained", rows).output / "tokenizer")
     rows += [text for each in planted.values() for text in each]
     rows[0] = f"The schÃ¶n word is mended. {rows[0]}"
     pq.write_table(pa.table({"id": range(len(rows)), "content": rows}), tmp_path / "raw.parquet")

@@ -18,7 +18,7 @@ from tests.support.packed import packed_kernels
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.constants import IGNORE_INDEX
-from zero_tp.data.batch import separated
+from zero_tp.data.batch import separate_documents
 from zero_tp.errors import UserError
 from zero_tp.topology import Topology
 
@@ -100,7 +100,7 @@ def packed_equals_apart(topology: Topology, kind: str, attention: str, lengths: 
 
 
 def _equals(model: Any, reference: Any, tokens: Tensor, documents: Tensor, total: Tensor, count: int) -> int:
-    batch = separated(tokens, documents)
+    batch = separate_documents(tokens, documents)
     assert int((batch.labels != IGNORE_INDEX).sum()) == count
     given_to_model: dict[str, Any] = {
         "shift_labels": batch.labels,

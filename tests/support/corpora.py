@@ -37,6 +37,11 @@ def texts_of(chance: random.Random, count: int) -> list[str]:
     return [*texts, *chance.sample(texts, count // 10), "", " "]
 
 
+def trained_tokenizer(directory: Path) -> str:
+    """A byte-level BPE of 300 tokens, trained on 50 texts."""
+    return str(run(directory, "sample", texts_of(random.Random(1), 50)).output / "tokenizer")
+
+
 def content_of(output: Path) -> dict[str, bytes]:
     """The bytes of an output's corpora, validation texts and tokenizer."""
     return {

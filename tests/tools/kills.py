@@ -43,7 +43,7 @@ from zero_tp.checkpoint.directory import (
     read_manifest,
     step_directory,
 )
-from zero_tp.data.content import content_path
+from zero_tp.data.indexed import content_path
 from zero_tp.data.show import SPLITS
 
 WORLD, AIM = 2, 3

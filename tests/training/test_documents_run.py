@@ -63,7 +63,7 @@ class Apart:
         """Tokens and documents of each row, [1, s + 1] each."""
         s, found = self.samples.sequence_length, []
         for k in range(step * self.size, (step + 1) * self.size):
-            start = int(self.samples.sources(np.array([k]))[2][0]) * s
+            start = int(self.samples.locate(np.array([k]))[2][0]) * s
             found.append((torch.from_numpy(self.samples[k])[None], self.numbers[None, start : start + s + 1]))
         return found
 

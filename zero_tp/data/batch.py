@@ -86,7 +86,7 @@ def _move(part: Tensor, device: torch.device) -> Tensor:
     return part if part.device.type == device.type else part.pin_memory().to(device, non_blocking=True)
 
 
-def separated(windows: Tensor, documents: Tensor) -> Batch:
+def separate_documents(windows: Tensor, documents: Tensor) -> Batch:
     """Return a batch of windows [m, s + 1] whose documents do not attend to each other.
 
     Args:

@@ -39,10 +39,9 @@ import zstandard
 from tqdm import tqdm
 
 from zero_tp.data.documents import file_sha256, find_sources, read_blocks
-from zero_tp.data.encoder import DocumentEncoder
 from zero_tp.data.formats import import_optional
 from zero_tp.data.output import DocumentTable, write_output
-from zero_tp.data.records import Document, Problem, RecordBatch, RecordCounts, Source, location
+from zero_tp.data.records import Document, Problem, RecordBlock, RecordCounts, Source, location
 from zero_tp.data.settings import (
     Prepared,
     PrepareSettings,
@@ -54,8 +53,8 @@ from zero_tp.data.settings import (
     size_and_time,
 )
 from zero_tp.data.similarity import EvaluationSets, sketches
-from zero_tp.data.spool import COMMITTED, DOCUMENT, Mask, ProcessedBlock, Spool, StoredBlock
-from zero_tp.data.tokenizer import load_tokenizer
+from zero_tp.data.spool import COMMITTED, DOCUMENT_FACTS, Mask, ProcessedBlock, Spool, StoredBlock
+from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.errors import UserError
 from zero_tp.files import clear_partial, hidden_sibling, partial_directory, put_in_place, remove, sync
@@ -106,9 +105,8 @@ def prepare(
         reading = reading_identity(sources, spec, settings)
         if (reused := find_reusable(output, current_identity, overwrite)) is not None:
             clear_partial(real_output, (TOKENIZER,))
-            is_being_written = hidden_sibling(real_output, "partial").exists()
-            if not is_being_written and Spool(directory).identity in (None, reading):
-                shutil.rmtree(directory, ignore_errors=True)  # left by a process that was killed at its end
+            if Spool(directory).identity == reading:  # left by a process that was killed at its end
+                shutil.rmtree(directory, ignore_errors=True)
             return reused
         # Standard input and the hub may give other documents the next time.
         can_resume = all(source.path is not None for source in sources)
@@ -120,10 +118,10 @@ def prepare(
             preparation = Preparation(sources, spec, settings, spool, strict, processes, progress)
             preparation.read()
             documents = preparation.select(staging)
-            encoder, tokens = preparation.encode(documents, staging / TOKENIZER)
+            encoder, encoded_blocks = preparation.encode(documents, staging / TOKENIZER)
             hashes = [spool.sha256[number] for number in range(len(sources))]
             identity = output_identity(sources, hashes, spec, settings)
-            report = write_output(staging, documents, tokens, encoder, identity, preparation.seconds)
+            report = write_output(staging, documents, encoded_blocks, encoder, identity, preparation.seconds)
             put_in_place(staging, real_output, stale=lambda name: name == REMOVED)
             (directory / COMMITTED).unlink(missing_ok=True)  # the spool is not needed any more
     return Prepared(output, report, reused=False, resumed=resumed)
@@ -153,10 +151,10 @@ def _open_spool(directory: Path, identity: dict[str, Any], overwrite: bool, can_
         remove(directory)
         spool = Spool(directory)
     try:
-        yield spool.open(identity)
+        with contextlib.closing(spool.open(identity)):
+            yield spool
     finally:
-        spool.close()
-        if not (directory / COMMITTED).exists():
+        if not (can_resume and (directory / COMMITTED).exists()):
             shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -182,16 +180,19 @@ class BlockProcessor:
     deduplicate: str | None = None
     sets: EvaluationSets | None = None
 
-    def __call__(self, source: int, block: RecordBatch, sha256: str | None = None) -> ProcessedBlock:
+    def __call__(self, source: int, block: RecordBlock, sha256: str | None = None) -> ProcessedBlock:
         counts, documents, places = RecordCounts(), list[Document](), list[int]()
         for place, document in block.documents():
             counts.read += 1
+            if self.repair and isinstance(document, Document):
+                ftfy = import_optional("ftfy", "--repair-unicode")
+                document = document._replace(text=ftfy.fix_text(document.text))
+            if isinstance(document, Document) and not document.text.strip():
+                document = Problem("empty", "an empty document")
             if isinstance(document, Problem):
                 counts.drop(location(block.source, place), document)
-            elif not document.text.strip():
-                counts.drop(location(block.source, place), Problem("empty", "an empty document"))
             else:
-                documents.append(self._repair(document))
+                documents.append(document)
                 places.append(place)
         columns = {}
         if self.encoder is not None:
@@ -202,7 +203,7 @@ class BlockProcessor:
             documents, places = list(compress(documents, is_long)), list(compress(places, is_long))
             columns = self.encoder.columns(list(compress(encodings, is_long)))
         texts = [document.text.encode("utf-8") for document in documents]
-        facts, key = np.zeros(len(documents), DOCUMENT), self.seed.to_bytes(8, "little")
+        facts, key = np.zeros(len(documents), DOCUMENT_FACTS), self.seed.to_bytes(8, "little")
         facts["split"] = _hashes(texts, "<u8", key)
         facts["place"] = places
         facts["characters"] = [len(document.text) for document in documents]
@@ -217,12 +218,6 @@ class BlockProcessor:
             facts["contaminated"] = [self.sets.overlap_with(document) for document in documents]
         columns |= {"documents": facts.tobytes(), "texts": zstandard.compress(b"".join(texts), 1)}
         return ProcessedBlock(source, block.number, sha256, columns, counts)
-
-    def _repair(self, document: Document) -> Document:
-        if not self.repair:
-            return document
-        fix: Callable[[str], str] = import_optional("ftfy", "--repair-unicode").fix_text
-        return Document(fix(document.text), document.title)
 
 
 def _hashes(texts: Sequence[bytes], dtype: str, key: bytes = b"") -> npt.NDArray[Any]:
@@ -316,8 +311,9 @@ class Preparation:
         self.sources, self.spec, self.settings, self.spool, self.strict = sources, spec, settings, spool, strict
         # disable=None: a bar on a terminal only.
         self.bar: Callable[..., tqdm] = partial(tqdm, leave=False, disable=None if progress else True)
-        self.stamps = [size_and_time(source) for source in sources]
-        small = all(source.path is not None for source in sources) and sum(size for size, _ in self.stamps) < _SMALL
+        self.sizes_and_times = [size_and_time(source) for source in sources]
+        self.total_bytes = sum(size for size, _ in self.sizes_and_times)
+        small = all(source.path is not None for source in sources) and self.total_bytes < _SMALL
         self.processes = processes or (1 if small else len(os.sched_getaffinity(0)))
         self.tokenizer = load_tokenizer(spec.directory, settings.eos) if spec.directory is not None else None
         encoder = None if self.tokenizer is None else DocumentEncoder(self.tokenizer, settings.sentences)
@@ -330,8 +326,7 @@ class Preparation:
     def read(self) -> None:
         """Read all sources into the spool."""
         started, spool = time.perf_counter(), self.spool
-        total = sum(size for size, _ in self.stamps) or None
-        with self.bar(desc="reading", total=total, unit="B", unit_scale=True) as bar:
+        with self.bar(desc="reading", total=self.total_bytes or None, unit="B", unit_scale=True) as bar:
             self._check_strict()
             for block in map_in_order(self.processor, self._missing_blocks(bar), self.processes):
                 spool.append(block)
@@ -339,20 +334,20 @@ class Preparation:
         spool.flush()
         self.seconds["reading"] = time.perf_counter() - started
 
-    def _missing_blocks(self, bar: tqdm) -> Iterator[tuple[int, RecordBatch, str | None]]:
+    def _missing_blocks(self, bar: tqdm) -> Iterator[tuple[int, RecordBlock, str | None]]:
         """Yield each block that is not in the spool, and an empty one with the hash at the end of a source."""
         bytes_before = 0
-        for number, (source, stamp) in enumerate(zip(self.sources, self.stamps, strict=True)):
+        for number, (source, before) in enumerate(zip(self.sources, self.sizes_and_times, strict=True)):
             if number not in self.spool.sha256:
                 last = self.spool.last_blocks.get(number, -1)
                 for block in read_blocks(source):
                     bar.update(bytes_before + source.position - bar.n)
                     if block.number > last:
                         yield number, block, None
-                if size_and_time(source) != stamp:
+                if size_and_time(source) != before:
                     raise UserError(f"{source.name}: it changed while it was read: run this again")
-                yield number, RecordBatch(source.name, 0, None, []), source.sha256
-            bytes_before += stamp[0]
+                yield number, RecordBlock(source.name, 0, None, []), source.sha256
+            bytes_before += before[0]
 
     def _check_strict(self) -> None:
         if self.strict and self.spool.counts.problems:

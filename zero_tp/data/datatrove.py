@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.data.corpus import TOKENIZER, BlockProcessor
-from zero_tp.data.documents import batch_records, find_sources, read_blocks
-from zero_tp.data.encoder import DocumentEncoder
+from zero_tp.data.documents import find_sources, group_records, read_blocks
 from zero_tp.data.formats import import_optional
 from zero_tp.data.parts import MANIFEST
-from zero_tp.data.records import Problem, Record, RecordBatch, RecordCounts, location
+from zero_tp.data.records import Problem, Record, RecordBlock, RecordCounts, location
 from zero_tp.data.settings import PrepareSettings, check_settings, describe_files, library_versions, size_and_time
 from zero_tp.data.spool import Spool
-from zero_tp.data.tokenizer import load_tokenizer
+from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.errors import UserError
 from zero_tp.files import partial_directory, put_in_place
@@ -36,7 +35,7 @@ from datatrove.pipeline.base import PipelineStep  # noqa: E402
 SOURCE, FILE, PLACE = "source_number", "file_path", "place"
 """Metadata of a document: the number of its input, the input's name (datatrove's readers set it, too), its line."""
 _TEXT = "text"
-Source = tuple[int, str]
+NumberedInput = tuple[int, str]
 
 
 class CorpusReader(PipelineStep):
@@ -46,6 +45,7 @@ class CorpusReader(PipelineStep):
         inputs, text_key, documents: see `find_sources`. Standard input can't be read by several tasks.
 
     Attributes:
+        inputs: the number and the name of each input.
         counts: of the records of this task.
     """
 
@@ -56,22 +56,21 @@ class CorpusReader(PipelineStep):
         self.sources = find_sources(inputs, text_key, documents)
         if any(source.path is None and source.kind != "hub" for source in self.sources):
             raise UserError("standard input can't be read by several tasks: write it to a file first")
-        self.stamps = [size_and_time(source) for source in self.sources]
+        self.inputs = [(number, source.name) for number, source in enumerate(self.sources)]
+        self.sizes_and_times = [size_and_time(source) for source in self.sources]
         self.counts = RecordCounts()
 
     def run(self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents of this task, in order."""
         self.counts = RecordCounts()
-        for number in range(rank, len(self.sources), world_size):
+        for number, _ in self.inputs[rank::world_size]:
             yield from self._documents(number)
-
-    def inputs_of(self, rank: int, world_size: int) -> list[Source]:
-        """Return the inputs of a task."""
-        return [(number, self.sources[number].name) for number in range(rank, len(self.sources), world_size)]
+            if size_and_time(self.sources[number]) != self.sizes_and_times[number]:
+                name = self.sources[number].name
+                raise UserError(f"{name}: it has changed since the pipeline was made: start it again")
 
     def _documents(self, number: int) -> Iterator[Document]:
         source = self.sources[number]
-        self._check_unchanged(number)
         for block in read_blocks(source):
             for place, document in block.documents():
                 self.counts.read += 1
@@ -82,11 +81,6 @@ class CorpusReader(PipelineStep):
                     continue
                 metadata = {SOURCE: number, FILE: source.name, PLACE: place}
                 yield Document(document.text, location(source.name, place), metadata=metadata)
-        self._check_unchanged(number)
-
-    def _check_unchanged(self, number: int) -> None:
-        if size_and_time(self.sources[number]) != self.stamps[number]:
-            raise UserError(f"{self.sources[number].name}: it has changed since the pipeline was made: start it again")
 
 
 class TokenizedCorpus(PipelineStep):
@@ -99,7 +93,7 @@ class TokenizedCorpus(PipelineStep):
         settings: other settings of the pipeline, such as its inputs and filters; parts that differ in them can't be
             merged.
         reader: this pipeline's reader: the report then counts the records that it drops, and as `filtered` the
-            documents that later steps drop.
+            documents that later steps drop. Documents that later steps add count as read.
     """
 
     type, name = "🔢 - TOKENIZER", "zero_tp"
@@ -136,7 +130,7 @@ class TokenizedCorpus(PipelineStep):
         """Write the part of task `rank`, which replaces one of a killed task or of an earlier run."""
         part = self.parts / f"{rank:05d}"
         with partial_directory(part, (TOKENIZER,)) as directory, contextlib.closing(Spool(directory).open({})) as spool:
-            inputs = self.reader.inputs_of(rank, world_size) if self.reader is not None else []
+            inputs = self.reader.inputs[rank::world_size] if self.reader is not None else []
             sources = {source: number for number, source in enumerate(inputs)}
             for source, block in self._blocks(data, sources):
                 with self.track_time():
@@ -149,7 +143,7 @@ class TokenizedCorpus(PipelineStep):
             if self.reader is not None:
                 counts = copy.deepcopy(self.reader.counts)
                 filtered = counts.kept - spool.counts.read
-                counts.add(0, Counter(filtered=filtered) + spool.counts.dropped, spool.counts.problems)
+                counts.add(max(0, -filtered), Counter(filtered=filtered) + spool.counts.dropped, spool.counts.problems)
             manifest = {
                 **{"part": rank, "tasks": world_size, "settings": self.settings},
                 "sources": [{"number": number, "name": name} for number, name in sources],
@@ -159,14 +153,14 @@ class TokenizedCorpus(PipelineStep):
             (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
             put_in_place(directory, part, stale=lambda name: True)
 
-    def _blocks(self, data: Iterable[Document], sources: dict[Source, int]) -> Iterator[tuple[int, RecordBatch]]:
+    def _blocks(self, data: Iterable[Document], sources: dict[NumberedInput, int]) -> Iterator[tuple[int, RecordBlock]]:
         """Yield the number of a source and a block of its documents. New sources are added to `sources`."""
         numbers = itertools.count()
-        for source, documents in itertools.groupby(data, _source_of):
+        for source, documents in itertools.groupby(data, _input_of):
             records = (Record(document.metadata.get(PLACE, 0), {_TEXT: document.text}) for document in documents)
-            for batch in batch_records(records):
-                yield sources.setdefault(source, len(sources)), RecordBatch(source[1], next(numbers), _TEXT, batch)
+            for block in group_records(records):
+                yield sources.setdefault(source, len(sources)), RecordBlock(source[1], next(numbers), _TEXT, block)
 
 
-def _source_of(document: Document) -> Source:
+def _input_of(document: Document) -> NumberedInput:
     return document.metadata.get(SOURCE, 0), str(document.metadata.get(FILE, ""))

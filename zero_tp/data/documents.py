@@ -1,7 +1,7 @@
 """Find the inputs that the user names (files, directories, globs, standard input, data sets of the Hugging Face hub),
 and read their documents in blocks of about 1 MiB, with the same boundaries on every machine.
 
-`RecordBatch.documents` parses records, which may happen in another process. A bad record becomes a `Problem`: nothing
+`RecordBlock.documents` parses records, which may happen in another process. A bad record becomes a `Problem`: nothing
 is dropped silently, and no other record is lost.
 """
 
@@ -29,7 +29,7 @@ from zero_tp.data.records import (
     Document,
     Problem,
     Record,
-    RecordBatch,
+    RecordBlock,
     Source,
     location,
     object_of,
@@ -70,13 +70,9 @@ def document_kind(path: Path) -> str:
 def check_files(paths: Iterable[Path]) -> None:
     """Raise a UserError for the first path that is missing, no regular file, or of an unknown kind."""
     for path in paths:
-        try:
-            path.stat()
-        except FileNotFoundError:
-            raise UserError(f"{path}: no such file") from None
-        except (OSError, ValueError) as error:  # ValueError: a NUL
-            raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-        if not path.is_file():
+        if not os.path.lexists(path):  # False for an invalid path
+            raise UserError(f"{path}: no such file")
+        if not os.path.isfile(path):
             raise UserError(f"{path} is not a regular file: name one, or pipe its content to standard input (-)")
         document_kind(path)
 
@@ -94,8 +90,6 @@ def find_sources(
         if name == STDIN:
             sources.append(Source("standard input", stdin_kind, text_key, documents))
         elif name.startswith(HUB):
-            if name.split(":")[1] == "":
-                raise UserError(f"{name}: name a data set: hf:NAME[:CONFIGURATION[:SPLIT]]")
             sources.append(Source(name, "hub", text_key, documents))
         else:
             paths = _files(name)
@@ -160,14 +154,14 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 # --- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def read_blocks(source: Source) -> Iterator[RecordBatch]:
+def read_blocks(source: Source) -> Iterator[RecordBlock]:
     """Yield all records of a source in blocks. UserError: it can't be read, or no field holds a text."""
     source.key, source.position = None, 0
     try:
-        for number, records in enumerate(batch_records(read_hub(source) if source.kind == "hub" else _records(source))):
+        for number, records in enumerate(group_records(read_hub(source) if source.kind == "hub" else _records(source))):
             if number == 0 and source.kind in ("jsonl", "json"):
                 choose_json_key(source, records)
-            yield RecordBatch(source.name, number, source.key, records)
+            yield RecordBlock(source.name, number, source.key, records)
     except OSError as error:
         raise UserError(f"{source.name}: {error.strerror or error}") from error
 
@@ -192,19 +186,19 @@ def _records(source: Source) -> Iterator[Record]:
         source.sha256 = stream.digest.hexdigest()
 
 
-def batch_records(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Yield records in batches of about 1 MiB."""
-    batch: list[Record] = []
+def group_records(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Yield the records of blocks of about 1 MiB."""
+    block: list[Record] = []
     size = 0
     for record in records:
-        batch.append(record)
+        block.append(record)
         content = record.content
         size += sum(map(len, map(str, content.values()))) if isinstance(content, dict) else len(content)
-        if size >= _BLOCK_BYTES or len(batch) == _BLOCK_RECORDS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+        if size >= _BLOCK_BYTES or len(block) == _BLOCK_RECORDS:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
 
 
 def file_sha256(path: Path) -> str:

@@ -32,7 +32,7 @@ from zero_tp.data.records import (
 )
 from zero_tp.errors import UserError, first_line, one_line
 
-DOCUMENTS = ("file", "line", "blank-line")
+DOCUMENT_UNITS = ("file", "line", "blank-line")
 """The units of a .txt file that can be one document."""
 _ROWS = 256  # rows of a table in memory at once
 
@@ -56,19 +56,15 @@ def _limit(content: bytes, unit: str) -> bytes | Problem:
     return Problem("too long", f"a {unit} of more than {MOST_LINE:,} bytes: split it")
 
 
-def _lines(file: IO[bytes]) -> Iterator[Record]:
-    """Yield every line with its number."""
+def _lines(source: Source, file: IO[bytes]) -> Iterator[Record]:
+    """Yield the lines that are not blank, with their numbers."""
     number = 0
     while line := file.readline(MOST_LINE + 1):
         number += 1
-        yield Record(number, _limit(line, "line"))
+        if line.strip():
+            yield Record(number, _limit(line, "line"))
         while len(line) > MOST_LINE and not line.endswith(b"\n"):
             line = file.readline(MOST_LINE + 1)
-
-
-def _json_lines(source: Source, file: IO[bytes]) -> Iterator[Record]:
-    """Yield the lines that are not blank."""
-    return (line for line in _lines(file) if not isinstance(line.content, bytes) or line.content.strip())
 
 
 def choose_json_key(source: Source, records: Sequence[Record]) -> None:
@@ -88,16 +84,17 @@ def _json(source: Source, file: io.BufferedReader) -> Iterator[Record]:
     if file.peek(2**16).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         yield from _json_array(source, file)
         return
-    first = file.readline(MOST_LINE + 1)
-    if not first.strip() or isinstance(object_of(first), dict):
-        yield from [Record(1, first)] if first.strip() else []
-        yield from (Record(place + 1, content) for place, content in _json_lines(source, file))
-        return
-    whole = _limit(first + file.read(MOST_LINE + 1), "file")
-    if isinstance(whole, bytes) and isinstance(object_of(whole), Problem):
-        yield from _json_lines(source, io.BytesIO(whole))
-    else:
-        yield Record(0, whole)
+    lines = _lines(source, file)
+    for first, content in lines:
+        if not isinstance(content, bytes) or isinstance(object_of(content), dict):
+            yield Record(first, content)
+            yield from lines
+            return
+        whole = _limit(content + file.read(MOST_LINE + 1), "file")
+        if isinstance(whole, bytes) and isinstance(object_of(whole), Problem):
+            yield from (Record(first - 1 + place, line) for place, line in _lines(source, io.BytesIO(whole)))
+        else:
+            yield Record(0, whole)
 
 
 def _json_array(source: Source, file: io.BufferedReader) -> Iterator[Record]:
@@ -117,7 +114,7 @@ def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
     if source.documents == "file":
         yield Record(0, _limit(file.read(MOST_LINE + 1), "document"))
     elif source.documents == "line":
-        for place, content in _json_lines(source, file):
+        for place, content in _lines(source, file):
             yield Record(place, content.rstrip(b"\r\n") if isinstance(content, bytes) else content)
     else:
         lines = enumerate(iter(partial(file.readline, MOST_LINE + 1), b""), start=1)
@@ -141,13 +138,14 @@ def _choose_columns(source: Source, fields: Mapping[str, bool]) -> list[str]:
     return [name for name, is_text in fields.items() if is_text and name in wanted]
 
 
-def _csv(source: Source, file: IO[bytes]) -> Iterator[Record]:
+def _csv(source: Source, file: io.BufferedReader) -> Iterator[Record]:
     """Yield the rows of a .csv file: a header, commas, double quotes, and line breaks inside quotes."""
     csv.field_size_limit(MOST_LINE)
-    rows = csv.reader(map(_csv_line, _lines(file)), strict=True)
+    text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n")
+    rows = csv.reader(text, strict=True)
     try:
         header = next(rows, None)
-    except (csv.Error, OverflowError) as error:
+    except csv.Error as error:
         yield Record(1, Problem("malformed", f"its header is no CSV: {error}"))
         return
     if header is None:
@@ -157,8 +155,8 @@ def _csv(source: Source, file: IO[bytes]) -> Iterator[Record]:
         place = rows.line_num + 1
         try:
             row = next(rows, None)
-        except (csv.Error, OverflowError) as error:
-            yield Record(place, Problem("malformed" if isinstance(error, csv.Error) else "too long", str(error)))
+        except csv.Error as error:
+            yield Record(place, Problem("malformed", str(error)))
             continue
         if row is None:
             return
@@ -167,15 +165,6 @@ def _csv(source: Source, file: IO[bytes]) -> Iterator[Record]:
             yield Record(place, Problem("malformed", detail))
         elif row:
             yield Record(place, {name: row[column] for name, column in columns.items()})
-
-
-def _csv_line(record: Record) -> str:
-    """Return a line as text. OverflowError: it is too long."""
-    place, line = record
-    if isinstance(line, Problem):
-        raise OverflowError(line.detail)
-    assert isinstance(line, bytes)
-    return (line.removeprefix(codecs.BOM_UTF8) if place == 1 else line).decode("utf-8", "surrogateescape")
 
 
 def _arrow(source: Source, file: IO[bytes]) -> Iterator[Record]:
@@ -259,7 +248,7 @@ def read_hub(source: Source) -> Iterator[Record]:
         ) from error
 
 
-STREAMS = {"jsonl": _json_lines, "json": _json, "txt": _text, "csv": _csv}
+STREAMS = {"jsonl": _lines, "json": _json, "txt": _text, "csv": _csv}
 """Readers of files that may be compressed, and of standard input."""
 TABLES = {"parquet": _arrow, "arrow": _arrow}
 """Readers of files with their own compression and random access."""

@@ -12,26 +12,34 @@ PREFIX.bin holds token ids, document by document. PREFIX.idx is `MMIDIDX`, versi
     int64[D+1]    sequence at which each document starts; the last entry is S
 
 A document is one sequence unless a preprocessor split it into sentences.
+
+PREFIX.content.json caches the hash and the range of the tokens, which saves reading PREFIX.bin. It is valid while both
+files have the recorded sizes and times, and may be deleted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.data.content import Content, bin_path, check_report, file_stamp, load_cached, save_cached, stamp_after_tick
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, shown
+from zero_tp.files import write_atomically
+from zero_tp.strict_json import InvalidJson, read_object
 
+REPORT = "report.json"
+"""The report of `prepare`, with the checksum of each file of the output."""
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -44,36 +52,29 @@ _INDEX_BLOCK = 2**18  # entries
 _OPENING_CHECKS = 64  # blocks of an index that are checked when it is opened; `content` checks all of it
 
 
+class CorpusContent(NamedTuple):
+    """The SHA-256 of PREFIX.bin, and the smallest and largest of its ids (0 and -1 if it has none)."""
+
+    sha256: str
+    smallest: int
+    largest: int
+
+
 def token_dtype(vocabulary_size: int) -> np.dtype:
     """Return Megatron's type for a vocabulary: uint16 below 65,500 tokens, else int32."""
     return DTYPES[8] if vocabulary_size < _UINT16_VOCABULARY else DTYPES[4]
+
+
+def bin_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
-def read_header(index: Path) -> tuple[np.dtype, int, int]:
-    """Return the token type and the numbers of sequences and of document boundaries. UserError: not an index."""
-    with open(index, "rb") as file:
-        header = file.read(HEADER.size)
-    if not header.startswith(MAGIC):
-        raise UserError(f"{index}: not a Megatron index: it begins with {header[:9]!r}, not {MAGIC!r}")
-    if len(header) < HEADER.size:
-        raise UserError(f"{index}: {HEADER.size} bytes of header expected, found {len(header)}")
-    _, version, code, sequences, boundaries = HEADER.unpack(header)
-    if version != VERSION:
-        raise UserError(f"{index}: format version {version}, only version {VERSION} is known")
-    if code not in DTYPES:
-        known = ", ".join(f"{key} {value.name}" for key, value in DTYPES.items())
-        raise UserError(f"{index}: token type {code} is not an integer type; known: {known}")
-    return DTYPES[code], sequences, boundaries
-
-
-def pack_header(dtype: np.dtype, sequences: int, boundaries: int) -> bytes:
-    """Return the header of an index."""
-    code = next(code for code, known in DTYPES.items() if known == dtype)
-    return HEADER.pack(MAGIC, VERSION, code, sequences, boundaries)
+def content_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.content.json")
 
 
 class IndexedCorpus:
@@ -99,7 +100,16 @@ class IndexedCorpus:
             raise UserError(f"{error.filename or index}: can't be read ({error.strerror or error})") from error
 
     def _open(self, index: Path, data: Path) -> None:
-        self.dtype, sequences, boundaries = read_header(index)
+        with open(index, "rb") as file:
+            header = file.read(HEADER.size)
+        magic, version, code, sequences, boundaries = HEADER.unpack(header.ljust(HEADER.size))
+        if magic != MAGIC or version != VERSION or code not in DTYPES:
+            known = ", ".join(f"{key} {value.name}" for key, value in DTYPES.items())
+            raise UserError(
+                f"{index}: not a Megatron index: its header has {magic!r}, version {version} and token type {code}; "
+                f"needed are {MAGIC!r}, version {VERSION} and one of the types {known}"
+            )
+        self.dtype = DTYPES[code]
         expected, size = HEADER.size + 12 * sequences + 8 * boundaries, index.stat().st_size
         if size not in (expected, expected + sequences):  # Megatron may append one byte a sequence (its modes)
             raise UserError(f"{index}: {expected:,} bytes expected for {sequences:,} sequences, found {size:,}")
@@ -144,31 +154,39 @@ class IndexedCorpus:
         return len(self._documents) - 1
 
     @cached_property
-    def content(self) -> Content:
+    def content(self) -> CorpusContent:
         """The content of PREFIX.bin: from the cache, else by reading all of it (a core hashes 1.8 GB/s).
 
         The cache does not notice damage by a disk, which changes no times.
         """
-        if (cached := load_cached(self.prefix)) is not None:
-            return cached
-        path, digest = bin_path(self.prefix), hashlib.sha256()
-        smallest, largest, count = 0, -1, _PART // self.dtype.itemsize
-        try:
-            self._check_index()
-            stamp = stamp_after_tick(path)
-            for start in range(0, self.tokens, count):
-                part = self._data[start : start + count]
-                digest.update(part.data)
-                low, high = int(part.min()), int(part.max())
-                smallest, largest = (min(smallest, low), max(largest, high)) if start else (low, high)
-            if file_stamp(path) != stamp:
-                raise UserError(f"{path} was written to while it was read: start again after the writing has ended")
-        except OSError as error:
-            raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
-        content = Content(digest.hexdigest(), smallest, largest)
-        check_report(path, content.sha256)
-        save_cached(self.prefix, stamp, content)
+        stamp, path = self._stamp(), bin_path(self.prefix)
+        with contextlib.suppress(OSError, InvalidJson, KeyError, TypeError):
+            cached = read_object(content_path(self.prefix))
+            if cached == _cache_entry(stamp, cached["content"]):
+                return CorpusContent(**cached["content"])
+        self._check_index()
+        content = self._read_content()
+        if self._stamp() != stamp:
+            raise UserError(f"{path} was written to while it was read: start again after the writing has ended")
+        _check_report(path, content.sha256)
+        with contextlib.suppress(OSError):  # the directory can't be written
+            entry = _cache_entry(stamp, content._asdict())
+            write_atomically(content_path(self.prefix), json.dumps(entry) + "\n")
         return content
+
+    def _stamp(self) -> list[int]:
+        """Return the size and times of both files. Every write changes them, because no program can set the ctime."""
+        files = [path.stat() for path in (bin_path(self.prefix), idx_path(self.prefix))]
+        return [number for file in files for number in (file.st_size, file.st_mtime_ns, file.st_ctime_ns)]
+
+    def _read_content(self) -> CorpusContent:
+        digest, smallest, largest, count = hashlib.sha256(), 0, -1, _PART // self.dtype.itemsize
+        for start in range(0, self.tokens, count):
+            part = self._data[start : start + count]
+            digest.update(part.data)
+            low, high = int(part.min()), int(part.max())
+            smallest, largest = (min(smallest, low), max(largest, high)) if start else (low, high)
+        return CorpusContent(digest.hexdigest(), smallest, largest)
 
     def check_vocabulary(self, size: int) -> None:
         """Check that all token ids are below `size`. UserError: one is not."""
@@ -189,7 +207,7 @@ class IndexedCorpus:
         with idx_path(self.prefix).open("rb") as index:
             while block := index.read(_HASHED_BYTES):
                 digest.update(block)
-        check_report(idx_path(self.prefix), digest.hexdigest())
+        _check_report(idx_path(self.prefix), digest.hexdigest())
         count = _HASHED_BYTES // _HASHED_BLOCKS // self.dtype.itemsize
         for i in range(_HASHED_BLOCKS):
             start = max(0, self.tokens - count) * i // (_HASHED_BLOCKS - 1)
@@ -225,10 +243,10 @@ class IndexedCorpus:
         starts[is_inside] = self._pointers[sequences[is_inside]] // self.dtype.itemsize
         return starts
 
-    def has_document_of(self, tokens: int) -> bool:
-        """Return whether a document has at least `tokens` tokens."""
+    def has_document_with(self, min_tokens: int) -> bool:
+        """Return whether a document has at least so many tokens."""
         blocks = (self.first_tokens(block.start, block.stop + 1) for block in _blocks(len(self)))
-        return any((np.diff(starts) >= tokens).any() for starts in blocks)
+        return any((np.diff(starts) >= min_tokens).any() for starts in blocks)
 
     def documents(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Return the document of each token of `read(start, count)`, int64 [count]."""
@@ -251,12 +269,27 @@ class IndexedCorpus:
 
 def _blocks(count: int, max_blocks: int | None = None) -> Iterator[slice]:
     """Yield slices of `count` entries of an index: all, or at most `max_blocks`, evenly spread."""
-    blocks = -(-count // _INDEX_BLOCK)
-    numbers: Sequence[int] = range(blocks)
-    if max_blocks is not None and max_blocks < blocks:
-        numbers = [i * (blocks - 1) // (max_blocks - 1) for i in range(max_blocks)]
-    for block in numbers:
-        yield slice(block * _INDEX_BLOCK, min((block + 1) * _INDEX_BLOCK, count))
+    step = max(_INDEX_BLOCK, -(-count // max_blocks) if max_blocks is not None else 0)
+    for start in range(0, count, step):
+        yield slice(start, min(start + _INDEX_BLOCK, count))
+
+
+def _cache_entry(stamp: list[int], content: dict[str, Any]) -> dict[str, Any]:
+    entry = {"stamp": stamp, "content": content}
+    return {**entry, "sha256": hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()}
+
+
+def _check_report(path: Path, sha256: str) -> None:
+    """Compare a file's SHA-256 with that in `prepare`'s report, if there is one. UserError: they differ."""
+    try:
+        recorded = read_object(path.with_name(REPORT))["files"][path.name]["sha256"]
+    except (OSError, InvalidJson, KeyError, TypeError):  # no report, or one without checksums
+        return
+    if recorded != sha256:
+        raise UserError(
+            f"{path} is damaged: its SHA-256 is {sha256[:12]}…, not {shown(recorded)[1:13]}… as in {REPORT}; "
+            "copy it again, or prepare it again with zero-tp prepare --overwrite"
+        )
 
 
 class IndexedWriter:
@@ -270,7 +303,6 @@ class IndexedWriter:
         self.prefix, self.vocabulary_size = str(prefix), vocabulary_size
         self.dtype, self.tokens = token_dtype(vocabulary_size), 0
         self._sizes, self._documents = array("i"), array("q", [0])
-        self._digest, self._smallest, self._largest = hashlib.sha256(), vocabulary_size, -1
         self._file = open(bin_path(prefix), "wb")  # noqa: SIM115 - closed by close() and __exit__
 
     def add_document(self, ids: npt.ArrayLike) -> None:
@@ -291,11 +323,8 @@ class IndexedWriter:
             if low < 0 or high >= self.vocabulary_size:
                 bad = low if low < 0 else high
                 raise UserError(f"token id {bad} lies outside the vocabulary of {self.vocabulary_size:,} tokens")
-            self._smallest, self._largest = min(self._smallest, low), max(self._largest, high)
         assert lengths.max(initial=0) <= np.iinfo(np.int32).max, "the format has 31 bits for a document's length"
-        stored = values.astype(self.dtype).tobytes()
-        self._file.write(stored)
-        self._digest.update(stored)
+        self._file.write(values.astype(self.dtype).tobytes())
         ends = np.cumsum(lengths)
         inside = np.zeros(0, np.int64) if begins is None else np.setdiff1d(np.flatnonzero(begins), ends - lengths)
         starts = np.sort(np.concatenate([ends - lengths, inside]))
@@ -305,19 +334,17 @@ class IndexedWriter:
         self.tokens += values.size
 
     def close(self) -> None:
-        """Write the index, which completes the corpus, and cache the content."""
+        """Write the index, which completes the corpus."""
         self._file.close()
         sizes = np.array(self._sizes, dtype="<i4")
         starts = np.zeros(len(sizes), dtype="<i8")
         np.cumsum(sizes[:-1], out=starts[1:])
         with open(idx_path(self.prefix), "wb") as file:
-            file.write(pack_header(self.dtype, len(sizes), len(self._documents)))
+            code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
+            file.write(HEADER.pack(MAGIC, VERSION, code, len(sizes), len(self._documents)))
             file.write(sizes.tobytes())
             file.write((starts * self.dtype.itemsize).tobytes())
             file.write(np.array(self._documents, dtype="<i8").tobytes())
-        smallest, largest = (self._smallest, self._largest) if self.tokens else (0, -1)
-        content = Content(self._digest.hexdigest(), smallest, largest)
-        save_cached(self.prefix, stamp_after_tick(bin_path(self.prefix)), content)
 
     def __enter__(self) -> IndexedWriter:
         return self

@@ -56,12 +56,12 @@ class Masking:
     max_ngram: int
 
     def __call__(
-        self, row: npt.NDArray[np.int64], draw: Iterator[float]
+        self, row: npt.NDArray[np.int64], randoms: Iterator[float]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the masked row [s], and its labels [s]: the token that was masked, or -100.
 
         Args:
-            draw: random numbers of [0, 1).
+            randoms: random numbers of [0, 1).
         """
         vocabulary = self.vocabulary
         maskable = ~vocabulary.special[row]
@@ -72,24 +72,24 @@ class Masking:
         budget = max(1, round(self.probability * int(maskable.sum())))
         follows = (begins + sizes == stops)[:-1]
         inputs, labels = row.copy(), np.full_like(row, IGNORE_INDEX)
-        for word, n in ngrams(sizes.tolist(), follows.tolist(), budget, self.max_ngram, draw):
+        for word, n in ngrams(sizes.tolist(), follows.tolist(), budget, self.max_ngram, randoms):
             for place in range(begins[word], begins[word + n - 1] + sizes[word + n - 1]):
                 labels[place] = row[place]
-                kind = next(draw)
+                kind = next(randoms)
                 if kind < MASKED:
                     inputs[place] = vocabulary.mask
                 elif kind < MASKED + RANDOM:
-                    inputs[place] = self._random(draw)
+                    inputs[place] = self._random(randoms)
         return inputs, labels
 
-    def _random(self, draw: Iterator[float]) -> int:
-        while self.vocabulary.special[token := int(next(draw) * len(self.vocabulary.special))]:
+    def _random(self, randoms: Iterator[float]) -> int:
+        while self.vocabulary.special[token := int(next(randoms) * len(self.vocabulary.special))]:
             pass
         return token
 
 
 def ngrams(
-    sizes: list[int], follows: list[bool], budget: int, max_ngram: int, draw: Iterator[float]
+    sizes: list[int], follows: list[bool], budget: int, max_ngram: int, randoms: Iterator[float]
 ) -> Iterator[tuple[int, int]]:
     """Yield disjoint n-grams as (first word, n), until `budget` tokens are selected or no other word fits.
 
@@ -112,12 +112,12 @@ def ngrams(
         )
 
     while budget > 0:
-        drawn = bisect(cumulative_weights, next(draw) * cumulative_weights[-1]) + 1
-        for n in range(min(drawn, budget), 0, -1):
-            candidates = (int(next(draw) * count) for _ in range(_TRIES))
+        most = bisect(cumulative_weights, next(randoms) * cumulative_weights[-1]) + 1
+        for n in range(min(most, budget), 0, -1):
+            candidates = (int(next(randoms) * count) for _ in range(_TRIES))
             word = next((word for word in candidates if fits(word, n)), None)
             if word is None and (places := [word for word in range(count) if fits(word, n)]):
-                word = places[int(next(draw) * len(places))]
+                word = places[int(next(randoms) * len(places))]
             if word is not None:
                 break
         else:
@@ -127,12 +127,12 @@ def ngrams(
         yield word, n
 
 
-def trim(parts: Sequence[npt.NDArray[np.int64]], most: int, draw: Iterator[float]) -> list[npt.NDArray[np.int64]]:
+def trim(parts: Sequence[npt.NDArray[np.int64]], most: int, randoms: Iterator[float]) -> list[npt.NDArray[np.int64]]:
     """Trim parts of a row to `most` tokens together: the longest loses one token at a time, at either end."""
     spans = [[0, len(part)] for part in parts]
     for _ in range(sum(map(len, parts)) - most):
         span = max(spans, key=lambda span: span[1] - span[0])
-        if next(draw) < 0.5:
+        if next(randoms) < 0.5:
             span[0] += 1
         else:
             span[1] -= 1
@@ -186,44 +186,40 @@ class SegmentPairs:
 
     def __post_init__(self) -> None:
         """Check the length. UserError: no segment fits in beside the special tokens."""
-        if self.sequence_length < 2 * self.special:
+        if self.sequence_length < 2 * self.special_count:
             raise UserError(
                 f"zero_tp.data.sequence_length: {self.sequence_length} tokens, of which the masked objective's special "
-                f"ones are {self.special}; use at least {2 * self.special}"
+                f"ones are {self.special_count}; use at least {2 * self.special_count}"
             )
 
     @property
-    def special(self) -> int:
-        """Return the number of special tokens of a row: also the shortest document's, one token a segment and eos."""
+    def special_count(self) -> int:
+        """Return the number of special tokens of a row."""
         return 3 if self.sentence_order else 2
 
     def windows(self, corpus: IndexedCorpus) -> DocumentWindows:
-        """Return the windows of a corpus. UserError: no document is long enough for one."""
-        windows = DocumentWindows(corpus, self.sequence_length - self.special, self.special)
-        if not len(windows):
-            raise UserError(
-                f"{corpus.prefix}: no document has the {self.special} tokens that the masked objective needs for "
-                f"{'two segments' if self.sentence_order else 'a segment'}; prepare a corpus of longer documents"
-            )
-        return windows
+        """Return the windows of a corpus. The shortest has one token a segment, and the eos token."""
+        return DocumentWindows(corpus, self.sequence_length - self.special_count, self.special_count)
 
-    def row(self, windows: DocumentWindows, w: int, draw: Iterator[float]) -> dict[str, npt.NDArray[np.int64]]:
-        """Return window w as a row of a `MaskedBatch`, by name; `draw` yields its random numbers."""
+    def row(self, windows: DocumentWindows, w: int, randoms: Iterator[float]) -> dict[str, npt.NDArray[np.int64]]:
+        """Return window w as a row of a `MaskedBatch`, by name; `randoms` yields its random numbers."""
         tokens, begins = self._window(windows, w)
         if not self.sentence_order:
-            return self._assemble([tokens], False, draw)
+            return self._assemble([tokens], False, randoms)
         if not len(begins):
             begins = np.flatnonzero(self.masking.vocabulary.word_begins(tokens)[1:]) + 1
-        cut = int(begins[int(next(draw) * len(begins))]) if len(begins) else 1 + int(next(draw) * (len(tokens) - 1))
-        parts = trim([tokens[:cut], tokens[cut:]], self.sequence_length - self.special, draw)
-        return self._assemble(parts, next(draw) < 0.5, draw)
+        cut = (
+            int(begins[int(next(randoms) * len(begins))]) if len(begins) else 1 + int(next(randoms) * (len(tokens) - 1))
+        )
+        parts = trim([tokens[:cut], tokens[cut:]], self.sequence_length - self.special_count, randoms)
+        return self._assemble(parts, next(randoms) < 0.5, randoms)
 
     def empty(self) -> dict[str, npt.NDArray[np.int64]]:
         """Return a row that is not scored: padding after a [CLS], because softmax needs one visible token."""
         return self._assemble([], IGNORE_INDEX, iter(()))
 
     def _assemble(
-        self, parts: list[npt.NDArray[np.int64]], swapped: int, draw: Iterator[float]
+        self, parts: list[npt.NDArray[np.int64]], swapped: int, randoms: Iterator[float]
     ) -> dict[str, npt.NDArray[np.int64]]:
         """Return a masked row of segments in the order of the text; `swapped` is its `next_sentence_label`."""
         vocabulary, s = self.masking.vocabulary, self.sequence_length
@@ -235,7 +231,7 @@ class SegmentPairs:
             used = end + 1
         labels = np.full(s, IGNORE_INDEX, np.int64)
         if parts:
-            row[:used], labels[:used] = self.masking(row[:used], draw)
+            row[:used], labels[:used] = self.masking(row[:used], randoms)
         mask = (np.arange(s) < used).astype(np.int64)
         batch = {"input_ids": row, "token_type_ids": types, "attention_mask": mask, "labels": labels}
         return batch | ({"next_sentence_label": np.array(swapped, np.int64)} if self.sentence_order else {})
@@ -291,7 +287,7 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
 
     def __getitem__(self, k: int) -> dict[str, npt.NDArray[np.int64]]:
         """Return sample k as a row of a batch, int64 [s] each and `next_sentence_label` []."""
-        corpus, _, window = (int(part[0]) for part in self.sources(np.array([k])))
+        corpus, _, window = (int(part[0]) for part in self.locate(np.array([k])))
         return self.pairs.row(self._windows[corpus], window, uniforms(self.seed, _TRAINING, k))
 
     def _batch(self, numbers: range) -> MaskedBatch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import math
@@ -15,14 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.data.content import REPORT
-from zero_tp.data.encoder import DocumentEncoder
-from zero_tp.data.indexed import IndexedWriter, token_dtype
+from zero_tp.data.indexed import REPORT, IndexedWriter, token_dtype
 from zero_tp.data.records import RecordCounts, location
 from zero_tp.data.settings import describe_files, library_versions
 from zero_tp.data.show import SPLITS
 from zero_tp.data.similarity import exact_duplicates, near_duplicates
-from zero_tp.data.spool import DOCUMENT, Mask, StoredBlock, split_bytes
+from zero_tp.data.spool import DOCUMENT_FACTS, Mask, StoredBlock, split_bytes
+from zero_tp.data.tokenizer import DocumentEncoder
 from zero_tp.errors import UserError
 
 
@@ -33,7 +31,7 @@ class DocumentTable:
     (measured with 40,000).
 
     Attributes:
-        facts: what is stored of each document (`DOCUMENT`).
+        facts: what is stored of each document (`DOCUMENT_FACTS`).
         in_output, in_validation: which documents are in the output, and in its validation set, bool [documents].
         names: of the sources.
         counts: of the records of all sources.
@@ -41,26 +39,26 @@ class DocumentTable:
 
     def __init__(self, blocks: Sequence[StoredBlock], names: Sequence[str], counts: RecordCounts) -> None:
         self.blocks, self.names, self.counts = blocks, names, copy.deepcopy(counts)
-        parts = [np.frombuffer(block.read("documents"), DOCUMENT) for block in blocks]
-        self.facts = np.concatenate([np.zeros(0, DOCUMENT), *parts])
+        parts = [np.frombuffer(block.read("documents"), DOCUMENT_FACTS) for block in blocks]
+        self.facts = np.concatenate([np.zeros(0, DOCUMENT_FACTS), *parts])
         self.block_starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
         self.in_output = np.ones(len(self.facts), np.bool_)
         self.in_validation = np.zeros(len(self.facts), np.bool_)
 
     def slice_of(self, block: int) -> slice:
-        """Return the numbers of a block's documents."""
+        """Return a block's rows of `facts`."""
         return slice(int(self.block_starts[block]), int(self.block_starts[block + 1]))
 
     def block_to_encode(self, block: int) -> tuple[StoredBlock, npt.NDArray[np.int64], Mask]:
         """Return a block, the lengths of its texts in bytes, and which of its documents are in the output."""
-        numbers = self.slice_of(block)
-        return self.blocks[block], self.facts["bytes"][numbers], self.in_output[numbers]
+        rows = self.slice_of(block)
+        return self.blocks[block], self.facts["bytes"][rows], self.in_output[rows]
 
     def texts(self, selected: Mask) -> Iterator[str]:
         """Yield the texts of the selected documents, bool [documents]."""
         for number, block in enumerate(self.blocks):
-            numbers = self.slice_of(number)
-            yield from block.texts(self.facts["bytes"][numbers], selected[numbers])
+            rows = self.slice_of(number)
+            yield from block.texts(self.facts["bytes"][rows], selected[rows])
 
     def remove_duplicates(self, kind: str | None) -> list[dict[str, Any]]:
         """Drop exact copies, and near ones if `kind` is "near"; return each with the document that it copies."""
@@ -146,10 +144,36 @@ class DocumentTable:
         return sample
 
 
+class SplitWriter(IndexedWriter):
+    """Writes the documents of a split, and counts them.
+
+    Attributes:
+        counts: documents, tokens, characters and bytes.
+        frequencies: how often each token id occurs, int64 [vocabulary].
+    """
+
+    def __init__(self, prefix: Path, vocabulary_size: int) -> None:
+        super().__init__(prefix, vocabulary_size)
+        self.counts = dict.fromkeys(("documents", "tokens", "characters", "bytes"), 0)
+        self.frequencies = np.zeros(vocabulary_size, np.int64)
+
+    def add_selected(
+        self, selected: Mask, facts: npt.NDArray[Any], ids: npt.NDArray[Any], sizes: npt.NDArray[np.int64], begins: Mask
+    ) -> None:
+        """Append the selected documents of a block, bool [documents]; `begins`: see `add_documents`, or empty."""
+        is_selected = np.repeat(selected, sizes)
+        self.add_documents(ids[is_selected], sizes[selected], begins[is_selected] if len(begins) else None)
+        self.frequencies += np.bincount(ids[is_selected], minlength=self.vocabulary_size)
+        self.counts["documents"] += int(selected.sum())
+        self.counts["tokens"] += int(is_selected.sum())
+        for name in ("characters", "bytes"):
+            self.counts[name] += int(facts[name][selected].sum())
+
+
 def write_output(
     directory: Path,
     documents: DocumentTable,
-    tokens: Sequence[StoredBlock],
+    encoded_blocks: Sequence[StoredBlock],
     encoder: DocumentEncoder,
     identity: dict[str, Any],
     seconds: dict[str, float],
@@ -157,43 +181,30 @@ def write_output(
     """Write both corpora, the texts of the validation documents and the report beside `tokenizer/`; return the report.
 
     Args:
-        tokens: the blocks with the documents' tokens.
+        encoded_blocks: the blocks with the documents' tokens.
         identity: everything that decides the output.
         seconds: durations of the earlier stages. Tokens/s count "encoding", and "reading" if tokens were encoded there.
     """
-    started = time.perf_counter()
-    splits = {split: dict.fromkeys(("documents", "tokens", "characters", "bytes"), 0) for split in SPLITS}
-    size, dtype = encoder.vocabulary_size, token_dtype(encoder.vocabulary_size)
-    frequencies = {split: np.zeros(size, np.int64) for split in SPLITS}
-    with contextlib.ExitStack() as stack:
-        writers = {split: stack.enter_context(IndexedWriter(directory / split, size)) for split in SPLITS}
-        texts_file = stack.enter_context(open(directory / "validation.jsonl", "w", encoding="utf-8"))
-        for number, block in enumerate(tokens):
-            numbers, sizes = documents.slice_of(number), np.frombuffer(block.read("sizes"), np.int64)
-            ids = np.frombuffer(block.read("tokens"), dtype)
-            starts = np.frombuffer(block.read("sentences"), np.bool_) if encoder.language is not None else None
-            facts, in_validation = documents.facts[numbers], documents.in_validation[numbers]
-            in_training = documents.in_output[numbers] & ~in_validation
-            for split, selected in zip(SPLITS, (in_training, in_validation), strict=True):
-                is_selected = np.repeat(selected, sizes)
-                split_ids = ids[is_selected]
-                writers[split].add_documents(
-                    split_ids, sizes[selected], None if starts is None else starts[is_selected]
-                )
-                frequencies[split] += np.bincount(split_ids, minlength=size)
-                splits[split]["documents"] += int(selected.sum())
-                splits[split]["tokens"] += len(split_ids)
-                for name in ("characters", "bytes"):
-                    splits[split][name] += int(facts[name][selected].sum())
+    started, dtype = time.perf_counter(), token_dtype(encoder.vocabulary_size)
+    train, validation = (SplitWriter(directory / split, encoder.vocabulary_size) for split in SPLITS)
+    with train, validation, open(directory / "validation.jsonl", "w", encoding="utf-8") as texts_file:
+        for number, block in enumerate(encoded_blocks):
+            ids, sizes = np.frombuffer(block.read("tokens"), dtype), np.frombuffer(block.read("sizes"), np.int64)
+            begins = np.frombuffer(block.read("sentences"), np.bool_)
+            rows = documents.slice_of(number)
+            facts, in_validation = documents.facts[rows], documents.in_validation[rows]
+            train.add_selected(documents.in_output[rows] & ~in_validation, facts, ids, sizes, begins)
+            validation.add_selected(in_validation, facts, ids, sizes, begins)
             for text in documents.blocks[number].texts(facts["bytes"], in_validation):
                 texts_file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-    for split, figures in splits.items():
-        if not figures["tokens"]:
+    splits = dict(zip(SPLITS, (train.counts, validation.counts), strict=True))
+    for split, counts in splits.items():
+        if not counts["tokens"]:
             raise UserError(
                 f"the {split} documents hold no tokens; give more text, or set another --validation-fraction"
             )
     seconds["encoding"] = seconds.get("encoding", 0.0) + time.perf_counter() - started
-    encoding = seconds["encoding"] + (seconds["reading"] if tokens is documents.blocks else 0.0)
+    encoding = seconds["encoding"] + (seconds["reading"] if encoded_blocks is documents.blocks else 0.0)
     report = {
         "identity": identity,
         "inputs": list(documents.names),
@@ -201,9 +212,9 @@ def write_output(
         "splits": splits,
         "vocabulary_size": encoder.vocabulary_size,
         "end_of_document": encoder.end_of_document,
-        "unigram": unigram(frequencies["train"], frequencies["validation"]),
+        "unigram": unigram(train.frequencies, validation.frequencies),
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
-        "tokens_per_second": round(sum(figures["tokens"] for figures in splits.values()) / encoding),
+        "tokens_per_second": round(sum(counts["tokens"] for counts in splits.values()) / encoding),
         "versions": library_versions(),
         "files": describe_files(directory),
     }

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.data.corpus import TOKENIZER, name_output_in_errors
-from zero_tp.data.encoder import DocumentEncoder
 from zero_tp.data.output import DocumentTable, write_output
 from zero_tp.data.records import RecordCounts
 from zero_tp.data.settings import (
@@ -26,19 +25,19 @@ from zero_tp.data.settings import (
     Prepared,
     PreparedFile,
     PrepareSettings,
-    check_validation,
+    check_validation_size,
     find_damage,
     find_reusable,
 )
-from zero_tp.data.spool import BLOCKS, COMMITTED, Spool
-from zero_tp.data.tokenizer import load_tokenizer
+from zero_tp.data.spool import Spool
+from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
 from zero_tp.errors import UserError
 from zero_tp.files import clear_partial, partial_directory, put_in_place
-from zero_tp.strict_json import InvalidJson, read_object
+from zero_tp.strict_json import read_json
 from zero_tp.validation import ConfigModel, Count, Positive, validate
 
 MANIFEST = "part.json"
-_REMEDY = "remove it and run its task again"
+_REMEDY = "remove this part and run its task again"
 
 
 class PartSource(ConfigModel):
@@ -72,12 +71,11 @@ def merge(
     Raises:
         UserError: a part is missing, damaged, or made with other settings than the first; or as `prepare`.
     """
-    check_validation(validation)
+    check_validation_size(validation)
     output, started = Path(output), time.perf_counter()
     paths, manifests = _read_manifests(Path(parts))
     for path, part in zip(paths, manifests, strict=True):
-        required = [BLOCKS, COMMITTED, *([f"{TOKENIZER}/tokenizer.json"] if part.part == 0 else [])]
-        if problem := find_damage(path, part.files, MANIFEST, required):
+        if problem := find_damage(path, part.files):
             raise UserError(f"{problem}: {path} is damaged: {_REMEDY}")
     seconds = {"reading": time.perf_counter() - started, "tokenizer": 0.0}
     settings = manifests[0].settings
@@ -103,25 +101,17 @@ def _read_manifests(directory: Path) -> tuple[list[Path], list[Part]]:
     paths = sorted(path for path in directory.glob("*") if path.name.isdecimal())
     if not paths:
         raise UserError(f"{directory}: there are no parts of a corpus; launch/prepare_cluster.py makes them")
-    manifests = [_read_manifest(path / MANIFEST) for path in paths]
+    manifests = [validate(Part, read_json(path / MANIFEST, _REMEDY), str(path / MANIFEST)) for path in paths]
     first = manifests[0]
     for path, part in zip(paths, manifests, strict=True):
         ours, theirs = ({**manifest.settings, "number of tasks": manifest.tasks} for manifest in (part, first))
         if different := sorted(key for key in ours | theirs if ours.get(key) != theirs.get(key)):
             raise UserError(f"{path}: made with another {', '.join(different)} than {paths[0].name}: {_REMEDY}")
-        if int(path.name) != part.part:
+        if path.name != f"{part.part:05d}":
             raise UserError(f"{path}: it is part {part.part} of {part.tasks}: {_REMEDY}")
     if missing := sorted(set(range(first.tasks)) - {part.part for part in manifests}):
         raise UserError(f"{directory}: part {missing[0]:05d} of {first.tasks} tasks is missing: run its task again")
     return paths, manifests
-
-
-def _read_manifest(path: Path) -> Part:
-    try:
-        return validate(Part, read_object(path), str(path))
-    except (OSError, InvalidJson, UserError) as error:
-        problem = str(error) if isinstance(error, UserError) else f"{path}: {getattr(error, 'strerror', None) or error}"
-        raise UserError(f"{problem}: {_REMEDY}") from error
 
 
 def _join(paths: Sequence[Path], manifests: Sequence[Part]) -> DocumentTable:

@@ -24,7 +24,7 @@ MOST_LINE = MOST_BYTES
 MOST_TEXT = 2**25
 """The longest document, in characters. To encode it, tokenizers needs about 130 bytes of memory a character."""
 MOST_PROBLEMS = 10
-Content = bytes | dict[str, Any]
+RecordContent = bytes | dict[str, Any]
 
 
 @dataclass
@@ -70,15 +70,15 @@ class Record(NamedTuple):
     """The content of an input at `place` (a line or row, from 1; 0: the whole file)."""
 
     place: int
-    content: Content | Problem
+    content: RecordContent | Problem
 
 
 @dataclass(frozen=True)
-class RecordBatch:
+class RecordBlock:
     """Consecutive records of a source.
 
     Attributes:
-        number: of the batch in its source, from 0.
+        number: of the block in its source, from 0.
         key: the field of the text, if records have fields.
     """
 
@@ -125,6 +125,7 @@ class RecordCounts:
 
     @property
     def kept(self) -> int:
+        """Return the records that no step has dropped so far."""
         return self.read - self.dropped.total()
 
     def as_dict(self) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def location(source: str, place: int) -> str:
     return f"{source}:{place}" if place else source
 
 
-def document_of(content: Content | Problem, key: str | None) -> Document | Problem:
+def document_of(content: RecordContent | Problem, key: str | None) -> Document | Problem:
     """Return the document of a record. Bytes are JSON if there is a `key`, else a text."""
     if isinstance(content, bytes) and key is not None:
         content = object_of(content)
@@ -158,10 +159,8 @@ def document_of(content: Content | Problem, key: str | None) -> Document | Probl
             text = text.decode("utf-8")
         elif isinstance(text, str):
             text.encode("utf-8")
-    except UnicodeDecodeError as error:
-        return Problem("not UTF-8", f"not UTF-8 at byte {error.start}: convert it to UTF-8 first")
-    except UnicodeEncodeError as error:  # an unpaired surrogate
-        return Problem("not UTF-8", f"not UTF-8 at character {error.start}")
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:  # the second: an unpaired surrogate
+        return Problem("not UTF-8", f"not UTF-8 at position {error.start}: convert it to UTF-8 first")
     if not isinstance(text, str):
         return Problem("no text", f"{key!r} must be a string, found {json_kind(type(text).__name__)}")
     title = None

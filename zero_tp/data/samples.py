@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from zero_tp.data.batch import PADDING, Batch, MaskedBatch, separated
+from zero_tp.data.batch import PADDING, Batch, MaskedBatch, separate_documents
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.permutation import Permutation
 from zero_tp.errors import UserError
@@ -51,6 +51,7 @@ class TrainingSamples(ABC, Generic[BatchType]):
     def __init__(
         self, weights: Mapping[str, float], corpora: list[IndexedCorpus], windows: list[int], seed: int
     ) -> None:
+        _check_windows(corpora, windows)
         self.corpora, self.windows, self.seed = corpora, windows, seed
         self._blend = _Blend(weights)
 
@@ -58,7 +59,7 @@ class TrainingSamples(ABC, Generic[BatchType]):
         """Return prefix → `IndexedCorpus.identity`. Reads each index once."""
         return {corpus.prefix: corpus.identity(whole=whole) for corpus in self.corpora}
 
-    def sources(
+    def locate(
         self, numbers: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the corpus, the epoch and the window of each sample, int64 like `numbers`."""
@@ -81,13 +82,7 @@ class TrainingSamples(ABC, Generic[BatchType]):
         Micro-batch i of rank r holds the m samples from step·B + i·d·m + r·m on, so together the ranks hold each sample
         of the step exactly once. The TP ranks of one data-parallel rank get the same batches.
         """
-        if global_batch != micro_batch * accumulation * data_size:
-            raise ValueError(
-                f"micro-batch {micro_batch} × accumulation {accumulation} × data {data_size} "
-                f"≠ global batch {global_batch}"
-            )
-        if not 0 <= data_rank < data_size:
-            raise ValueError(f"data rank {data_rank} of {data_size}")
+        assert global_batch == micro_batch * accumulation * data_size and 0 <= data_rank < data_size
         firsts = (step * global_batch + (i * data_size + data_rank) * micro_batch for i in range(accumulation))
         return [self._batch(range(first, first + micro_batch)) for first in firsts]
 
@@ -116,11 +111,10 @@ class PackedSamples(TrainingSamples[Batch]):
     def __init__(
         self, prefixes: Mapping[str, float], sequence_length: int, seed: int, *, separate: bool = False
     ) -> None:
-        if not prefixes:
-            raise UserError("no training corpus")
         self.sequence_length, self.separate = sequence_length, separate
-        corpora = _open(prefixes, separate)
-        super().__init__(prefixes, corpora, [_count_windows(corpus, sequence_length) for corpus in corpora], seed)
+        corpora = [IndexedCorpus(prefix) for prefix in prefixes]
+        windows = [_count_targets(corpus, separate) // sequence_length for corpus in corpora]
+        super().__init__(prefixes, corpora, windows, seed)
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
         row: npt.NDArray[np.int64] = self._rows([k], IndexedCorpus.read)[0].numpy()
@@ -129,7 +123,7 @@ class PackedSamples(TrainingSamples[Batch]):
     def _batch(self, numbers: range) -> Batch:
         windows = self._rows(numbers, IndexedCorpus.read)
         if self.separate:
-            return separated(windows, self.documents(numbers))
+            return separate_documents(windows, self.documents(numbers))
         return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
 
     def documents(self, numbers: Iterable[int]) -> Tensor:
@@ -138,30 +132,28 @@ class PackedSamples(TrainingSamples[Batch]):
 
     def _rows(self, numbers: Iterable[int], read: Callable[[IndexedCorpus, int, int], npt.NDArray[np.int64]]) -> Tensor:
         s = self.sequence_length
-        corpora, _, windows = self.sources(np.fromiter(numbers, np.int64))
+        corpora, _, windows = self.locate(np.fromiter(numbers, np.int64))
         rows = np.empty((len(corpora), s + 1), np.int64)
         for row, corpus, window in zip(rows, corpora.tolist(), windows.tolist(), strict=True):
             row[:] = read(self.corpora[corpus], window * s, s + 1)
         return torch.from_numpy(rows)
 
 
-def _open(prefixes: Iterable[str | Path], separate: bool) -> list[IndexedCorpus]:
-    corpora = [IndexedCorpus(prefix) for prefix in prefixes]
-    for corpus in corpora if separate else ():
-        if not corpus.has_document_of(2):
+def _count_targets(corpus: IndexedCorpus, separate: bool) -> int:
+    """Return the tokens but the first; 0 if documents are separate and none has a second token to predict."""
+    return 0 if separate and not corpus.has_document_with(2) else max(0, corpus.tokens - 1)
+
+
+def _check_windows(corpora: list[IndexedCorpus], windows: list[int]) -> None:
+    """Check that there are corpora, and that each has a window. UserError: one has none."""
+    if not corpora:
+        raise UserError("zero_tp.data: no corpus; name at least one prefix")
+    for corpus, count in zip(corpora, windows, strict=True):
+        if count < 1:
             raise UserError(
-                f"{corpus.prefix}: no document has 2 tokens, so there is nothing to predict inside one; "
-                'set zero_tp.data.document_attention to "continue"'
+                f"{corpus.prefix}: its {len(corpus):,} documents of {corpus.tokens:,} tokens are too short for a "
+                "sample; use longer documents or a smaller zero_tp.data.sequence_length"
             )
-    return corpora
-
-
-def _count_windows(corpus: IndexedCorpus, s: int) -> int:
-    if corpus.tokens < s + 1:
-        raise UserError(
-            f"{corpus.prefix} holds {corpus.tokens:,} tokens; one sample of data.sequence_length {s:,} needs {s + 1:,}"
-        )
-    return (corpus.tokens - 1) // s
 
 
 class _Blend:
@@ -211,8 +203,7 @@ class FixedSamples(ABC, Generic[BatchType]):
     """
 
     def __init__(self, corpora: list[IndexedCorpus], windows: list[int]) -> None:
-        if not corpora:
-            raise UserError("no validation corpus")
+        _check_windows(corpora, windows)
         self.corpora = corpora
         self._first = np.concatenate([[0], np.cumsum(windows)])
 
@@ -236,12 +227,10 @@ class FixedSamples(ABC, Generic[BatchType]):
             limit: windows to score over all ranks, evenly spread; None: all. The topology never changes which they are.
             micro_batch: m rows a batch; rows beyond the last window have only labels -100.
         """
-        if not 0 <= data_rank < data_size:
-            raise ValueError(f"data rank {data_rank} of {data_size}")
-        if limit is not None and limit < 1:
-            raise ValueError(f"limit {limit}: at least 1 window")
+        assert 0 <= data_rank < data_size
         total = len(self)
         count = total if limit is None else min(limit, total)
+        # Each rank's range is shifted by as much as its end, so all ranks yield as many batches.
         for first in range(data_rank * micro_batch, count + data_rank * micro_batch, micro_batch * data_size):
             numbers = range(first, min(first + micro_batch, count))
             yield self._batch([n * total // count for n in numbers], micro_batch)
@@ -258,11 +247,8 @@ class ValidationSamples(FixedSamples[Batch]):
         self, prefixes: str | Path | Iterable[str | Path], sequence_length: int, *, separate: bool = False
     ) -> None:
         self.sequence_length, self.separate = sequence_length, separate
-        corpora = _open([prefixes] if isinstance(prefixes, str | Path) else prefixes, separate)
-        for corpus in corpora:
-            if corpus.tokens < 2:
-                raise UserError(f"{corpus.prefix} holds {corpus.tokens} tokens; validation needs at least 2")
-        super().__init__(corpora, [-(-(corpus.tokens - 1) // sequence_length) for corpus in corpora])
+        corpora = [IndexedCorpus(prefix) for prefix in ([prefixes] if isinstance(prefixes, str | Path) else prefixes)]
+        super().__init__(corpora, [-(-_count_targets(corpus, separate) // sequence_length) for corpus in corpora])
 
     def _batch(self, numbers: list[int], rows: int) -> Batch:
         s = self.sequence_length
@@ -274,5 +260,5 @@ class ValidationSamples(FixedSamples[Batch]):
             count = min(s + 1, corpus.tokens - start)
             windows[row, :count] = torch.from_numpy(corpus.read(start, count))
             documents[row, :count] = torch.from_numpy(corpus.documents(start, count)) if self.separate else 0
-        batch = separated(windows, documents)
+        batch = separate_documents(windows, documents)
         return batch if self.separate else Batch(batch.input_ids, batch.labels)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from zero_tp.data.content import REPORT, content_path
 from zero_tp.data.documents import file_sha256
-from zero_tp.data.formats import DOCUMENTS, STREAMS, import_optional
+from zero_tp.data.formats import DOCUMENT_UNITS, STREAMS, import_optional
+from zero_tp.data.indexed import REPORT
 from zero_tp.data.records import DroppedRecord, Source
-from zero_tp.data.show import SPLITS
 from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.errors import UserError, shown
 from zero_tp.strict_json import read_json
@@ -58,8 +58,8 @@ class PrepareSettings:
     eos: str | None = None
     tokenizer_documents: int | None = None
 
-    def steps(self) -> dict[str, Any]:
-        """Return the settings of the optional steps that are on."""
+    def enabled_options(self) -> dict[str, Any]:
+        """Return the optional settings that are on, with the hashes of the evaluation sets."""
         names = ("repair", "min_tokens", "deduplicate", "decontaminate", "sentences", "eos", "tokenizer_documents")
         hashes = {"decontaminate": [file_sha256(path) for path in self.decontaminate]}
         return {name: value for name in names if (value := hashes.get(name, getattr(self, name)))}
@@ -127,7 +127,7 @@ def output_identity(
         "seed": settings.seed,
         "text_key": settings.text_key or "text",
         **({"documents": settings.documents} if settings.documents != "file" else {}),
-        **settings.steps(),
+        **settings.enabled_options(),
     }
 
 
@@ -138,7 +138,7 @@ def reading_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: P
         "inputs": [source.name for source in sources],
         "sizes and times": [size_and_time(source) for source in sources],
         "versions": library_versions(),
-        **asdict(settings) | settings.steps(),
+        **asdict(settings) | settings.enabled_options(),
         "tokenizer": spec.fingerprint(),
     }
     as_json: dict[str, Any] = json.loads(json.dumps(identity))
@@ -152,22 +152,21 @@ def differing_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return the size and the SHA-256 of each file below a directory, except those that contain times."""
-    with_times = [content_path(directory / split) for split in SPLITS]
+    """Return the size and the SHA-256 of each file below a directory."""
     return {
         str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and path not in with_times
+        if path.is_file()
     }
 
 
 def check_settings(settings: PrepareSettings) -> None:
     """Raise a UserError for the first setting that is out of its range."""
     trains_tokenizer = TokenizerSpec.parse(settings.tokenizer).directory is None
-    check_validation(settings.validation)
+    check_validation_size(settings.validation)
     checks: dict[str, tuple[object, str]] = {
         "seed": (0 <= settings.seed < 1 << 64, "from 0 to 2^64 - 1"),
-        "documents": (settings.documents in DOCUMENTS, f"one of {', '.join(DOCUMENTS)}"),
+        "documents": (settings.documents in DOCUMENT_UNITS, f"one of {', '.join(DOCUMENT_UNITS)}"),
         "stdin": (settings.stdin in STREAMS, f"one of {', '.join(STREAMS)}"),
         "deduplicate": (settings.deduplicate in (None, "exact", "near"), "exact or near"),
         "min_tokens": (
@@ -195,7 +194,7 @@ def check_settings(settings: PrepareSettings) -> None:
         import_optional("sentencex", "splitting sentences")
 
 
-def check_validation(validation: float) -> None:
+def check_validation_size(validation: float) -> None:
     is_count = validation >= 1 and float(validation).is_integer()
     if not is_count and not 0 < validation < 1:
         raise UserError(f"validation {validation:g}: a fraction between 0 and 1, or a whole number of documents from 1")
@@ -223,22 +222,14 @@ def find_reusable(output: Path, compute_identity: Callable[[], dict[str, Any]], 
         raise UserError(
             f"{output} was made with another {changed}: choose another --output, or replace it: --overwrite"
         )
-    required = [f"{split}.{ending}" for split in SPLITS for ending in ("bin", "idx")]
-    problem = find_damage(output, report.files, REPORT, required)
+    problem = find_damage(output, report.files)
     if problem and not overwrite:
         raise UserError(f"{problem}: prepare the corpus again with --overwrite")
     return None if problem else Prepared(output, raw, reused=True)
 
 
-def find_damage(
-    directory: Path, files: Mapping[str, PreparedFile], manifest: str, required: Iterable[str]
-) -> str | None:
-    """Describe the first of a directory's files that differs from its record; None if none does.
-
-    Args:
-        files: the result of `describe_files`, from the file `manifest` of the directory.
-        required: names that must be among them.
-    """
+def find_damage(directory: Path, files: Mapping[str, PreparedFile]) -> str | None:
+    """Describe the first file that differs from its record, which `describe_files` made; None: none does."""
     for name, recorded in files.items():
         path = directory / name
         if not path.is_file():
@@ -247,12 +238,13 @@ def find_damage(
             return f"{path} has {size:,} bytes instead of {recorded.bytes:,}"
         if (sha256 := file_sha256(path)) != recorded.sha256:
             return f"{path} has SHA-256 {sha256[:12]}… instead of {shown(recorded.sha256)[1:13]}…"
-    missing = sorted(set(required) - files.keys())
-    return f"{directory / manifest} names no {missing[0]}" if missing else None
+    return None
 
 
 def library_versions() -> dict[str, str]:
-    return {name: version(name) for name in ("tokenizers", "transformers")}
+    """Return the versions of the installed libraries that decide an output."""
+    libraries = ("tokenizers", "transformers", "ftfy", "rensa", "sentencex")
+    return {name: version(name) for name in libraries if find_spec(name)}
 
 
 def size_and_time(source: Source) -> tuple[int, int]:

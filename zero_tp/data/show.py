@@ -16,16 +16,6 @@ MOST_CHARACTERS = 400
 """Longer texts are cut: whole documents would fill the terminal."""
 
 
-def open_corpora(path: Path) -> dict[str, IndexedCorpus]:
-    """Return the corpora of an output of `prepare`, by split, or the one of a prefix. UserError: there is none."""
-    if idx_path(path).is_file():
-        return {path.name: IndexedCorpus(path)}
-    corpora = {split: IndexedCorpus(path / split) for split in SPLITS if idx_path(path / split).is_file()}
-    if not corpora:
-        raise UserError(f"{path}: holds no {' and no '.join(f'{split}.idx' for split in SPLITS)}, and is no prefix")
-    return corpora
-
-
 def show_corpus(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
     """Yield the texts of documents and of packed samples of each corpus, each after a line that names it.
 
@@ -39,8 +29,12 @@ def show_corpus(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
     directory = find_tokenizer(None, f"{path}/train") or find_tokenizer(None, str(path))
     if directory is None:
         raise UserError(f"{path}: its tokens can't be decoded: there is no tokenizer/ in it or beside it")
+    prefixes = [prefix for prefix in (path, *(path / split for split in SPLITS)) if idx_path(prefix).is_file()]
+    if not prefixes:
+        raise UserError(f"{path}: holds no {' and no '.join(f'{split}.idx' for split in SPLITS)}, and is no prefix")
     tokenizer = open_tokenizer(directory)
-    for name, corpus in open_corpora(path).items():
+    for prefix in prefixes:
+        corpus, name = IndexedCorpus(prefix), prefix.name
         corpus.check_vocabulary(len(tokenizer))
         documents, tokens = len(corpus), corpus.tokens
         yield f"=== {name}: {documents:,} documents, {tokens:,} tokens"

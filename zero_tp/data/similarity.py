@@ -106,7 +106,7 @@ def ngram_hashes(text: str) -> npt.NDArray[np.uint64]:
     return combined
 
 
-def _title(text: str) -> str:
+def _normalized(text: str) -> str:
     return " ".join(words(text))
 
 
@@ -127,7 +127,7 @@ class EvaluationSets:
                 if isinstance(document, Problem):
                     raise UserError(f"--decontaminate: {place}: {document.detail}")
                 parts.append(ngram_hashes(document.text))
-                titles |= set(map(_title, _HEADING.findall(document.text)))
+                titles |= set(map(_normalized, _HEADING.findall(document.text)))
             if len(parts) == before:
                 raise UserError(f"--decontaminate: {path}: no text in it")
         return cls(np.unique(np.concatenate(parts)), frozenset(titles - {""}))
@@ -135,7 +135,7 @@ class EvaluationSets:
     def overlap_with(self, document: Document) -> bool:
         """Return whether a document has 13 consecutive words of a set, or its title or first line is a set's title."""
         first = document.text.lstrip().partition("\n")[0]
-        if self.titles and not self.titles.isdisjoint(map(_title, (first, document.title or ""))):
+        if self.titles and not self.titles.isdisjoint(map(_normalized, (first, document.title or ""))):
             return True
         hashes = ngram_hashes(document.text)
         positions = np.searchsorted(self.hashes, hashes)  # np.isin would sort the sets for each document

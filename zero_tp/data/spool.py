@@ -22,7 +22,7 @@ from zero_tp.files import write_atomically
 Mask = npt.NDArray[np.bool_]
 COMMIT_SECONDS = 5.0
 """Time between commits; a kill loses the work since the last one."""
-DOCUMENT = np.dtype(
+DOCUMENT_FACTS = np.dtype(
     [
         *(("split", "<u8"), ("place", "<i8"), ("characters", "<i8"), ("bytes", "<i8")),
         *(("content", "V16"), ("sketch", "<i4"), ("contaminated", "?")),
@@ -32,8 +32,8 @@ DOCUMENT = np.dtype(
 its content if duplicates are removed, the bytes of its sketch, and whether it overlaps with an evaluation set."""
 BLOCKS, COMMITTED = "blocks", "committed"
 COLUMNS = ("documents", "texts", "sketches", "sizes", "tokens", "sentences")
-"""A block's columns: the facts of its documents (`DOCUMENT`), their compressed texts and their sketches; once they are
-tokenized, the tokens per document (int64), all tokens, and whether a sentence begins with each token (bool)."""
+"""A block's columns: its documents' `DOCUMENT_FACTS`, compressed texts and sketches; once they are tokenized, the
+tokens per document (int64), all tokens, and whether a sentence begins with each token (bool)."""
 
 
 class ProcessedBlock(NamedTuple):

@@ -1,4 +1,4 @@
-"""Load the tokenizer of a Hugging Face directory, and read the vocabulary's properties that training uses."""
+"""Load the tokenizer of a Hugging Face directory, encode documents, and read the properties that masking uses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 import json
 import re
 import warnings
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,25 +15,28 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.errors import UserError, first_line, shown
+from zero_tp.data.indexed import token_dtype
+from zero_tp.errors import UserError, first_line
 from zero_tp.files import read_regular
-from zero_tp.strict_json import read_json, read_object
-from zero_tp.weights.weight_files import TOKENIZER_FILES, is_regular, resolve
+from zero_tp.strict_json import read_json
+from zero_tp.weights.weight_files import TOKENIZER_FILES, holds_tokenizer, is_regular, resolve
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _EOS_NAMES = re.compile(r"[<\[]\W?(/s|eos|eod|end.?of.?(text|document|sentence))\W?[>\]]", re.IGNORECASE)
-MOST_IDS = 2**24
+MOST_IDS = 2**24  # larger ids would need tables of GiB
 _SPACE, *_BREAKS = (chr(256 + byte) for byte in b" \t\n\v\f\r")  # as byte-level BPE writes them: Ġ is the space
 _METASPACE = "\u2581"
+EncodedDocument = tuple[npt.NDArray[np.uintc], npt.NDArray[np.bool_]]
+"""A document's token ids [tokens], and whether a sentence begins with each [tokens]; [0] if sentences are not split."""
 
 
 def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Open the tokenizer of a Hugging Face directory, without running code from it. UserError: it can't be read."""
     for name in TOKENIZER_FILES:
-        if is_regular(directory / name) and name.endswith(".json"):
-            _check_ids(directory / name)
+        is_regular(directory / name)  # raises for a pipe, on which reading would wait
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -41,6 +46,8 @@ def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             tokenizer.decode(tokenizer.encode("a"))  # checks settings that from_pretrained does not
     except Exception as error:  # transformers raises anything from KeyError to its own types
         raise UserError(f"{directory}: its tokenizer can't be read: {first_line(error)}") from error
+    if (largest := max(tokenizer.get_vocab().values(), default=0)) >= MOST_IDS:
+        raise UserError(f"{directory}: the tokenizer's id {largest:,} is too large; ids go up to {MOST_IDS - 1:,}")
     return tokenizer
 
 
@@ -55,21 +62,6 @@ def _opener(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
-
-
-def _check_ids(path: Path) -> None:
-    """Raise a UserError if a tokenizer's file isn't strict JSON, or has an id whose tables would not fit in memory."""
-    content = read_json(path)
-    model, added, decoder = (content.get(key) for key in ("model", "added_tokens", "added_tokens_decoder"))
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if path.name in ("vocab.json", "added_tokens.json"):
-        vocabulary = content
-    ids: list[Any] = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    ids += decoder if isinstance(decoder, dict) else []
-    ids += vocabulary.values() if isinstance(vocabulary, dict) else []
-    for id_ in ids:
-        if (digits := str(id_)[:20]).isdecimal() and int(digits) >= MOST_IDS:
-            raise UserError(f"{path}: the id {shown(id_)} is too large; ids go up to {MOST_IDS - 1:,}")
 
 
 def load_tokenizer(directory: Path, eos: str | None = None) -> PreTrainedTokenizerFast:
@@ -101,6 +93,68 @@ def load_tokenizer(directory: Path, eos: str | None = None) -> PreTrainedTokeniz
 def missing_for_masking(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the special tokens of the masked objective (mask, sep, cls) that a tokenizer lacks."""
     return [name for name in ("mask", "sep", "cls") if getattr(tokenizer, f"{name}_token_id") is None]
+
+
+class DocumentEncoder:
+    """Encodes documents in batches; can be pickled for another process.
+
+    A text that spells a special token (`<|endoftext|>`) is encoded as ordinary text. Each document ends with the eos
+    token, if the tokenizer has one (BERT's has none).
+
+    Args:
+        language: ISO 639 code: documents are split into sentences by the rules of this language; None: they aren't.
+
+    Attributes:
+        eos_count: eos tokens of a document: 0 or 1.
+        end_of_document: the eos token; None: there is none.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, language: str | None = None) -> None:
+        from tokenizers import Tokenizer
+
+        eos = tokenizer.eos_token_id
+        self._eos = array("I", [] if eos is None else [eos])
+        self.eos_count, self.language = len(self._eos), language
+        self.vocabulary_size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # ids may have gaps
+        # A copy, because the tokenizer that is saved must keep its own settings.
+        self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.end_of_document: str | None = None if eos is None else self._backend.id_to_token(eos)
+
+    def encode(self, texts: list[str]) -> list[EncodedDocument]:
+        """Return each text's token ids, eos at the end, and the starts of its sentences, if there is a language."""
+        self._backend.encode_special_tokens = True  # a pickled tokenizer forgets it
+        encode = self._backend.encode_batch if self.language else self._backend.encode_batch_fast  # has no offsets
+        encodings = encode(texts, add_special_tokens=False)
+        return list(zip(map(self._ids, encodings), map(self._sentence_starts, texts, encodings), strict=True))
+
+    def _ids(self, encoding: Encoding) -> npt.NDArray[np.uintc]:
+        return np.frombuffer(array("I", encoding.ids) + self._eos, np.uintc)  # np.array would take three times as long
+
+    def _sentence_starts(self, text: str, encoding: Encoding) -> npt.NDArray[np.bool_]:
+        if self.language is None:
+            return np.zeros(0, np.bool_)
+        from sentencex import segment
+
+        lengths = [len(sentence) for sentence in segment(self.language, text)]
+        assert sum(lengths) == len(text)
+        # A token that includes the space before a sentence belongs to the sentence of its last character.
+        ends = [end for _, end in encoding.offsets]
+        first_tokens = np.searchsorted(ends, [0, *np.cumsum(lengths[:-1])], side="right")
+        starts = np.zeros(len(ends) + self.eos_count, np.bool_)
+        starts[first_tokens[first_tokens < len(ends)]] = True
+        return starts
+
+    def columns(self, encodings: Sequence[EncodedDocument]) -> dict[str, bytes]:
+        """Return a block's token columns, see `spool.COLUMNS`."""
+        tokens = np.concatenate([np.zeros(0, np.int64), *(ids for ids, _ in encodings)])
+        starts = np.concatenate([np.zeros(0, np.bool_), *(starts for _, starts in encodings)])
+        return {
+            "sizes": np.array([len(ids) for ids, _ in encodings], np.int64).tobytes(),
+            "tokens": tokens.astype(token_dtype(self.vocabulary_size)).tobytes(),
+            "sentences": starts.tobytes(),
+        }
 
 
 @dataclass(frozen=True)
@@ -157,9 +211,9 @@ class MaskingVocabulary:
 
 
 def _word_marks(serialized: dict[str, Any], directory: Path) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Return a tokenizer's marks: prefixes of a word's first token, suffixes of its last one, the prefix of its others.
+    """Return the marks of words: prefixes of first tokens, suffixes of last tokens, the prefix of continuing tokens.
 
-    Without the third mark ("") tokens without one of the prefixes continue a word.
+    If the third is "", a token without one of the first prefixes continues a word.
     """
     model = serialized["model"]
     pipeline = json.dumps([serialized[key] for key in ("normalizer", "pre_tokenizer", "decoder")], ensure_ascii=False)
@@ -211,8 +265,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, dict[str, i
 def check_same_tokens(data: Path, model: Path) -> None:
     """Check that each token id is the same token for a model's weights and for the corpus. UserError: one is not.
 
-    Either may have ids that the other lacks, such as added tokens. A directory without tokenizer.json or vocab.json is
-    not compared.
+    Either may have ids that the other lacks, such as added tokens. A directory without a tokenizer is not compared.
 
     Args:
         data: directory of the corpus' tokenizer.
@@ -228,14 +281,6 @@ def check_same_tokens(data: Path, model: Path) -> None:
 
 
 def _tokens(directory: Path) -> dict[int, str]:
-    """Return id → token; empty without a vocabulary in the directory."""
-    from tokenizers import Tokenizer
-
-    path = directory / "tokenizer.json"
-    try:
-        if path.is_file():
-            return {id_: token for token, id_ in Tokenizer.from_file(str(path)).get_vocab().items()}
-        path = directory / "vocab.json"
-        return {id_: token for token, id_ in read_object(path).items()} if path.is_file() else {}
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise UserError(f"{path}: can't be read as a tokenizer ({error})") from error
+    """Return id → token; empty without a tokenizer in the directory."""
+    vocabulary = open_tokenizer(directory).get_vocab() if holds_tokenizer(directory) else {}
+    return {number: token for token, number in vocabulary.items()}
