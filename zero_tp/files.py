@@ -28,13 +28,16 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace `path` by a file that holds `content`. A reader finds the old file or the new one, also after a crash."""
+    """Replace `path` by a file that holds `content`. A reader finds the old file or the new one, also after a crash.
+
+    Bytes of a file's name that are not UTF-8 are written as \\udcXX.
+    """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     temporary = path.with_name(path.name + ".new")
     try:
         with temporary.open("wb") as stream:
-            stream.write(content if isinstance(content, bytes) else content.encode())
+            stream.write(content if isinstance(content, bytes) else content.encode(errors="backslashreplace"))
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)

@@ -97,9 +97,10 @@ def test_a_long_run_makes_no_long_page(tmp_path: Path) -> None:
 
 
 def test_runs_are_drawn_beside_each_other_with_what_sets_them_apart(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run", steps=60, batch=8, lr=3e-3)]
+    name = "run\udcff"  # a byte that is not UTF-8
+    runs = [make_run(tmp_path / "a" / name), make_run(tmp_path / "b" / name, steps=60, batch=8, lr=3e-3)]
     first, second = read_runs(runs)
-    assert (first.name, second.name) == ("a/run", "b/run")
+    assert (first.name, second.name) == (r"a/run\udcff", r"b/run\udcff")
     assert config_differences([first, second]) == [
         ("train_batch_size", ["4", "8"]),
         ("optimizer.params.lr", ["0.001", "0.003"]),

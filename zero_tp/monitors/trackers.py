@@ -332,7 +332,7 @@ class Trackers(Callback):
 
     def on_log(self, state: TrainState, values: Metrics) -> None:
         known = {name: value for name, value in values.items() if value is not None and name != "step"}
-        for thread in self._threads:
+        for thread in filter(TrackerThread.is_alive, self._threads):
             thread.queue.put((known, int(values["step"] or 0)))
 
     def on_end(self, state: TrainState) -> None:

@@ -69,7 +69,8 @@ def read_runs(directories: list[Path]) -> list[Run]:
     parts = 1
     while len(names := {"/".join(path.parts[-parts:]): path for path in absolute}) < len(absolute):
         parts += 1
-    return [_read(directory, name) for directory, name in zip(directories, names, strict=True)]
+    shown = (name.encode(errors="backslashreplace").decode() for name in names)  # pictures take no other names
+    return [_read(directory, name) for directory, name in zip(directories, shown, strict=True)]
 
 
 def _read(directory: Path, name: str) -> Run:
