@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,9 @@ def test_a_trainer_warns_of_what_its_config_says_in_vain() -> None:
     plugin = plugin_of(BATCH | {"fp16": {"enabled": False, "loss_scale": 8.0}})
     with pytest.warns(UserWarning, match=r"^DeepSpeed's config: fp16\.loss_scale: fp16\.enabled is not true"):
         finalized_config(plugin, Topology(world=1), 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Trainer's own SGD needs it
+        finalized_config(plugin_of(BATCH | {"zero_allow_untested_optimizer": True}), Topology(world=1), 1.0)
 
 
 @THOROUGH

@@ -1,4 +1,4 @@
-"""An Accelerator for TP × DP ranks, and the engine that it steps.
+"""An Accelerator for TP × DP ranks, and the wrapper of its DeepSpeed engine.
 
 accelerate itself passes a topology to DeepSpeed only for Ulysses.
 """
@@ -51,7 +51,7 @@ class SteppedEngine:
         """Run a micro-batch's backward; after the last one of a step clip the gradients and update the weights."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.zero.backward(loss, **options)
-        check_hooks(self.zero.model.gradient_hooks)
+        check_hooks(self.zero.model)
         if sync_gradients:
             self.zero.step()
 
@@ -134,8 +134,11 @@ def finalized_config(plugin: Any, topology: Topology, clipping: float) -> dict[s
     if settings.get("steps_per_print") == float("inf"):  # accelerate's "never", which no JSON can say
         settings["steps_per_print"] = sys.maxsize
     typed = check_deepspeed(settings, topology, EntryPoint.TRAINER)
+    # Without an `optimizer` block Trainer makes the optimizer, and DeepSpeed takes torch's SGD only with this key.
+    unused = () if "optimizer" in settings else ("zero_allow_untested_optimizer: ",)
     for line in notes(typed, "no effect", "note") if topology.rank == 0 else ():
-        warnings.warn(f"DeepSpeed's config: {line}", stacklevel=2)
+        if not line.startswith(unused):
+            warnings.warn(f"DeepSpeed's config: {line}", stacklevel=2)
     return settings
 
 

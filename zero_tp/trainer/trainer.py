@@ -240,7 +240,9 @@ def _check(args: TrainingArguments) -> None:
         if getattr(args, name, None):
             raise UserError(f"TrainingArguments.{name}: {why}; leave it out")
     if getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
-        raise UserError('TrainingArguments.train_sampling_strategy: "batch_rebalance" deals to all ranks; use "random"')
+        raise UserError(
+            'TrainingArguments.train_sampling_strategy: "batch_rebalance" gives each rank other samples; use "random"'
+        )
     args.device  # noqa: B018 - connects the ranks
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if args.world_size != world:
