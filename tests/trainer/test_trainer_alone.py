@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.launched import free_port, run
+from tests.support.settings import gpt2_config
 from tests.support.tiny_models import speeches, tiny_gpt2
 from tests.tiers import THOROUGH
 from zero_tp.errors import UserError
@@ -43,6 +44,15 @@ def test_a_script_without_a_launcher_is_one_line() -> None:
 
     with pytest.raises(UserError, match=r"^ZeroTPTrainer: no ranks are connected; start the script with deepspeed or"):
         TensorParallelAccelerator(Topology(world=1), 1.0, lambda engine: None)
+
+
+def test_a_split_model_keeps_its_topology() -> None:
+    from zero_tp.huggingface import ZeroTPForCausalLM
+    from zero_tp.trainer import ZeroTPTrainer
+
+    model, args = ZeroTPForCausalLM(gpt2_config(n_layer=1), Topology(world=1), seed=0), SimpleNamespace()
+    with pytest.raises(UserError, match="tensor_parallel is 2, but the model has TP 1"):
+        ZeroTPTrainer(model, args, tensor_parallel=2)
 
 
 # One of each kind; tests/config/test_config_refusals.py has all refusals of a Trainer's config.

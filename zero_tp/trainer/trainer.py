@@ -89,6 +89,11 @@ class TensorParallel(Base):
             )
         if model is None or args is None or isinstance(model, str):
             raise UserError("ZeroTPTrainer: give it a model and TrainingArguments; a model_init is not built")
+        if isinstance(model, ParallelModel) and tensor_parallel not in (1, model.topology.tensor):
+            raise UserError(
+                f"ZeroTPTrainer: tensor_parallel is {tensor_parallel}, but the model has TP {model.topology.tensor}; "
+                "leave tensor_parallel out"
+            )
         _check(args)
         if isinstance(model, ParallelModel):
             self.topology = model.topology
