@@ -50,7 +50,8 @@ def test_a_split_model_keeps_its_topology() -> None:
     from zero_tp.huggingface import ZeroTPForCausalLM
     from zero_tp.trainer import ZeroTPTrainer
 
-    model, args = ZeroTPForCausalLM(gpt2_config(n_layer=1), Topology(world=1), seed=0), SimpleNamespace()
+    model = ZeroTPForCausalLM(gpt2_config(n_layer=1), Topology(world=1), seed=0)
+    args: Any = SimpleNamespace()
     with pytest.raises(UserError, match="tensor_parallel is 2, but the model has TP 1"):
         ZeroTPTrainer(model, args, tensor_parallel=2)
 
