@@ -6,7 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -46,14 +46,20 @@ def test_a_script_without_a_launcher_is_one_line() -> None:
         TensorParallelAccelerator(Topology(world=1), 1.0, lambda engine: None)
 
 
-def test_a_split_model_keeps_its_topology() -> None:
+def test_a_models_own_topology_stays_and_frozen_parameters_are_refused() -> None:
+    """Splitting a model would train them."""
+    from transformers import GPT2LMHeadModel
+
     from zero_tp.huggingface import ZeroTPForCausalLM
     from zero_tp.trainer import ZeroTPTrainer
 
-    model = ZeroTPForCausalLM(gpt2_config(n_layer=1), Topology(world=1), seed=0)
-    args: Any = SimpleNamespace()
+    config, args = gpt2_config(n_layer=1), cast(Any, SimpleNamespace())
     with pytest.raises(UserError, match="tensor_parallel is 2, but the model has TP 1"):
-        ZeroTPTrainer(model, args, tensor_parallel=2)
+        ZeroTPTrainer(ZeroTPForCausalLM(config, Topology(world=1), seed=0), args, tensor_parallel=2)
+    model = GPT2LMHeadModel(config)
+    model.transformer.wpe.requires_grad_(False)
+    with pytest.raises(UserError, match=r"^ZeroTPTrainer: transformer\.wpe\.weight is frozen"):
+        ZeroTPTrainer(model, args)
 
 
 # One of each kind; tests/config/test_config_refusals.py has all refusals of a Trainer's config.

@@ -108,6 +108,7 @@ class TensorParallelAccelerator(Accelerator):
             optimizer = _sharded_optimizer(optimizer, settings)
         zero = zero_engine(settings, self.topology)
         audit(model, self.topology)
+        check_trainable(model)
         zero.initialize(model, optimizer.params if isinstance(optimizer, DummyOptim) else optimizer)
         check_replicas(model, self.topology)
         if not hasattr(zero.optimizer, "overflow"):
@@ -119,6 +120,16 @@ class TensorParallelAccelerator(Accelerator):
         self._optimizers.append(wrapped)
         self.on_engine(zero)
         return tuple(result)
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuse a model with frozen parameters: splitting it would unfreeze them, and a checkpoint has states of all."""
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            raise UserError(
+                f"ZeroTPTrainer: {name} is frozen, and every parameter is trained here; set its requires_grad to True, "
+                "or use transformers' own Trainer"
+            )
 
 
 def finalized_config(plugin: Any, topology: Topology, clipping: float) -> dict[str, Any]:

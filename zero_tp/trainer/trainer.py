@@ -26,7 +26,7 @@ from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.topology import Topology
 from zero_tp.trainer.batches import SampleComparison, count_labels, pad_for_sequence_parallelism
 from zero_tp.trainer.checkpoints import resume_states, save_states
-from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator
+from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator, check_trainable
 from zero_tp.zero.ops import without_shared_memory_collectives
 from zero_tp.zero.zero_engine import ZeroEngine
 
@@ -79,8 +79,8 @@ class TensorParallel(Base):
             sequence_parallel: also use SP.
 
         Raises:
-            UserError: no DeepSpeed config; an argument that is not exact here; an architecture or sizes that TP can't
-                split.
+            UserError: no DeepSpeed config; frozen parameters; an argument that is not exact here; an architecture or
+                sizes that TP can't split.
         """
         if any(base.__module__.partition(".")[0] == "trl" for base in type(self).__mro__):
             raise UserError(
@@ -89,6 +89,8 @@ class TensorParallel(Base):
             )
         if model is None or args is None or isinstance(model, str):
             raise UserError("ZeroTPTrainer: give it a model and TrainingArguments; a model_init is not built")
+        if not getattr(model, "peft_config", None):  # `parallel_model` refuses adapters
+            check_trainable(model)
         if isinstance(model, ParallelModel) and tensor_parallel not in (1, model.topology.tensor):
             raise UserError(
                 f"ZeroTPTrainer: tensor_parallel is {tensor_parallel}, but the model has TP {model.topology.tensor}; "
