@@ -62,6 +62,34 @@ def test_a_models_own_topology_stays_and_frozen_parameters_are_refused() -> None
         ZeroTPTrainer(model, args)
 
 
+class PlainTrainer:
+    """transformers' Trainer, as far as it keeps what a script gives."""
+
+    optimizer = lr_scheduler = compute_loss_func = None
+
+    def __init__(self, model: Any, args: Any, **given: Any) -> None:
+        self.model, self.args = model, args
+        vars(self).update(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("compute_loss_func", "^compute_loss_func: it needs whole logits"),
+        ("optimizer", "^optimizers: Trainer replaces them under DeepSpeed"),
+        ("lr_scheduler", "^optimizers: Trainer replaces them under DeepSpeed"),
+    ],
+)
+def test_what_a_script_gives_in_vain_is_refused(name: str, told: str) -> None:
+    from zero_tp.huggingface import ZeroTPForCausalLM
+    from zero_tp.trainer import TensorParallel
+
+    trainer: Any = type("Mine", (TensorParallel, PlainTrainer), {})
+    model = ZeroTPForCausalLM(gpt2_config(n_layer=1), Topology(world=1), seed=0)
+    with pytest.raises(UserError, match=told):
+        trainer(model, SimpleNamespace(device="cpu", world_size=1, label_names=None), **{name: object()})
+
+
 # One of each kind; tests/config/test_config_refusals.py has all refusals of a Trainer's config.
 REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     (

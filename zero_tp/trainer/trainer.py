@@ -106,6 +106,11 @@ class TensorParallel(Base):
         super().__init__(model, args, *arguments, **options)
         if self.compute_loss_func is not None:
             raise UserError("compute_loss_func: it needs whole logits with gradients, which no rank forms")
+        if self.optimizer is not None or self.lr_scheduler is not None:
+            raise UserError(
+                "optimizers: Trainer replaces them under DeepSpeed; set optim, learning_rate and lr_scheduler_type, or "
+                "give optimizer_cls_and_kwargs"
+            )
         self.model_accepts_loss_kwargs = True  # losses of tokens and of rows are sums here
         if args.label_names is None and not self.model.spec.sentence_head:
             self.label_names = ["labels"]
