@@ -72,7 +72,7 @@ def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]
                 yield partial
             finally:
                 _finish_replacing(output, own)
-                if _is_open_at(descriptor, partial):  # else it is the output now
+                if _is_same_directory(descriptor, partial):  # else it is the output now
                     shutil.rmtree(partial, ignore_errors=True)
     except (KeyboardInterrupt, SystemExit):  # also from a signal between creation and lock
         clear_partial(output, own)
@@ -86,7 +86,7 @@ def _locked(partial: Path, output: Path) -> Iterator[int]:
     try:
         try:
             locked = lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_open_at(descriptor, partial):
+            if not _is_same_directory(descriptor, partial):
                 raise BlockingIOError  # the process that had the lock has just renamed it
         except BlockingIOError:
             raise UserError(
@@ -99,8 +99,8 @@ def _locked(partial: Path, output: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _is_open_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open directory is still at its path."""
+def _is_same_directory(descriptor: int, path: Path) -> bool:
+    """Return whether `path` is this open directory, which has not been renamed."""
     return path.is_dir() and os.path.samestat(os.fstat(descriptor), path.stat())
 
 
