@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from tests.support.launched import free_port, run
 from tests.support.settings import gpt2_config
@@ -17,6 +18,7 @@ from tests.support.tiny_models import speeches, tiny_gpt2
 from tests.tiers import THOROUGH
 from zero_tp.errors import UserError
 from zero_tp.topology import Topology
+from zero_tp.trainer.trainer import REFUSED, _check
 
 SCRIPT = """
 import sys
@@ -88,6 +90,13 @@ def test_what_a_script_gives_in_vain_is_refused(name: str, told: str) -> None:
     model = ZeroTPForCausalLM(gpt2_config(n_layer=1), Topology(world=1), seed=0)
     with pytest.raises(UserError, match=told):
         trainer(model, SimpleNamespace(device="cpu", world_size=1, label_names=None), **{name: object()})
+
+
+def test_training_arguments_that_are_not_exact_are_refused() -> None:
+    for name in REFUSED:
+        assert name in TrainingArguments.__dataclass_fields__, name
+        with pytest.raises(UserError, match=rf"^TrainingArguments\.{name}: .*; leave it out$"):
+            _check(cast(Any, SimpleNamespace(**{name: True})))
 
 
 # One of each kind; tests/config/test_config_refusals.py has all refusals of a Trainer's config.

@@ -41,6 +41,7 @@ REFUSED = {
     "auto_find_batch_size": "a rank that runs out of memory leaves the others waiting",
     "save_on_each_node": "a checkpoint is one directory that all ranks see",
     "fsdp": "the model is split by its topology and ZeRO",
+    "parallelism_config": "tensor_parallel and DeepSpeed's config split the model",
     "eval_use_gather_object": "each data-parallel rank would be counted once a tensor-parallel rank",
 }
 """Training arguments that are not exact here, and why."""
