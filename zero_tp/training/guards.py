@@ -77,8 +77,7 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=topology.tensor_group)
         tolerance = 0.0 if tensor.device.type == "cpu" else ACCELERATOR_TOLERANCE[tensor.dtype]
         spreads.append(torch.stack(((ends[0] + ends[1]).max(), tolerance * ends.max())))
-    values = torch.stack(spreads).tolist() if spreads else []  # the host waits for the device once
-    for name, (difference, allowed) in zip(replicas, values, strict=True):
+    for name, (difference, allowed) in zip(replicas, _to_host(spreads), strict=True):
         if not difference <= allowed:  # nan is not
             when = f"after step {step}" if step else "at the start"
             raise UserError(
@@ -86,6 +85,12 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
                 f"{allowed:.3g}): the replicas have drifted apart and are no longer one model; resume from an earlier "
                 "checkpoint, and report this"
             )
+
+
+def _to_host(pairs: Sequence[Tensor]) -> list[list[float]]:
+    """Copy the pairs to the host, which waits for the device once."""
+    values: list[list[float]] = torch.stack(list(pairs)).tolist() if pairs else []
+    return values
 
 
 @contextmanager
