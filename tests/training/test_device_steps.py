@@ -6,8 +6,7 @@ wait for each other is looked for in every operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -15,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._subclasses import fake_tensor
 
 from tests.support.decoders import MODEL_TYPES
@@ -23,7 +21,7 @@ from tests.support.simulated_steps import ENCODERS, Does, Watching, watched, wat
 from tests.tiers import in_tiers
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.checkpoint.save import _copy_to_host
-from zero_tp.models import position, transformer
+from zero_tp.models import transformer
 from zero_tp.parallel import collectives
 from zero_tp.planning import accelerator
 from zero_tp.planning.plan_settings import Workload
@@ -121,58 +119,33 @@ def test_our_part_of_a_step_waits_for_nothing(model_type: str, grid: str) -> Non
     assert seen.collectives >= 3, "labels and loss over DP, signals"
 
 
-@contextmanager
-def planted(kind: str) -> Iterator[None]:
+ROTATION, ALL_REDUCE = (transformer, "rotation"), (collectives, "start_all_reduce")
+MISTAKES: list[tuple[tuple[Any, str], Callable[..., object], str]] = [
+    (ROTATION, lambda _, positions, *__: bool(positions[0, 0] >= 0), "reads a value"),
+    (ROTATION, lambda _, positions, *__: positions.cpu(), "between host and device"),
+    (ROTATION, lambda _, positions, *__: positions + torch.ones(positions.shape[1]), "between host and device"),
+    (ROTATION, lambda _, positions, *__: positions.float().cumsum(1), "cumsum adds in no fixed order"),
+    (ROTATION, lambda _, positions, *__: positions[positions >= 0], "waits for a shape"),
+    (ALL_REDUCE, lambda tensor, group: dist.all_reduce(tensor.new_empty(4, 3).t(), group=group), "not contiguous"),
+    (ALL_REDUCE, lambda _, group: dist.all_reduce(torch.empty(4), group=group), "of a tensor on the host"),
+    (
+        ALL_REDUCE,
+        lambda tensor, group: dist.all_gather_single(tensor.new_empty(8).float(), tensor.new_empty(4), group=group),
+        "of two dtypes",
+    ),
+]
+
+
+@pytest.mark.parametrize(("place", "mistake", "words"), MISTAKES)
+def test_what_waits_is_seen(place: tuple[Any, str], mistake: Callable[..., object], words: str) -> None:
     """A mistake in the model's code."""
-    rotate, gather = position.rotation, collectives.start_all_reduce
+    original = getattr(*place)
 
-    def before(positions: Tensor) -> Tensor:
-        if kind == "value":
-            assert positions[0, 0] >= 0
-        elif kind == "copy":
-            positions = positions.cpu().to(positions.device)
-        elif kind == "devices":
-            positions = positions + torch.ones(positions.shape[1], dtype=torch.long)
-        elif kind == "order":
-            positions.float().cumsum(1)
-        elif kind == "shape":
-            positions[positions >= 0]
-        return positions
+    def with_mistake(*arguments: Any, **options: Any) -> Any:
+        mistake(*arguments)
+        return original(*arguments, **options)
 
-    def reduced(tensor: Tensor, group: Any, **options: Any) -> Any:
-        if kind == "strided":
-            dist.all_reduce(tensor.new_empty(4, 3).t(), group=group)
-        elif kind == "host":
-            dist.all_reduce(torch.empty(4), group=group)
-        elif kind == "dtypes":
-            dist.all_gather_single(tensor.new_empty(8, dtype=torch.float32), tensor.new_empty(4), group=group)
-        return gather(tensor, group, **options)
-
-    def turned(rotary: Any, positions: Tensor, *others: Any) -> Any:
-        return rotate(rotary, before(positions), *others)
-
-    with (
-        mock.patch.object(transformer, "rotation", turned),
-        mock.patch.object(collectives, "start_all_reduce", reduced),
-    ):
-        yield
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("value", "reads a value"),
-        ("copy", "between host and device"),
-        ("order", "cumsum adds in no fixed order"),
-        ("shape", "waits for a shape"),
-        ("devices", "between host and device"),
-        ("dtypes", "of two dtypes"),
-        ("strided", "not contiguous"),
-        ("host", "of a tensor on the host"),
-    ],
-)
-def test_what_waits_is_seen(kind: str, words: str) -> None:
-    with planted(kind):
+    with mock.patch.object(*place, with_mistake):
         found = found_by(lambda: watched("llama", WORKLOAD))
     assert any(words in one for one in found), found
 
