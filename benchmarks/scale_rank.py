@@ -95,7 +95,7 @@ def simulate(world: World, folder: Path) -> dict[str, Any]:
         with clocks.part("groups"):
             topology = Topology(world.tensor, sequence=True)
         with clocks.part("agreement"):
-            require_same_on_all_ranks(prepared.read())
+            require_same_on_all_ranks(prepared.fingerprints())
             broadcast_resume_point(partial(find_resume_point, run, config))
         with clocks.part("engine"):
             engine = TrainingEngine(
@@ -234,7 +234,7 @@ def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any
 def go_on(clocks: Clocks, name: str, run: Path, config: RunConfig, engine: TrainingEngine, prepared: RunInputs) -> None:
     """Resume as a start does."""
     with clocks.part(f"{name}: what there is"):
-        require_same_on_all_ranks(prepared.read())
+        require_same_on_all_ranks(prepared.fingerprints())
         resume_point = broadcast_resume_point(partial(find_resume_point, run, config), prepared.check_resumed)
         assert resume_point.checkpoint is not None
     with clocks.part(f"{name}: states"):

@@ -61,13 +61,13 @@ def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]
     Files of a killed process are removed first, and an output that it was replacing is put back.
 
     Args:
-        own: names of directories that are written here. Every other directory in an old output is the user's, and
-            is moved to the new output at the end of the block.
+        own: names of the directories that the block writes. The block's end moves every other directory of an old
+            output to the new one, because it is the user's.
     """
     partial = hidden_sibling(output, "partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        with _locked(partial, output):
+        with _locked(partial, output) as descriptor:
             try:
                 _finish_replacing(output, own)
                 for path in partial.iterdir():
@@ -75,27 +75,36 @@ def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]
                 yield partial
             finally:
                 _finish_replacing(output, own)
-                shutil.rmtree(partial, ignore_errors=True)  # does not exist if it was renamed to the output
+                if _is_same_directory(descriptor, partial):  # else it is the output now
+                    shutil.rmtree(partial, ignore_errors=True)
     except (KeyboardInterrupt, SystemExit):  # also from a signal between creation and lock
         clear_partial(output, own)
         raise
 
 
 @contextlib.contextmanager
-def _locked(partial: Path, output: Path) -> Iterator[None]:
+def _locked(partial: Path, output: Path) -> Iterator[int]:
+    """Lock a directory inside the block; return its open descriptor."""
     descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:
             locked = lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_same_directory(descriptor, partial):
+                raise BlockingIOError  # the process that had the lock has just renamed it
         except BlockingIOError:
             raise UserError(
                 f"{output}: another process writes it now: wait for it, or choose another --output"
             ) from None
         if not locked and any(partial.iterdir()):
             raise UserError(f"{partial} was left by another process: remove it unless that process still runs")
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _is_same_directory(descriptor: int, path: Path) -> bool:
+    """Return whether `path` is this open directory, which has not been renamed."""
+    return path.is_dir() and os.path.samestat(os.fstat(descriptor), path.stat())
 
 
 def lock(file: IO[Any] | int, kind: int) -> bool:

@@ -56,7 +56,6 @@ class Topology:
         tensor_rank, data_rank: this rank's coordinates.
         sequence: sequence parallelism (SP) in the model code, over the TP group.
         tensor_group, data_group: process groups, None when no process group exists (one process).
-        group_names: of this rank's groups, in the order of their creation.
         fused_products: linear layers fuse their products with their gathers and scatters; see `parallel/fused.py`.
     """
 
@@ -92,14 +91,13 @@ class Topology:
         self.fused_products = False
         self.tensor_rank = self.rank % tensor
         self.data_rank = self.rank // tensor
-        self.group_names = ["world"]
         self.tensor_group: ProcessGroup | None = None
         self.data_group: ProcessGroup | None = None
         if connected:
-            self.tensor_group = self._group("TP", self.tensor_members(), timeout)
-            self.data_group = self._group("DP", self.data_members(), timeout)
+            self.tensor_group = self._group(self.tensor_members(), timeout)
+            self.data_group = self._group(self.data_members(), timeout)
 
-    def _group(self, name: str, members: list[list[int]], timeout: timedelta | None) -> ProcessGroup:
+    def _group(self, members: list[list[int]], timeout: timedelta | None) -> ProcessGroup:
         """Return this rank's group of a partition of the world. Collective over all ranks.
 
         If one group holds all ranks, it is the world's own. NCCL makes all groups by one split of the world's
@@ -111,7 +109,6 @@ class Topology:
         world = dist.distributed_c10d._get_default_group()
         if len(members) == 1:
             return world
-        self.group_names.append(name)
         device = world.bound_device_id
         if device is not None and world._get_backend(device).supports_splitting:
             groups: list[Any] = [dist.split_group(split_ranks=members, timeout=timeout)]

@@ -1,4 +1,4 @@
-"""A rank's numbers are those of its launcher's variables; none is guessed."""
+"""A rank's numbers are those of its launcher's variables, and libraries get them with its share of the cores."""
 
 from __future__ import annotations
 
@@ -45,3 +45,32 @@ def test_a_rank_has_its_launchers_numbers(
     assert rank.is_multi_node == is_multi_node
     assert (rank.parent.pid if rank.parent else None) == (os.getppid() if numbers[1] != 1 else None)
     assert rank.deepspeed_command() is None
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS")
+    for name in (*names, "TORCHINDUCTOR_COMPILE_THREADS"):
+        monkeypatch.setenv(name, "")  # so that what is set below is taken back
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_a_process_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")  # left in the shell
+    environment = RankEnvironment.of_this_process()
+    assert environment.world == 1
+    environment.export()
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+
+
+@pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize(("cores", "ranks", "expected"), [(16, 8, "2"), (4, 8, "1"), (192, 2, "32")])
+def test_ranks_of_a_machine_share_its_cores_when_they_compile(
+    cores: int, ranks: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    RankEnvironment(rank=0, world=2 * ranks, local_rank=0, local_world=ranks).export()
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == expected

@@ -1,11 +1,11 @@
-"""Errors of libraries become words that a person without Python understands."""
+"""Errors are one line, in words that a person without Python understands, and escaped for terminals."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.tools.fuzz.commands import LONGEST_REFUSAL, broken_style
-from zero_tp.errors import first_line, shown
+from zero_tp.errors import UserError, error_line, first_line, shown, visible
 
 
 class RepositoryNotFoundError(Exception):
@@ -60,3 +60,10 @@ def test_the_style_of_refusals_has_no_names_of_python() -> None:
     assert "TypeError" in (broken_style("a: can't be read (TypeError)") or "")
     assert "characters" in (broken_style("too long " * 50) or "")
     assert broken_style("a" * LONGEST_REFUSAL * 2 + ": no such file") is None, "a path of the user's"
+
+
+def test_what_acts_on_a_terminal_is_escaped() -> None:
+    assert visible("a\x1b[31mb\u202e\x9b\n\tc\xa0\u3000é") == "a\\x1b[31mb\\u202e\\x9b\n\tc\xa0\u3000é"
+    assert error_line(UserError("key \x1b]0;x\x07 \x85 of\x00 it")) == "error: key \\x1b]0;x\\x07 of\\x00 it"
+    assert shown({"\x7f": "\x1b"}) == '{"\\x7f": "\\u001b"}'
+    assert len(error_line("x" * 10_000)) < 2_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.support.waits import wait_until
 from tests.tiers import THOROUGH
 from zero_tp.checkpoint.directory import complete_steps, read_manifest, step_directory
 from zero_tp.checkpoint.run_directory import PROCESS
+from zero_tp.process import signals
 from zero_tp.process.signals import Requests
 
 
@@ -45,6 +47,21 @@ def test_requests_reach_all_ranks_in_one_step_and_late_ones_a_step_later(ranks: 
         assert seen == [nothing, nothing, save, nothing, stop, stop]
 
 
+def test_a_request_that_comes_while_flags_are_reduced_is_answered_at_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The slowest rank may keep the others waiting there for seconds."""
+    requests, arriving = Requests(), [True, False, False]
+
+    def reduce(flags: list[bool], device: torch.device) -> SimpleNamespace:
+        requests.save = requests.save or arriving.pop(0)
+        return SimpleNamespace(read=lambda: flags)
+
+    monkeypatch.setattr(signals, "_all_reduce_flags", reduce)
+    answers = [requests.all_reduce(torch.device("cpu")) for _ in range(3)]
+    assert answers == [(False, False), (False, True), (False, False)]
+
+
 def saved_stop(run: Run) -> int:
     """Return the step after which the run has stopped, and check that it has saved it."""
     line = next(line for line in run.output() if line.startswith("stopped after step "))
@@ -56,31 +73,20 @@ def saved_stop(run: Run) -> int:
 
 
 @THOROUGH
-@pytest.mark.parametrize("launcher", [None, "deepspeed"])
-def test_one_rank_saves_on_request_and_another_stops_the_run(workplace: Path, launcher: str | None) -> None:
+@pytest.mark.parametrize("launcher", [None, "deepspeed", "torchrun"])
+def test_sigusr1_saves_and_a_sigterm_to_the_launcher_saves_and_stops(workplace: Path, launcher: str | None) -> None:
+    """torchrun signals all ranks; DeepSpeed's launch.py one after another, each when the one before has ended."""
     with running(workplace, f"told_{launcher}", launcher) as run:
         os.kill(int((run.directory / PROCESS).read_text()), signal.SIGUSR1)
         wait_until(lambda: len(complete_steps(run.directory)) == 1, LIMIT, "no checkpoint", 0.02)
         before = run.steps()
         wait_until(lambda: run.steps() > before + 1, LIMIT, "training has stopped", 0.02)
-        if launcher is None:
-            run.launcher.terminate()
-        else:
-            run.rank(1).send_signal(signal.SIGTERM)
-    assert run.launcher.returncode == 0, run.output()
-    assert saved_stop(run) and len(complete_steps(run.directory)) == 2
-
-
-@THOROUGH
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_a_sigterm_to_the_launcher_saves_and_the_next_start_resumes(workplace: Path, launcher: str) -> None:
-    """torchrun signals all ranks; DeepSpeed's launch.py one after another, each when the one before has ended."""
-    with running(workplace, f"stopped_{launcher}", launcher) as run:
         pid = run.launcher.pid
         if launcher == "deepspeed":
             pid = next(each.pid for each in run.processes() if "deepspeed.launcher.launch" in each.cmdline())
         os.kill(pid, signal.SIGTERM)
     step = saved_stop(run)
+    assert len(complete_steps(run.directory)) == 2
     if launcher == "torchrun":
         longer = ["--set", f"zero_tp.training.steps={step + 1}", "--set", "scheduler.params.total_num_steps=1000"]
         again = pretrain(2, workplace, "--deepspeed_config", "small.json", "--output-dir", str(run.directory), *longer)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from tests.support.launched import free_port, run
+from tests.support.settings import gpt2_config
 from tests.support.tiny_models import speeches, tiny_gpt2
 from tests.tiers import THOROUGH
 from zero_tp.errors import UserError
 from zero_tp.topology import Topology
+from zero_tp.trainer.trainer import REFUSED, _check
 
 SCRIPT = """
 import sys
@@ -42,6 +46,57 @@ def test_a_script_without_a_launcher_is_one_line() -> None:
 
     with pytest.raises(UserError, match=r"^ZeroTPTrainer: no ranks are connected; start the script with deepspeed or"):
         TensorParallelAccelerator(Topology(world=1), 1.0, lambda engine: None)
+
+
+def test_a_models_own_topology_stays_and_frozen_parameters_are_refused() -> None:
+    """Splitting a model would train them."""
+    from transformers import GPT2LMHeadModel
+
+    from zero_tp.huggingface import ZeroTPForCausalLM
+    from zero_tp.trainer import ZeroTPTrainer
+
+    config, args = gpt2_config(n_layer=1), cast(Any, SimpleNamespace())
+    with pytest.raises(UserError, match="tensor_parallel is 2, but the model has TP 1"):
+        ZeroTPTrainer(ZeroTPForCausalLM(config, Topology(world=1), seed=0), args, tensor_parallel=2)
+    model = GPT2LMHeadModel(config)
+    model.transformer.wpe.requires_grad_(False)
+    with pytest.raises(UserError, match=r"^ZeroTPTrainer: transformer\.wpe\.weight is frozen"):
+        ZeroTPTrainer(model, args)
+
+
+class PlainTrainer:
+    """transformers' Trainer, as far as it keeps what a script gives."""
+
+    optimizer = lr_scheduler = compute_loss_func = None
+
+    def __init__(self, model: Any, args: Any, **given: Any) -> None:
+        self.model, self.args = model, args
+        vars(self).update(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("compute_loss_func", "^compute_loss_func: it needs whole logits"),
+        ("optimizer", "^optimizers: Trainer replaces them under DeepSpeed"),
+        ("lr_scheduler", "^optimizers: Trainer replaces them under DeepSpeed"),
+    ],
+)
+def test_what_a_script_gives_in_vain_is_refused(name: str, told: str) -> None:
+    from zero_tp.huggingface import ZeroTPForCausalLM
+    from zero_tp.trainer import TensorParallel
+
+    trainer: Any = type("Mine", (TensorParallel, PlainTrainer), {})
+    model = ZeroTPForCausalLM(gpt2_config(n_layer=1), Topology(world=1), seed=0)
+    with pytest.raises(UserError, match=told):
+        trainer(model, SimpleNamespace(device="cpu", world_size=1, label_names=None), **{name: object()})
+
+
+def test_training_arguments_that_are_not_exact_are_refused() -> None:
+    for name in REFUSED:
+        assert name in TrainingArguments.__dataclass_fields__, name
+        with pytest.raises(UserError, match=rf"^TrainingArguments\.{name}: .*; leave it out$"):
+            _check(cast(Any, SimpleNamespace(**{name: True})))
 
 
 # One of each kind; tests/config/test_config_refusals.py has all refusals of a Trainer's config.
@@ -93,6 +148,9 @@ def test_a_trainer_warns_of_what_its_config_says_in_vain() -> None:
     plugin = plugin_of(BATCH | {"fp16": {"enabled": False, "loss_scale": 8.0}})
     with pytest.warns(UserWarning, match=r"^DeepSpeed's config: fp16\.loss_scale: fp16\.enabled is not true"):
         finalized_config(plugin, Topology(world=1), 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Trainer's own SGD needs it
+        finalized_config(plugin_of(BATCH | {"zero_allow_untested_optimizer": True}), Topology(world=1), 1.0)
 
 
 @THOROUGH

@@ -11,6 +11,7 @@ from tests.support.compare import check_close
 from tests.support.native import native_model
 from tests.support.pools import Pools
 from tests.trainer.test_trainer import CAUSAL
+from zero_tp.parallel.agreement import checksum
 
 
 def compare_samples(attention_mask: list[list[int]], with_types: bool) -> str:
@@ -40,6 +41,12 @@ def test_different_samples_in_a_tp_group_are_refused_on_all_ranks(ranks: Pools) 
     for mask, with_types in (([[1, 1, 1], [1, 1, 0]], False), ([[1, 1]] * 2, False), (same, True)):
         for error in ranks(2).run(compare_samples, mask, with_types):
             assert error.startswith("attention_mask, input_ids") and "the samples differ between the ranks" in error
+
+
+def test_a_byte_in_another_place_or_tensor_gives_another_checksum() -> None:
+    places = torch.eye(24, dtype=torch.uint8).view(24, 3, 8)  # one byte of three tensors
+    sums = [checksum({name: tensor for name, tensor in zip("abc", tensors, strict=True)}) for tensors in places]
+    assert len({int(number) for number in sums}) == 24
 
 
 def packed_losses(lengths: list[list[int]], numbered: bool) -> list[tuple[float, float]]:

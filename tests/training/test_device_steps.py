@@ -6,17 +6,14 @@ wait for each other is looked for in every operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._subclasses import fake_tensor
 
 from tests.support.decoders import MODEL_TYPES
@@ -24,15 +21,13 @@ from tests.support.simulated_steps import ENCODERS, Does, Watching, watched, wat
 from tests.tiers import in_tiers
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.checkpoint.save import _copy_to_host
-from zero_tp.models import position, transformer
+from zero_tp.models import transformer
 from zero_tp.parallel import collectives
-from zero_tp.parallel.deferred import Deferred
 from zero_tp.planning import accelerator
 from zero_tp.planning.plan_settings import Workload
 from zero_tp.process.signals import Requests
 from zero_tp.tensors.safetensors_files import Entry
 from zero_tp.trainer.batches import SampleComparison, count_labels
-from zero_tp.trainer.trainer import TensorParallel
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.guards import check_replicas
 
@@ -124,58 +119,33 @@ def test_our_part_of_a_step_waits_for_nothing(model_type: str, grid: str) -> Non
     assert seen.collectives >= 3, "labels and loss over DP, signals"
 
 
-@contextmanager
-def planted(kind: str) -> Iterator[None]:
+ROTATION, ALL_REDUCE = (transformer, "rotation"), (collectives, "start_all_reduce")
+MISTAKES: list[tuple[tuple[Any, str], Callable[..., object], str]] = [
+    (ROTATION, lambda _, positions, *__: bool(positions[0, 0] >= 0), "reads a value"),
+    (ROTATION, lambda _, positions, *__: positions.cpu(), "between host and device"),
+    (ROTATION, lambda _, positions, *__: positions + torch.ones(positions.shape[1]), "between host and device"),
+    (ROTATION, lambda _, positions, *__: positions.float().cumsum(1), "cumsum adds in no fixed order"),
+    (ROTATION, lambda _, positions, *__: positions[positions >= 0], "waits for a shape"),
+    (ALL_REDUCE, lambda tensor, group: dist.all_reduce(tensor.new_empty(4, 3).t(), group=group), "not contiguous"),
+    (ALL_REDUCE, lambda _, group: dist.all_reduce(torch.empty(4), group=group), "of a tensor on the host"),
+    (
+        ALL_REDUCE,
+        lambda tensor, group: dist.all_gather_single(tensor.new_empty(8).float(), tensor.new_empty(4), group=group),
+        "of two dtypes",
+    ),
+]
+
+
+@pytest.mark.parametrize(("place", "mistake", "words"), MISTAKES)
+def test_what_waits_is_seen(place: tuple[Any, str], mistake: Callable[..., object], words: str) -> None:
     """A mistake in the model's code."""
-    rotate, gather = position.rotation, collectives.start_all_reduce
+    original = getattr(*place)
 
-    def before(positions: Tensor) -> Tensor:
-        if kind == "value":
-            assert positions[0, 0] >= 0
-        elif kind == "copy":
-            positions = positions.cpu().to(positions.device)
-        elif kind == "devices":
-            positions = positions + torch.ones(positions.shape[1], dtype=torch.long)
-        elif kind == "order":
-            positions.float().cumsum(1)
-        elif kind == "shape":
-            positions[positions >= 0]
-        return positions
+    def with_mistake(*arguments: Any, **options: Any) -> Any:
+        mistake(*arguments)
+        return original(*arguments, **options)
 
-    def reduced(tensor: Tensor, group: Any, **options: Any) -> Any:
-        if kind == "strided":
-            dist.all_reduce(tensor.new_empty(4, 3).t(), group=group)
-        elif kind == "host":
-            dist.all_reduce(torch.empty(4), group=group)
-        elif kind == "dtypes":
-            dist.all_gather_single(tensor.new_empty(8, dtype=torch.float32), tensor.new_empty(4), group=group)
-        return gather(tensor, group, **options)
-
-    def turned(rotary: Any, positions: Tensor, *others: Any) -> Any:
-        return rotate(rotary, before(positions), *others)
-
-    with (
-        mock.patch.object(transformer, "rotation", turned),
-        mock.patch.object(collectives, "start_all_reduce", reduced),
-    ):
-        yield
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("value", "reads a value"),
-        ("copy", "between host and device"),
-        ("order", "cumsum adds in no fixed order"),
-        ("shape", "waits for a shape"),
-        ("devices", "between host and device"),
-        ("dtypes", "of two dtypes"),
-        ("strided", "not contiguous"),
-        ("host", "of a tensor on the host"),
-    ],
-)
-def test_what_waits_is_seen(kind: str, words: str) -> None:
-    with planted(kind):
+    with mock.patch.object(*place, with_mistake):
         found = found_by(lambda: watched("llama", WORKLOAD))
     assert any(words in one for one in found), found
 
@@ -192,39 +162,6 @@ def found_by(watch: Callable[[], Watching]) -> list[str]:
         return [f"{error}: between host and device"]
 
 
-class ForwardOnly:
-    """This has the place of transformers' Trainer: its loss is the model's, and the calls of it are noted."""
-
-    def __init__(self, events: list[str]) -> None:
-        self.events = events
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], **_: Any) -> Tensor:
-        self.events.append("forward")
-        loss: Tensor = model(**inputs).loss
-        return loss
-
-
-class StubTrainer(TensorParallel, ForwardOnly):  # type: ignore[misc]
-    """A Trainer on TP ranks that has a model and a topology, and notes when the host waits for a comparison."""
-
-    def __init__(self, engine: TrainingEngine, events: list[str]) -> None:
-        ForwardOnly.__init__(self, events)
-        self.model, self.topology, self._labelled_rows = engine.model, engine.topology, None
-        self.args = SimpleNamespace(device=engine.device)
-
-    def run_micro_batches(self, count: int) -> None:
-        """Compute losses. The comparison's result has no value on fake tensors: the ranks have the same samples."""
-        tokens = torch.zeros(2, 8, dtype=torch.long, device=self.args.device)
-
-        def read(result: Deferred) -> bool:
-            result.wait()
-            return False
-
-        with mock.patch.object(Deferred, "read", read):
-            for _ in range(count):
-                self.compute_loss(self.model, {"input_ids": tokens, "labels": tokens})
-
-
 def samples_compared(engine: TrainingEngine) -> object:
     """Start to compare two micro-batches, and count the labels of a Trainer's step."""
     tokens = torch.zeros(2, 8, dtype=torch.long, device=engine.device)
@@ -237,22 +174,6 @@ def test_comparing_and_counting_samples_starts_without_a_wait() -> None:
     seen, alone = watched_step("llama", WORKLOAD, samples_compared), watched_step("llama", WORKLOAD)
     assert not seen.found, list(seen.found)
     assert seen.collectives == alone.collectives + 3
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_a_trainer_waits_once_a_micro_batch_after_its_forward(tensor: int) -> None:
-    """On one TP rank it compares nothing."""
-    events: list[str] = []
-
-    def losses(engine: TrainingEngine) -> object:
-        trainer = StubTrainer(engine, events)
-        with mock.patch.object(accelerator._Stream, "synchronize", lambda _: events.append("wait")):
-            trainer.run_micro_batches(2)
-        return None
-
-    seen = watched_step("llama", replace(WORKLOAD, tensor=tensor), losses)
-    assert events == (["forward", "wait"] if tensor == 2 else ["forward"]) * 2
-    assert not seen.found, list(seen.found)
 
 
 def copied_for_a_save(engine: TrainingEngine) -> object:

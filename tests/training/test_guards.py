@@ -75,6 +75,7 @@ def without_a_hook() -> None:
 
 def with_a_norm_that_does_not_sum() -> None:
     engine = build(1)
+    train(engine, 1)
     engine.model.transformer.layers[0].mlp_norm.gradient_sum = None
     train(engine, 1)
 
@@ -86,6 +87,16 @@ def with_a_norm_that_does_not_sum() -> None:
 def test_a_gradient_that_is_not_summed_is_named(ranks: Pools, broken: Callable[[], None], parameter: str) -> None:
     with pytest.raises(RankError, match=rf"{re.escape(parameter)} was not summed over tensor parallel ranks"):
         ranks(2).run(broken)
+
+
+def with_a_frozen_norm() -> None:
+    engine = build(1)
+    engine.model.transformer.layers[0].mlp_norm.requires_grad_(False)
+    train(engine, 2)
+
+
+def test_a_frozen_parameter_needs_no_sum(ranks: Pools) -> None:
+    ranks(2).run(with_a_frozen_norm)
 
 
 # --- what data-parallel ranks hold twice ------------------------------------------------------------------------------
@@ -130,7 +141,7 @@ def test_one_changed_bit_of_what_replicas_hold_twice_names_the_odd_one(
     name = "transformer.layers.0.mlp_norm.weight" + (f" ({kind})" if kind != "weight" else "")
     for message in ranks(3).run(corrupted, stage, dtype, kind):
         assert message.startswith(
-            f"before the update of step 3 parameter {name} is not what the others hold on rank 2,"
+            f"before the update of step 3 parameter {name} on rank 2 differs from the other data-parallel ranks: "
         ), message
 
 
@@ -138,7 +149,7 @@ def test_one_changed_bit_of_what_replicas_hold_twice_names_the_odd_one(
 def test_of_two_replicas_both_are_named(ranks: Pools, tensor: int) -> None:
     both = "ranks 0 and 1" if tensor == 1 else "ranks 1 and 3"
     for message in ranks(2 * tensor).run(corrupted, 1, "fp32", "weight", tensor):
-        assert f"mlp_norm.weight differs between {both}, but data-parallel ranks must hold equal copies" in message
+        assert f"mlp_norm.weight differs between data-parallel {both}: memory or a message was corrupted" in message
 
 
 def repeated(stage: int, recompute: str, faulty: bool) -> tuple[list[float], str]:

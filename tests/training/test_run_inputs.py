@@ -213,21 +213,21 @@ def test_all_of_a_corpus_is_read_once(tmp_path: Path, seed: int, monkeypatch: py
 def test_a_bit_flipped_in_a_prepared_corpus_is_refused_at_the_first_start(tmp_path: Path, file: str, at: int) -> None:
     run(tmp_path, "data")
     path, validation = tmp_path / "data" / file, str(tmp_path / "data" / "validation")
-    content, whole = bytearray(path.read_bytes()), run_of(tmp_path, validation=validation).read()
+    content, whole = bytearray(path.read_bytes()), run_of(tmp_path, validation=validation).fingerprints()
     content[at] ^= 1
     path.write_bytes(content)
     for _ in range(2):  # what is damaged is not remembered
         with pytest.raises(
             UserError, match=rf"^{path} is damaged: its SHA-256 is \w{{12}}…, not \w{{12}}… as in report\.json"
         ):
-            run_of(tmp_path, validation=validation).read()
+            run_of(tmp_path, validation=validation).fingerprints()
     content[at] ^= 1
     path.write_bytes(content)
-    assert run_of(tmp_path, validation=validation).read() == whole
+    assert run_of(tmp_path, validation=validation).fingerprints() == whole
     (tmp_path / "data" / "report.json").unlink()
     content[at] ^= 1
     path.write_bytes(content)
-    assert run_of(tmp_path, validation=validation).read() != whole, "nothing says what it was"
+    assert run_of(tmp_path, validation=validation).fingerprints() != whole, "nothing says what it was"
 
 
 def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path, seed: int) -> None:

@@ -183,3 +183,16 @@ def test_an_exports_tokenizer_knows_the_models_positions(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"tokenizer_config\.json: not valid JSON"):
         export(tmp_path / "other", tokenizer=tokenizer)
     assert not (tmp_path / "other").exists()
+
+
+def test_the_end_of_an_export_leaves_the_directory_of_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, partial = tmp_path / "model", tmp_path / ".model.partial"
+    with partial_directory(target) as written:
+        written.rename(target)
+        partial.mkdir()  # by a process that started after the rename
+    assert partial.exists()
+    monkeypatch.setattr(files, "lock", lambda *_: partial.rename(tmp_path / "renamed"))  # before this process locks it
+    with pytest.raises(UserError, match="another process writes it now"), partial_directory(target):
+        pytest.fail("the block is not entered")

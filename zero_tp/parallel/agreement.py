@@ -105,8 +105,8 @@ def checksum(tensors: Mapping[str, Tensor]) -> Tensor:
     for number, tensor in enumerate(tensors.values()):
         content = tensor.detach().contiguous().view(-1).view(torch.uint8)
         positions = torch.arange(1, content.numel() + 1, device=tensor.device)
-        # An odd factor for each position: changing a byte, or swapping two of a tensor, changes the sum.
-        factors = (positions * 0x1E3779B97F4A7C15 + number).bitwise_xor(positions >> 7) | 1
+        # Each position of each tensor has another odd factor: changing a byte, or swapping two, changes the sum.
+        factors = (positions * 0x1E3779B97F4A7C15 + 2 * number).bitwise_xor(positions >> 7) | 1
         sums.append((content * factors).sum())
     return (torch.stack(sums).sum() + total) >> 1
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TIMEOUT = timedelta(minutes=30)
 WATCHDOG_MARGIN_SECONDS = 30
-"""A collective's own limit is that much later than the watchdog's, whose report says more."""
+"""A collective times out that much later than the watchdog, whose report says more."""
 
 
 def connect(
@@ -51,7 +51,7 @@ def connect(
         device = rank_device(environment, device_type)
         torch.get_device_module(device_type).set_device(device.index)
         for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
-            if name in os.environ:  # DeepSpeed uses it as the device's index; RankEnvironment has read it before
+            if name in os.environ:  # DeepSpeed takes it for the device's index
                 os.environ[name] = str(device.index)
     if environment.world > 1:
         environment.store.wait_until_all_ready(timeout)

@@ -47,7 +47,7 @@ class RankEnvironment:
             variables = {name: value for name, value in variables.items() if not name.startswith("SLURM_")}
         world = _number(variables, WORLD) or 1
         rank = _number(variables, RANK)
-        # Without Slurm's local rank, which a single process in an interactive job has too.
+        # Slurm's local rank is no sign of a launcher: a single process in an interactive job has it too.
         has_launcher = _number(variables, LOCAL_RANK[:2]) is not None or (world > 1 and rank is not None)
         is_task = (variables.get("SLURM_PROCID"), variables.get("SLURM_STEP_NUM_TASKS")) == (str(rank), str(world))
         local_tasks = [number for number in variables.get("SLURM_GTIDS", "").split(",") if number] if is_task else []

@@ -1,16 +1,14 @@
-"""Describe a hang: each rank's status, its Python frame, its collectives, and which ranks wait for which."""
+"""Describe a hang: each rank's status, its Python frame, and which ranks wait for which."""
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from zero_tp.topology import name_ranks
 
@@ -29,7 +27,6 @@ class RankStatus:
         message_number: of the messages that this rank has written.
         frame: the main thread's function, once half of the phase's limit has passed.
         waiting: whether that function waits for other ranks; None until then.
-        collectives: the counts of `collective_progress`; "" until then.
     """
 
     count: int = 0
@@ -41,22 +38,20 @@ class RankStatus:
     message_number: int = 0
     frame: str = ""
     waiting: bool | None = None
-    collectives: str = ""
 
     def describe(self) -> str:
         where = f"{self.phase}{f' {self.step}' if self.step else ''}{f', {self.doing}' if self.doing else ''}"
-        counts = f"; collectives enqueued/completed: {self.collectives}" if self.collectives else ""
-        return f"({self.host}) in {where} for {self.seconds:.0f} s{f', at {self.frame}' if self.frame else ''}{counts}"
+        return f"({self.host}) in {where} for {self.seconds:.0f} s{f', at {self.frame}' if self.frame else ''}"
 
 
 def describe_hang(
-    statuses: Mapping[int, RankStatus], silent_ranks: set[int], world: int, status: RankStatus, limit: float
+    statuses: Mapping[int, RankStatus], silent_ranks: set[int], world: int, own: RankStatus, limit: float
 ) -> str:
     """Return a line for each rank, and a last line that says which ranks wait for which.
 
     Args:
         silent_ranks: ranks that have stopped writing.
-        status: of the rank whose limit has passed.
+        own: status of this rank, whose limit has passed.
         limit: in seconds.
     """
     lines = [
@@ -72,7 +67,7 @@ def describe_hang(
         who = ": no other rank has reported its state"
     elif waiting:
         who = f": {name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for {name_ranks(behind)}"
-    where = f"{status.phase}{f' {status.step}' if status.step else ''}"
+    where = f"{own.phase}{f' {own.step}' if own.step else ''}"
     limits = f"{limit / 60:.3g} minutes (the limit: zero_tp.training.timeout_minutes)"
     return "\n".join([*lines, f"error: no progress in {where} for {limits}{who}"])
 
@@ -85,7 +80,7 @@ def describe_frame(thread: int) -> tuple[str, bool]:
     if collects:
         gc.enable()
     if frame is None:
-        return "its end", False
+        return "the end of its thread", False
     name, file = frame.f_code.co_name, frame.f_code.co_filename
     waiting = name == "wait" or any(part in file for part in _WAITING)
     for caller, line in traceback.walk_stack(frame):
@@ -95,29 +90,6 @@ def describe_frame(thread: int) -> tuple[str, bool]:
             called_by = "" if caller is frame else f", called by {caller.f_code.co_name}"
             return f"{name}{called_by} {place}", waiting
     return f"{name} ({Path(file).name})", waiting
-
-
-def collective_progress(groups: Sequence[str]) -> str:
-    """Return how many collectives each process group has enqueued and completed: `TP 42/41, DP 7/7`.
-
-    torch's flight recorder counts them, unless `TORCH_FR_BUFFER_SIZE` is 0. Reading it does not synchronise.
-
-    Args:
-        groups: names in the order of their creation, by which the recorder numbers them.
-    """
-    from torch._C import _distributed_c10d
-
-    status: dict[str, Any] = {}
-    # A build with NCCL has one recorder for NCCL's collectives and one for those of the other backends.
-    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if hasattr(_distributed_c10d, dump):
-            status |= json.loads(getattr(_distributed_c10d, dump)(False)).get("pg_status", {})
-    names = dict(enumerate(groups))
-    return ", ".join(
-        f"{names.get(int(number), f'group {number}')} "
-        f"{counts['last_enqueued_collective']}/{counts['last_completed_collective']}"
-        for number, counts in sorted(status.items(), key=lambda group: int(group[0]))
-    )
 
 
 def dump_flight_recorder(rank: int) -> list[str]:

@@ -82,7 +82,7 @@ def run_rank(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher sets it for CPU ranks too
     rank = _Rank(environment or RankEnvironment.of_this_process(), verbose, requests or Requests())
     if watch is not None:
-        watch.end = rank.end
+        watch.on_end = rank.end
     rank.run(main)
 
 
@@ -158,9 +158,11 @@ class _Rank:
         sends after local rank 0's end.
         """
         is_first = self._environment.store.refuse(self._environment.name)
-        if is_first is None and not self._environment.is_local_rank_zero:
-            return not self._terminated.wait(LAUNCHER_SECONDS) and not self._node.ended()
-        return is_first is not False
+        if is_first is not None:
+            return is_first
+        if self._environment.is_local_rank_zero:
+            return True
+        return not self._terminated.wait(LAUNCHER_SECONDS) and not self._node.ended()
 
     def _fail(self, error: BaseException) -> int:
         """Report an error of this rank, unless it only follows from another rank's end."""

@@ -76,8 +76,9 @@ class NodeWatch:
         with self._reporting:  # no other thread may exit the process before the line is written
             ended = self.ended()
             is_lowest = all(rank in ended or rank > self._environment.rank for rank in list(self._ranks))
-            for number, (rank, status) in enumerate(ended.items()):
-                is_known = status is not None or (include_unknown and number == 0 and not self._deepspeed_has_ended())
+            for rank, status in ended.items():
+                is_first = rank == next(iter(ended))
+                is_known = status is not None or (include_unknown and is_first and not self._deepspeed_has_ended())
                 if is_known and rank not in self._reported:
                     self._reported.add(rank)
                     text = describe_killed(rank, status)

@@ -18,13 +18,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.process.hang_report import (
-    RankStatus,
-    collective_progress,
-    describe_frame,
-    describe_hang,
-    dump_flight_recorder,
-)
+from zero_tp.process.hang_report import RankStatus, describe_frame, describe_hang, dump_flight_recorder
 from zero_tp.topology import name_ranks
 
 if TYPE_CHECKING:
@@ -40,17 +34,16 @@ class Watchdog:
     """Watch one rank: `begin` starts it, `enter` and `mark` set the rank's phase and its work.
 
     Attributes:
-        end: called in a thread with the reason why the rank ends, "" if another rank prints it.
+        on_end: called in a thread with the reason why the rank must end, "" if another rank prints it.
     """
 
     def __init__(self) -> None:
-        self.end: Callable[[str], object] | None = None
+        self.on_end: Callable[[str], object] | None = None
         self._status, self._mark_time, self._steps = RankStatus(host=socket.gethostname()), time.monotonic(), 0
         self._limits = dict[str, float]()
         self._heartbeat: float | None = None
         self._rank, self._world = 0, 1
         self._round_seconds = ROUND_SECONDS
-        self._groups: Sequence[str] = ()
         self._store: Any = None
         self._requests = ThreadPoolExecutor(1, "store")  # a request to a dead machine's store never returns
         self._messages = 0
@@ -72,13 +65,9 @@ class Watchdog:
         self.enter("start")
         self._thread.start()
 
-    def connect(self, store: dist.Store, groups: Sequence[str] = ()) -> None:
-        """Start to write to the job's store. From now on only the watchdog may use this client of it.
-
-        Args:
-            groups: names of this rank's process groups, in the order of their creation.
-        """
-        self._store, self._groups = store, groups
+    def connect(self, store: dist.Store) -> None:
+        """Start to write to the job's store. From now on only the watchdog may use this client of it."""
+        self._store = store
         self._exchange(())  # silence is detected only for ranks that have written
 
     def leave(self) -> None:
@@ -135,8 +124,8 @@ class Watchdog:
         self._exchange(())
 
     def _end(self, text: str) -> None:
-        if self.end is not None and not self._stopped.is_set():
-            self.end(text)
+        if self.on_end is not None and not self._stopped.is_set():
+            self.on_end(text)
 
     def _describe_hang(self, limit: float) -> str:
         """Return the report of all ranks, or "" if another rank's limit has passed before and that rank reports."""
@@ -173,14 +162,13 @@ class Watchdog:
         return f"{(self._heartbeat or 0) / 60:.3g} minutes (the limit: zero_tp.training.timeout_minutes.heartbeat)"
 
     def _current_status(self) -> RankStatus:
-        """Return the status now, with frame and collectives once half of the phase's limit has passed."""
+        """Return the status now, with the frame once half of the phase's limit has passed."""
         seconds, limit = time.monotonic() - self._mark_time, self._limits.get(self._status.phase)
         status = replace(self._status, seconds=seconds, message_number=self._messages)
         if limit is None or seconds <= limit / 2:
             return status
         frame, waiting = describe_frame(self._main)
-        counts = "" if self._store is None else collective_progress(self._groups)
-        return replace(status, frame=frame, waiting=waiting, collectives=counts)
+        return replace(status, frame=frame, waiting=waiting)
 
     # --- the job's store --------------------------------------------------------------------------------------------
 

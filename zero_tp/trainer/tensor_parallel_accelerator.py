@@ -1,4 +1,4 @@
-"""An Accelerator for TP × DP ranks, and the engine that it steps.
+"""An Accelerator for TP × DP ranks, and the wrapper of its DeepSpeed engine.
 
 accelerate itself passes a topology to DeepSpeed only for Ulysses.
 """
@@ -51,7 +51,7 @@ class SteppedEngine:
         """Run a micro-batch's backward; after the last one of a step clip the gradients and update the weights."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.zero.backward(loss, **options)
-        check_hooks(self.zero.model.gradient_hooks)
+        check_hooks(self.zero.model)
         if sync_gradients:
             self.zero.step()
 
@@ -108,6 +108,7 @@ class TensorParallelAccelerator(Accelerator):
             optimizer = _sharded_optimizer(optimizer, settings)
         zero = zero_engine(settings, self.topology)
         audit(model, self.topology)
+        check_trainable(model)
         zero.initialize(model, optimizer.params if isinstance(optimizer, DummyOptim) else optimizer)
         check_replicas(model, self.topology)
         if not hasattr(zero.optimizer, "overflow"):
@@ -119,6 +120,16 @@ class TensorParallelAccelerator(Accelerator):
         self._optimizers.append(wrapped)
         self.on_engine(zero)
         return tuple(result)
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuse a model with frozen parameters: splitting it would unfreeze them, and a checkpoint has states of all."""
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            raise UserError(
+                f"ZeroTPTrainer: {name} is frozen, and every parameter is trained here; set its requires_grad to True, "
+                "or use transformers' own Trainer"
+            )
 
 
 def finalized_config(plugin: Any, topology: Topology, clipping: float) -> dict[str, Any]:
@@ -134,8 +145,11 @@ def finalized_config(plugin: Any, topology: Topology, clipping: float) -> dict[s
     if settings.get("steps_per_print") == float("inf"):  # accelerate's "never", which no JSON can say
         settings["steps_per_print"] = sys.maxsize
     typed = check_deepspeed(settings, topology, EntryPoint.TRAINER)
+    # Without an `optimizer` block Trainer makes the optimizer, and DeepSpeed takes torch's SGD only with this key.
+    unused = () if "optimizer" in settings else ("zero_allow_untested_optimizer: ",)
     for line in notes(typed, "no effect", "note") if topology.rank == 0 else ():
-        warnings.warn(f"DeepSpeed's config: {line}", stacklevel=2)
+        if not line.startswith(unused):
+            warnings.warn(f"DeepSpeed's config: {line}", stacklevel=2)
     return settings
 
 

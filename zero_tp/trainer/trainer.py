@@ -26,7 +26,7 @@ from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.topology import Topology
 from zero_tp.trainer.batches import SampleComparison, count_labels, pad_for_sequence_parallelism
 from zero_tp.trainer.checkpoints import resume_states, save_states
-from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator
+from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator, check_trainable
 from zero_tp.zero.ops import without_shared_memory_collectives
 from zero_tp.zero.zero_engine import ZeroEngine
 
@@ -41,6 +41,7 @@ REFUSED = {
     "auto_find_batch_size": "a rank that runs out of memory leaves the others waiting",
     "save_on_each_node": "a checkpoint is one directory that all ranks see",
     "fsdp": "the model is split by its topology and ZeRO",
+    "parallelism_config": "tensor_parallel and DeepSpeed's config split the model",
     "eval_use_gather_object": "each data-parallel rank would be counted once a tensor-parallel rank",
 }
 """Training arguments that are not exact here, and why."""
@@ -79,8 +80,8 @@ class TensorParallel(Base):
             sequence_parallel: also use SP.
 
         Raises:
-            UserError: no DeepSpeed config; an argument that is not exact here; an architecture or sizes that TP can't
-                split.
+            UserError: no DeepSpeed config; frozen parameters; an argument that is not exact here; an architecture or
+                sizes that TP can't split.
         """
         if any(base.__module__.partition(".")[0] == "trl" for base in type(self).__mro__):
             raise UserError(
@@ -89,6 +90,13 @@ class TensorParallel(Base):
             )
         if model is None or args is None or isinstance(model, str):
             raise UserError("ZeroTPTrainer: give it a model and TrainingArguments; a model_init is not built")
+        if not getattr(model, "peft_config", None):  # `parallel_model` refuses adapters
+            check_trainable(model)
+        if isinstance(model, ParallelModel) and tensor_parallel not in (1, model.topology.tensor):
+            raise UserError(
+                f"ZeroTPTrainer: tensor_parallel is {tensor_parallel}, but the model has TP {model.topology.tensor}; "
+                "leave tensor_parallel out"
+            )
         _check(args)
         if isinstance(model, ParallelModel):
             self.topology = model.topology
@@ -99,6 +107,11 @@ class TensorParallel(Base):
         super().__init__(model, args, *arguments, **options)
         if self.compute_loss_func is not None:
             raise UserError("compute_loss_func: it needs whole logits with gradients, which no rank forms")
+        if self.optimizer is not None or self.lr_scheduler is not None:
+            raise UserError(
+                "optimizers: Trainer replaces them under DeepSpeed; set optim, learning_rate and lr_scheduler_type, or "
+                "give optimizer_cls_and_kwargs"
+            )
         self.model_accepts_loss_kwargs = True  # losses of tokens and of rows are sums here
         if args.label_names is None and not self.model.spec.sentence_head:
             self.label_names = ["labels"]
@@ -240,7 +253,9 @@ def _check(args: TrainingArguments) -> None:
         if getattr(args, name, None):
             raise UserError(f"TrainingArguments.{name}: {why}; leave it out")
     if getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
-        raise UserError('TrainingArguments.train_sampling_strategy: "batch_rebalance" deals to all ranks; use "random"')
+        raise UserError(
+            'TrainingArguments.train_sampling_strategy: "batch_rebalance" gives each rank other samples; use "random"'
+        )
     args.device  # noqa: B018 - connects the ranks
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if args.world_size != world:

@@ -48,7 +48,7 @@ class Callback:
         """Prepare for a checkpoint of `state.step`, which is about to be written."""
 
     def on_log(self, state: TrainState, values: Metrics) -> None:
-        """Take one line of metrics.jsonl: "step" and numbers by name; None is unknown."""
+        """Handle one line of metrics.jsonl: "step" and numbers by name; None is unknown."""
 
     def on_end(self, state: TrainState) -> None:
         """Clean up, also when `state.error` ended the run. Called for each callback whose `on_start` returned."""

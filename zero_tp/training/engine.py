@@ -88,7 +88,7 @@ class TrainingEngine:
         check_deepspeed(deepspeed_config, topology, EntryPoint.ENGINE, recompute)
         self.zero = zero_engine(deepspeed_config, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
-        # DeepSpeed sends all weights over DP from the first rank: zero.Init each as it is made, else `initialize`.
+        # DeepSpeed broadcasts the weights of the first DP rank: zero.Init as each is made, or `initialize` all of them.
         source = source or ShardedSeededInit(seed, topology.data_group)
         with self.zero.construction():
             model = model or default_model_class(architecture_of(config).spec(config))
@@ -177,10 +177,10 @@ class TrainingEngine:
 
         Args:
             micro_batches: one batch, or (input ids [b, s], shifted labels [b, s]), for each accumulation step.
-            guarded: the step's number, to compare the TP ranks' choices of experts in its first micro-batch, and the
-                DP ranks' duplicates just before its update.
-            guard_gradients: also run its first micro-batch twice. On CUDA a script without `connect_deepspeed` calls
-                `zero_tp.process.connect.use_deterministic_cublas` first.
+            guarded: the step's number, if replicas are compared in this step: the TP ranks' choices of experts in the
+                first micro-batch, and the DP ranks' duplicates just before the update.
+            guard_gradients: a guarded step also runs its first micro-batch twice. On CUDA a script without
+                `connect_deepspeed` calls `zero_tp.process.connect.use_deterministic_cublas` first.
 
         Raises:
             UserError: another number of micro-batches than `gradient_accumulation_steps`; choices, duplicates or
@@ -197,7 +197,7 @@ class TrainingEngine:
         if guarded is not None and guard_gradients:
             self._check_reproducible(batches[0], divisors, guarded)
         self._accumulate(batches, divisors, guarded)
-        guards.check_hooks(self.model.gradient_hooks)
+        guards.check_hooks(self.model)
         if guarded is not None:
             guards.check_duplicates(self.zero, guarded)
         self.spike = ""

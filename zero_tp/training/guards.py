@@ -21,32 +21,35 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from zero_tp.config.schema import Spike
 from zero_tp.errors import UserError
 from zero_tp.models.moe import Router
+from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.agreement import checksum, differ_over, tensor_bytes
 from zero_tp.parallel.collectives import all_gather
-from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import Replicated, layout_of
 from zero_tp.topology import Topology, name_ranks
 from zero_tp.zero.states import partition_of
 from zero_tp.zero.zero_engine import ZeroEngine
 
-# On an accelerator, kernels that add in no fixed order can round one rank's gradient differently from another's. These
-# are the differences that may add up between two checks, relative to the parameter's largest element: about one last
-# bit of a 16-bit weight, and for fp32 what Adam makes of rounding in a thousand steps of 1e-7. A gradient that is not
-# summed moves a norm's weights apart by a multiple of the learning rate each step, and exceeds them in a few steps.
+# On an accelerator, kernels that add in no fixed order can round one rank's gradient differently from another's.
+# Between two checks replicas may drift apart by this share of the parameter's largest element: about one last bit of a
+# 16-bit weight; in fp32, what Adam makes of rounding in a thousand steps of 1e-7. If a gradient is not summed, replicas
+# of a norm drift by a multiple of the learning rate in each step, and exceed this share in a few steps.
 ACCELERATOR_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
-def check_hooks(hooks: GradientHooks) -> None:
-    """Check after a backward that every partial gradient has been summed over TP.
+def check_hooks(model: ParallelModel) -> None:
+    """Check after a backward that every partial gradient was summed over TP since the last check.
 
     Raises:
         RuntimeError: names a parameter whose partial gradient was not summed over TP.
     """
-    missing = [name for name, fired in hooks.fired.items() if not fired]
-    if missing:
-        raise RuntimeError(
-            f"the gradient of {missing[0]} was not summed over tensor parallel ranks: its hook did not fire"
-        )
+    sums = model.gradient_hooks.sums
+    for name, gradient_sum in sums.items():
+        if gradient_sum.fired == 0 and model.get_parameter(name).requires_grad:
+            raise RuntimeError(
+                f"the gradient of {name} was not summed over tensor parallel ranks: its hook did not fire"
+            )
+    for gradient_sum in sums.values():  # a layer's parameters may share one
+        gradient_sum.fired = 0
 
 
 @torch.no_grad()
@@ -145,11 +148,13 @@ def check_duplicates(zero: ZeroEngine, step: int) -> None:
         for members in topology.data_members():
             deviating = _deviating_ranks({rank: digest_by_rank[rank] for rank in members})
             if deviating:
-                problem = "differs between" if len(deviating) == len(members) else "is not what the others hold on"
+                ranks = name_ranks(deviating)
+                differs = f"on {ranks} differs from the other data-parallel ranks"
+                if len(deviating) == len(members):
+                    differs = f"differs between data-parallel {ranks}"
                 raise UserError(
-                    f"before the update of step {step} parameter {name} {problem} {name_ranks(deviating)}, but "
-                    "data-parallel ranks must hold equal copies: memory or a message was corrupted; resume from an "
-                    "earlier checkpoint, and check the hardware of these ranks"
+                    f"before the update of step {step} parameter {name} {differs}: memory or a message was corrupted; "
+                    "resume from an earlier checkpoint, and check the hardware of these ranks"
                 )
 
 

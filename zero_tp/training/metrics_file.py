@@ -39,25 +39,28 @@ class MetricsFile(Callback):
                     lines = "lines" if unreadable > 1 else "line"
                     state.print(f"{self._path}: removed {unreadable} unreadable {lines}")
             if values is not None:
-                append_line(self._path, (metrics_line(values) + "\n").encode())
+                with self._path.open("a") as file:
+                    file.write(metrics_line(values) + "\n")
 
 
 def metrics_line(values: Metrics) -> str:
     """Return one strict JSON object. A non-finite value is null, and `nonfinite` says which: `{"loss": "nan"}`."""
-    odd = {key: str(value) for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
-    clean: dict[str, object] = {key: None if key in odd else value for key, value in values.items()}
-    return json.dumps(clean | ({"nonfinite": odd} if odd else {}), allow_nan=False)
+    nonfinite = {
+        name: str(value) for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)
+    }
+    line: dict[str, object] = {name: None if name in nonfinite else value for name, value in values.items()}
+    return json.dumps(line | ({"nonfinite": nonfinite} if nonfinite else {}), allow_nan=False)
 
 
 def read_line(line: bytes) -> tuple[int, dict[str, float]] | None:
     """Return (step, its other numbers by name, non-finite ones as nan); None for a line that is not a record."""
     try:
         record = parse_json(line)
-        step, odd = record["step"], record.get("nonfinite", {})
+        step, nonfinite = record["step"], record.get("nonfinite", {})
         numbers = {
-            name: math.nan if name in odd else float(value)
+            name: math.nan if name in nonfinite else float(value)
             for name, value in record.items()
-            if name in odd or (name != "step" and isinstance(value, int | float))
+            if name in nonfinite or (name != "step" and isinstance(value, int | float))
         }
     except (InvalidJson, AttributeError, KeyError, OverflowError, TypeError):  # the caller counts and reports it
         return None
@@ -83,15 +86,3 @@ def cut_metrics(path: Path, last_step: int) -> int:
     if remaining != lines:
         write_atomically(path, b"".join(remaining))
     return records.count(None)
-
-
-def append_line(path: Path, line: bytes) -> None:
-    """Append a line whole or not at all, because the next one begins where it ends."""
-    with path.open("ab", buffering=0) as file:
-        end = file.seek(0, os.SEEK_END)
-        try:
-            while line:
-                line = line[file.write(line) :]
-        except OSError:
-            file.truncate(end)
-            raise

@@ -83,8 +83,8 @@ class RunInputs:
         corpora = self.validation.corpora if self.validation else ()
         return {corpus.prefix: corpus.identity(whole=self.whole) for corpus in corpora}
 
-    def read(self) -> dict[str, str]:
-        """Return a short value of everything that was read, by its name, for ranks to compare."""
+    def fingerprints(self) -> dict[str, str]:
+        """Return a short value of each input by its name, for ranks to compare."""
         corpora = {
             # One rank of a node alone has read `content`.
             f"corpus {prefix}": {key: value for key, value in identity.items() if key != "content"}

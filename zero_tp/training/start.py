@@ -26,6 +26,7 @@ from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import suppress_output
 from zero_tp.process.watch import Watchdog
+from zero_tp.topology import Topology
 from zero_tp.training.callback import TrainState
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.run_inputs import RunInputs
@@ -64,31 +65,17 @@ def start_training(
     with run_directory(inputs.directory) if is_rank_zero else nullcontext() as owner:
         topology, device = connect_deepspeed(config, environment)
         if environment.world > 1:
-            watch.connect(environment.store.join(), topology.group_names)
+            watch.connect(environment.store.join())
         _check_shared(inputs.directory, owner)
-        require_same_on_all_ranks({f"the ranks do not read the same {what}": it for what, it in inputs.read().items()})
+        fingerprints = inputs.fingerprints().items()
+        require_same_on_all_ranks({f"the ranks do not read the same {name}": value for name, value in fingerprints})
         check_owner = owner.check if owner is not None else lambda: None
         point = find_intact_resume_point(inputs.directory, config, resume_from, inputs.check_resumed, check_owner)
-        parent = ResumePoint()
-        if init_from is not None and point.manifest is not None:
-            check_child(init_from, inputs.directory, point.manifest)
-        elif init_from is not None:
-            parent = broadcast_resume_point(partial(find_parent, init_from, config, inputs.model_config))
+        parent = _parent_of_new_run(inputs, init_from, point)
         is_new = point.checkpoint is None and parent.checkpoint is None
         source = inputs.pretrained() if is_new else Zeros()
         with suppress_output(verbose):
-            engine = TrainingEngine(
-                inputs.model_config,
-                topology,
-                config.deepspeed_config(),
-                seed=block.training.seed,
-                device=device,
-                source=source,
-                model=model,
-                recompute=block.recompute_policy,
-                spike=block.training.spike,
-                compiled=block.compile,
-            )
+            engine = _build_engine(inputs, topology, device, source, model)
             if point.checkpoint is not None:
                 resume(engine.zero, point.checkpoint, block.training.seed)
             elif parent.checkpoint is not None:
@@ -107,6 +94,38 @@ def start_training(
             lineage = Parent.of(parent.checkpoint, parent.manifest)
         yield TrainState(inputs, engine, point.step, lineage, check_owner)
         watch.leave()
+
+
+def _parent_of_new_run(inputs: RunInputs, init_from: Path | None, point: ResumePoint) -> ResumePoint:
+    """Return the checkpoint that a new run starts from; check that a resumed run was started from it. Collective."""
+    if init_from is None:
+        return ResumePoint()
+    if point.manifest is not None:
+        check_child(init_from, inputs.directory, point.manifest)
+        return ResumePoint()
+    return broadcast_resume_point(partial(find_parent, init_from, inputs.config, inputs.model_config))
+
+
+def _build_engine(
+    inputs: RunInputs,
+    topology: Topology,
+    device: torch.device,
+    source: PretrainedSource | Zeros | None,
+    model: type[ParallelModel] | None,
+) -> TrainingEngine:
+    config, block = inputs.config, inputs.config.zero_tp
+    return TrainingEngine(
+        inputs.model_config,
+        topology,
+        config.deepspeed_config(),
+        seed=block.training.seed,
+        device=device,
+        source=source,
+        model=model,
+        recompute=block.recompute_policy,
+        spike=block.training.spike,
+        compiled=block.compile,
+    )
 
 
 def _start_watchdog(watch: Watchdog, timeouts: Timeouts, environment: RankEnvironment) -> None:

@@ -22,7 +22,7 @@ from zero_tp.models.flops import hardware_flops, model_flops, utilisation
 from zero_tp.training.callback import Callback, Metrics, TrainState
 from zero_tp.training.metrics import memory_gib
 
-WINDOW = 50  # steps behind the time left
+WINDOW = 50  # the last steps, whose median predicts the time left
 
 
 class StepTimer:
