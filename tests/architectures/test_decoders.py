@@ -72,7 +72,8 @@ def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str
         attention: that of the config, or "products": SDPA, of matrix products in blocks of four queries.
     """
     if attention == "products":
-        with patch.object(cpu_flash, "BLOCK", 4), patch.object(cpu_flash, "_gradients", wraps=cpu_flash._gradients) as used:
+        spied = patch.object(cpu_flash, "_gradients", wraps=cpu_flash._gradients)
+        with patch.object(cpu_flash, "BLOCK", 4), spied as used:
             return same_as_native(world, fields, seed, "sdpa") | {"products": used.call_count}
     reference = decoder(fields, seed, attention)
     tokens = tokens_for(fields)

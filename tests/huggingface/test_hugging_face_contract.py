@@ -36,7 +36,7 @@ MODELS = {
 
 
 def resized_vocabulary(kind: str, tensor: int, tokens: int) -> str:
-    """Resize ours and theirs: old rows stay, new ones are the mean, and both then train alike. Where inputs are kept."""
+    """Resize ours and theirs: old rows stay, new ones are the mean, both then train alike. Return where inputs stay."""
     reference = MODELS[kind]()
     before = {name: each.clone() for name, each in reference.state_dict().items()}
     model = parallel_model(reference, grid(tensor, False)).eval()

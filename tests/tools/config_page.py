@@ -256,8 +256,8 @@ def _models() -> Iterator[str]:
     )
     yield ""
     yield (
-        "Any other field must have the default of its class. Whatever the model_type, in a written model, a `config.json`"
-        " and a config object:"
+        "Any other field must have its class's default. Whatever the model_type, in a written model, a `config.json` "
+        "and a config object:"
     )
     yield ""
     for field, (value, reason) in FIXED_IN_EVERY_CONFIG.items():

@@ -102,10 +102,10 @@ def encoder_weights(spec: TransformerSpec, norms: dict[str, str]) -> Iterator[We
         "mlp.up": ("intermediate.dense",),
         "mlp.down": ("output.dense",),
     }
-    for ours, theirs in linears.items():
-        yield from common.module_weights(common.OURS + ours, *(layer + name for name in theirs))
-    for ours, hf_name in norms.items():
-        yield from common.module_weights(f"transformer.{ours}", f"bert.{hf_name}")
+    for our_name, hf_names in linears.items():
+        yield from common.module_weights(common.OUR_LAYER + our_name, *(layer + name for name in hf_names))
+    for our_name, hf_name in norms.items():
+        yield from common.module_weights(f"transformer.{our_name}", f"bert.{hf_name}")
     yield from common.module_weights("head.dense", "cls.predictions.transform.dense")
     yield from common.module_weights("head.norm", "cls.predictions.transform.LayerNorm")
     yield Weight("head.decoder.bias", "cls.predictions.bias")

@@ -72,8 +72,8 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
         spec = architectures.architecture_of(config).spec(config)
         # The first matrices of all experts are one parameter.
         experts = 0 if spec.experts is None else 2 * spec.experts.count * spec.experts.size
-        positions = spec.positions if spec.position == "learned" else 0
-        rows = max(spec.vocabulary, positions, spec.token_types, spec.mlp_size, 3 * spec.heads * spec.head_size, experts)
+        embeddings = (spec.vocabulary, spec.token_types, spec.positions if spec.position == "learned" else 0)
+        rows = max(*embeddings, spec.mlp_size, 3 * spec.heads * spec.head_size, experts)
         if rows * spec.hidden > LARGEST_MATRIX:
             problem = f"a matrix of {rows} × {spec.hidden} is larger than any that is trained"
             raise ConfigError(f"{MODEL_KEY}.hidden_size", problem, "use smaller sizes")

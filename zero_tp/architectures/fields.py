@@ -60,7 +60,8 @@ class Fields:
     """The treatment of each field that a model_type's Hugging Face config has.
 
     The attributes except `undeclared` name different fields, none of them in IRRELEVANT_IN_EVERY_CONFIG or
-    FIXED_IN_EVERY_CONFIG. Any other field must have its class's default. One that the class does not declare is refused.
+    FIXED_IN_EVERY_CONFIG. Any other field must have its class's default; one that the class does not declare is
+    refused.
 
     Attributes:
         sizes: read by the spec; positive integers, or None where the config allows it.
@@ -121,7 +122,8 @@ class Fields:
         transformers reads attributes that no config class declares (`is_causal=False` makes any decoder look ahead).
         """
         if config.is_heterogeneous:
-            raise ConfigError(f"{MODEL_KEY}.per_layer_config", f"refused: {FIXED_IN_EVERY_CONFIG['per_layer_config'][1]}")
+            reason = FIXED_IN_EVERY_CONFIG["per_layer_config"][1]
+            raise ConfigError(f"{MODEL_KEY}.per_layer_config", f"refused: {reason}")
         attributes = vars(config)
         self.check(attributes)
         known = {*self.known(), *IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG}
@@ -136,4 +138,5 @@ class Fields:
 
 
 def _unsupported(name: str, value: Any, reason: str, only: Any) -> ConfigError:
-    return ConfigError(f"{MODEL_KEY}.{name}", f"{shown(value)} is refused: {reason}", f"only {shown(only)} is supported")
+    problem = f"{shown(value)} is refused: {reason}"
+    return ConfigError(f"{MODEL_KEY}.{name}", problem, f"only {shown(only)} is supported")

@@ -58,7 +58,7 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
         Weight("transformer.embedding.word.weight", "transformer.wte.weight"),
         Weight("transformer.embedding.position.weight", "transformer.wpe.weight"),
     ]
-    for ours, theirs, transposed in (
+    for our_name, hf_name, transposed in (
         ("attention_norm", "ln_1", False),
         ("attention.qkv", "attn.c_attn", True),
         ("attention.output", "attn.c_proj", True),
@@ -66,7 +66,8 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
         ("mlp.up", "mlp.c_fc", True),
         ("mlp.down", "mlp.c_proj", True),
     ):
-        listed += common.module_weights(common.OURS + ours, "transformer.h.{layer}." + theirs, transposed=transposed)
+        names = common.OUR_LAYER + our_name, "transformer.h.{layer}." + hf_name
+        listed += common.module_weights(*names, transposed=transposed)
     return (*listed, *common.module_weights("transformer.final_norm", "transformer.ln_f"), common.HEAD)
 
 

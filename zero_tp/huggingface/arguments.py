@@ -33,9 +33,7 @@ UNSUPPORTED_IN_FROM_PRETRAINED = {
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def refuse_arguments(
-    method: str, unknown: Mapping[str, Any], known: Iterable[str], reasons: Mapping[str, str]
-) -> None:
+def refuse_arguments(method: str, unknown: Mapping[str, Any], known: Iterable[str], reasons: Mapping[str, str]) -> None:
     """Refuse arguments that a method does not have. The values None and False change nothing."""
     for name, value in unknown.items():
         if value is not None and value is not False:

@@ -84,6 +84,8 @@ class HuggingFaceModel(PretrainedWeights):
     ) -> None:
         """Recompute in backward by a policy of `zero_tp.recompute`, `full` by default (docs/training.md).
 
+        `gradient_checkpointing_enable`, transformers' old name, calls it.
+
         Args:
             activation_checkpointing_kwargs: the policy's keys, such as `{"mode": "selective"}`. `use_reentrant` is
                 ignored.
@@ -105,11 +107,3 @@ class HuggingFaceModel(PretrainedWeights):
         if self._activations is not None:
             self._activations.remove()
             self._activations = self._checkpointing = None
-
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
-    ) -> None:
-        """Call `activation_checkpointing_enable`, the newer name."""
-        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
-
-    gradient_checkpointing_disable = activation_checkpointing_disable

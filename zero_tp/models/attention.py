@@ -99,7 +99,8 @@ class SDPACore(AttentionCore):
         if mask is not None and query.device.type != "cpu":
             # With a mask, CUDA's fused kernels do not support grouped queries.
             key, value = repeat_kv_heads(key, value, query.shape[1])
-        if mask is None and not dropout_p and cpu_flash.is_faster(query.dtype, query.device, query.shape[2], key.shape[2]):
+        lengths = query.shape[2], key.shape[2]
+        if mask is None and not dropout_p and cpu_flash.is_faster(query.dtype, query.device, *lengths):
             return cpu_flash.flash_attention(query, key, value, causal)
         grouped = key.shape[1] != query.shape[1]
         with self.streams.use(PER_RANK) if dropout_p else nullcontext(), disable_cudnn_for_mask(mask):

@@ -17,9 +17,9 @@ from transformers import GenerationConfig, PretrainedConfig
 from zero_tp.architectures import architecture_of
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.errors import UserError, shown
-from zero_tp.models.foreign_engines import ForeignEngineChecks
 from zero_tp.models.position import LearnedEmbedding
 from zero_tp.models.transformer import Transformer
+from zero_tp.models.wrapper_checks import WrapperChecks
 from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import whole_shape
@@ -49,7 +49,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return parsed
 
 
-class ParallelModel(ForeignEngineChecks, ABC):
+class ParallelModel(WrapperChecks, ABC):
     """A Transformer with heads, split over the topology's TP group.
 
     Args:
@@ -129,8 +129,8 @@ class ParallelModel(ForeignEngineChecks, ABC):
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Count the whole model's parameters, on any number of ranks, as transformers does."""
-        embeddings = [module for module in self.modules() if isinstance(module, VocabParallelEmbedding | LearnedEmbedding)]
-        excluded = {module.weight for module in embeddings} if exclude_embeddings else set()
+        kinds = (VocabParallelEmbedding, LearnedEmbedding) if exclude_embeddings else ()
+        excluded = {module.weight for module in self.modules() if isinstance(module, kinds)}
         return sum(
             math.prod(whole_shape(parameter))
             for parameter in self.parameters()
