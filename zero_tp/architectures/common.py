@@ -80,20 +80,25 @@ def spec(
     *,
     partial_rotary: bool = False,
     mlp: str | tuple[str, ...] = "gated",
-    attention_bias: bool = False,
+    attention_bias: bool | None = None,
     **overrides: Any,
 ) -> TransformerSpec:
     """Return the spec of a config.
 
+    A field that a config class lacks has Llama's value. One that a model ignores is not among the table's fields, so it
+    has its default.
+
     Args:
         partial_rotary: the architecture supports rotating a part of each head.
         mlp: name in MLPS, one for all layers or one per layer.
-        attention_bias: biases on Q, K, V and the output projection.
+        attention_bias: biases on Q, K, V and the output projection; by default the config's.
         overrides: arguments of TransformerSpec that differ from Llama's.
     """
     layers, std = config.num_hidden_layers, config.initializer_range
     mlps = (mlp,) * layers if isinstance(mlp, str) else mlp
     heads, kv_heads, head_size = grouped_heads(config)
+    if attention_bias is None:
+        attention_bias = getattr(config, "attention_bias", False)
     if overrides.get("position") != "learned":
         overrides = {
             "position": "rotary",
@@ -116,13 +121,13 @@ def spec(
         "activation": ACTIVATIONS.get(getattr(config, "hidden_act", "")),
         "qkv_bias": attention_bias,
         "output_bias": attention_bias,
-        "mlp_bias": False,
+        "mlp_bias": getattr(config, "mlp_bias", False),
         "tied": config.tie_word_embeddings,
         "padding_token": config.pad_token_id,
         "init_std": std,
         "residual_std": std,
         "dropouts": dropouts(config, attention="attention_dropout"),
-        "windows": (getattr(config, "sliding_window", None),) * layers,
+        "windows": windows_by_layer(config),
         "attention": "eager" if config._attn_implementation == "eager" else "sdpa",
     }
     return TransformerSpec(**{**defaults, **overrides})
@@ -177,8 +182,11 @@ def grouped_heads(config: PretrainedConfig) -> tuple[int, int, int]:
 
 
 def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """Return each layer's window, from `layer_types`."""
-    types, layers, window = list(config.layer_types), config.num_hidden_layers, config.sliding_window
+    """Return each layer's window, from `layer_types` if the config class has it."""
+    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    if not hasattr(config, "layer_types"):
+        return (window,) * layers
+    types = list(config.layer_types)
     if len(types) != layers:
         raise ConfigError(f"{MODEL_KEY}.layer_types", f"{len(types)} entries for {layers} layers", "give one for each")
     if SLIDING in types and (window or 0) < 1:

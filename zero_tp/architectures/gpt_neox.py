@@ -32,7 +32,6 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
         norm_epsilon=config.layer_norm_eps,
         layer="parallel" if config.use_parallel_residual else "sequential",
         mlp="mlp",
-        attention_bias=config.attention_bias,
         mlp_bias=True,
         padding_token=None,
         dropouts=common.dropouts(
