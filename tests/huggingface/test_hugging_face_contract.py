@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
+from zero_tp.huggingface import model as huggingface_model
 from zero_tp.planning.accelerator import accelerator
 from zero_tp.topology import Topology
 
@@ -35,14 +37,15 @@ MODELS = {
 }
 
 
-def resized_vocabulary(kind: str, tensor: int, tokens: int) -> str:
-    """Resize ours and theirs: old rows stay, new ones are the mean, both then train alike. Return where inputs stay."""
+def resized_vocabulary(kind: str, tensor: int, tokens: int) -> list[Any]:
+    """Resize ours and theirs: old rows stay, new ones are the mean, both then train alike. Return stores' settings."""
     reference = MODELS[kind]()
     before = {name: each.clone() for name, each in reference.state_dict().items()}
     model = parallel_model(reference, grid(tensor, False)).eval()
-    model.gradient_checkpointing_enable(offload=True)
-    assert model.resize_token_embeddings() is model.get_input_embeddings()
-    resized = model.resize_token_embeddings(tokens)
+    with mock.patch.object(huggingface_model, "ActivationMemory", wraps=huggingface_model.ActivationMemory) as memory:
+        model.activation_checkpointing_enable(offload=True)
+        assert model.resize_token_embeddings() is model.get_input_embeddings()
+        resized = model.resize_token_embeddings(tokens)
     assert resized is model.get_input_embeddings() and model.config.vocab_size == tokens
     reference.resize_token_embeddings(tokens, mean_resizing=False)
     found = dict(native_tensors(model))
@@ -74,7 +77,7 @@ def resized_vocabulary(kind: str, tensor: int, tokens: int) -> str:
         assert [name for name in scored if name != "loss"] == logits
         for name in logits:
             torch.testing.assert_close(scored[name], expected[name], rtol=1e-4, atol=1e-5)
-    return type(model._activations._store).__name__
+    return [call.args[2] for call in memory.call_args_list]
 
 
 CASES = [("tied", 2, 40), ("untied", 2, 20), ("encoder", 2, 36), ("untied", 1, 40), ("encoder", 1, 20)]
@@ -82,7 +85,7 @@ CASES = [("tied", 2, 40), ("untied", 2, 20), ("encoder", 2, 36), ("untied", 1, 4
 
 @pytest.mark.parametrize(("kind", "tensor", "tokens"), in_tiers(CASES, [("encoder", 2, 36)]))
 def test_a_vocabulary_is_resized(ranks: Pools, kind: str, tensor: int, tokens: int) -> None:
-    assert ranks(2).run(resized_vocabulary, kind, tensor, tokens) == ["Host", "Host"]
+    assert ranks(2).run(resized_vocabulary, kind, tensor, tokens) == [[{"cpu_checkpointing": True}] * 2] * 2
 
 
 def test_labels_are_those_of_transformers() -> None:
@@ -125,7 +128,7 @@ def test_what_is_not_built_is_refused_by_name(tmp_path: Path) -> None:
             model.save_pretrained(tmp_path / "model", **{name: value})
     assert not (tmp_path / "model").exists()
     with pytest.raises(ConfigError, match=r"gradient_checkpointing_kwargs\.mode"):
-        model.gradient_checkpointing_enable({"mode": "everything"})
+        model.activation_checkpointing_enable({"mode": "everything"})
     with pytest.raises(UserError, match="0 tokens"):
         model.resize_token_embeddings(0)
 
