@@ -33,7 +33,7 @@ from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.architectures import architecture_of
 from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.models import flash
+from zero_tp.models import cpu_flash
 from zero_tp.parallel.agreement import random_numbers_of_first
 from zero_tp.parallel.layout import Replicated, audit, layout_of
 from zero_tp.topology import Topology
@@ -72,7 +72,8 @@ def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str
         attention: that of the config, or "products": SDPA, of matrix products in blocks of four queries.
     """
     if attention == "products":
-        with patch.object(flash, "BLOCK", 4), patch.object(flash, "_gradients", wraps=flash._gradients) as used:
+        spied = patch.object(cpu_flash, "_gradients", wraps=cpu_flash._gradients)
+        with patch.object(cpu_flash, "BLOCK", 4), spied as used:
             return same_as_native(world, fields, seed, "sdpa") | {"products": used.call_count}
     reference = decoder(fields, seed, attention)
     tokens = tokens_for(fields)
@@ -305,18 +306,21 @@ def test_generate_agrees_on_every_token(ranks: Pools, world: int, model_type: st
 SMALL_GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 50257}
 
 
-def different_prompts() -> str:
+def different_prompts() -> list[str]:
+    """Another token on a rank, or no prompt there, which transformers would begin by itself."""
     from zero_tp.errors import UserError
 
-    topology = grid(2, False)
+    topology, said = grid(2, False), []
     model = parallel_model(decoder(SMALL_GPT2, 0), topology)
-    with pytest.raises(UserError) as caught:
-        model.generate(torch.tensor([[1, 2 + topology.tensor_rank]]))
-    return str(caught.value)
+    for other in (torch.tensor([[1, 3]]), None):
+        with pytest.raises(UserError) as caught:
+            model.generate(other if topology.tensor_rank else torch.tensor([[1, 2]]), max_new_tokens=1)
+        said.append(str(caught.value))
+    return said
 
 
 def test_different_prompts_are_refused(ranks: Pools) -> None:
-    assert all("different prompts" in said for said in ranks(2).run(different_prompts))
+    assert all("different prompts" in text for said in ranks(2).run(different_prompts) for text in said)
 
 
 def drawn() -> tuple[list[float], list[float], list[float]]:

@@ -1,8 +1,9 @@
-"""Every encoder split over ranks against transformers' own class in one process, for random small configs with padding:
-a bare backward, then DeepSpeed's ZeRO, and the loss of masked tokens by itself."""
+"""Every encoder against transformers' own classes, for random small configs with padding: in one process, split over
+ranks, through DeepSpeed's ZeRO; then what it reads and writes."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,39 @@ import hypothesis
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.compare import check_close, grid, leaf, piece_of
-from tests.support.encoders import LENGTH, MODEL_TYPES, config_of, encoder, encoder_fields, losses_and_logits, rows_for
-from tests.support.native import Native, check_gradients, parallel_model
+from tests.support.compare import check_close, grid, piece_of
+from tests.support.encoders import (
+    BATCH,
+    LENGTH,
+    MODEL_TYPES,
+    config_of,
+    encoder,
+    encoder_fields,
+    losses_and_logits,
+    rows_for,
+    without_sentences,
+)
+from tests.support.native import Native, check_gradients, gradients, parallel_model, to_ours
 from tests.support.pools import Pools
+from tests.support.tiny_models import bert_fields
 from tests.tiers import THOROUGH, in_tiers
-from zero_tp.huggingface import ZeroTPForPreTraining
+from zero_tp.constants import IGNORE_INDEX
+from zero_tp.errors import UserError
+from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.models.context import ForwardInputs
-from zero_tp.parallel.collectives import gather_rows
-from zero_tp.parallel.layout import audit, split_vocabulary
-from zero_tp.parallel.loss import vocab_parallel_cross_entropy
+from zero_tp.parallel.layout import audit
 from zero_tp.topology import Topology
 
 EACH_TYPE = pytest.mark.parametrize("model_type", MODEL_TYPES)
 EACH_WORLD = pytest.mark.parametrize("world", in_tiers([2, 4], [4]))
+ALONE = Topology(world=1)
 
 
 def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str) -> dict[str, int]:
@@ -36,8 +52,9 @@ def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str
     loss, logits = losses_and_logits(reference, rows)
     loss.backward()
     counts = {}
-    for sequence in (False, True):
-        model = parallel_model(reference, grid(world, sequence), attention=attention).train()
+    for sequence in (False, True)[:world]:
+        topology = ALONE if world == 1 else grid(world, sequence)
+        model = parallel_model(reference, topology, attention=attention).train()
         audit(model, model.topology)
         found = model(**rows, return_logits=True)
         check_close({name: found[name] for name in logits}, logits)
@@ -58,23 +75,32 @@ def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str
     return counts
 
 
+def drawn_case(data: st.DataObject, model_type: str) -> tuple[dict[str, Any], int, str]:
+    """Return a config's fields, a seed and an attention."""
+    fields = data.draw(encoder_fields(model_type))
+    seed = data.draw(st.integers(0, 2**31), label="seed")
+    return fields, seed, data.draw(st.sampled_from(["sdpa", "eager"]), label="attention")
+
+
+@EACH_TYPE
+@given(data=st.data())
+def test_one_process(model_type: str, data: st.DataObject) -> None:
+    same_as_native(1, *drawn_case(data, model_type))
+
+
 @EACH_WORLD
 @EACH_TYPE
 @hypothesis.settings(max_examples=2)
 @given(data=st.data())
 def test_logits_losses_and_every_gradient(ranks: Pools, world: int, model_type: str, data: st.DataObject) -> None:
-    fields = data.draw(encoder_fields(model_type))
-    attention = data.draw(st.sampled_from(["sdpa", "eager"]), label="attention")
-    seed = data.draw(st.integers(0, 2**31), label="seed")
-    counts = ranks(world).run(same_as_native, world, fields, seed, attention)
-    assert counts == counts[:1] * world
+    fields, *case = drawn_case(data, model_type)
+    counts = ranks(world).run(same_as_native, world, fields, *case)
     layers, order = fields["num_hidden_layers"], 0 if fields["architectures"] else 4
     norms = 2 * layers + 1  # with the one after the embeddings, or the last
-    assert counts[0]["gradients, SP True"] == 3 + 8 * layers + 2 * norms + 5 + order
-    assert counts[0]["gradients, SP False"] == counts[0]["gradients, SP True"]
+    compared = 3 + 8 * layers + 2 * norms + 5 + order
     # Under SP the norms outside the head, positions and token types see a shard.
-    assert counts[0]["parts, SP False"] == 0
-    assert counts[0]["parts, SP True"] == 2 * norms + 2
+    expected = {"parts, SP False": 0, "parts, SP True": 2 * norms + 2}
+    assert counts == [expected | dict.fromkeys(("gradients, SP True", "gradients, SP False"), compared)] * world
 
 
 RECOMPUTE: list[dict[str, Any]] = [
@@ -166,67 +192,13 @@ def test_steps_through_zero(
     assert found[0][1] < found[0][0]
 
 
-def gradient_of(tensor: Tensor) -> Tensor:
-    assert tensor.grad is not None
-    return tensor.grad
-
-
-def scored(world: int, sequence: bool, seed: int) -> int:
-    """Loss, choices and every gradient of a head with a bias, and of the rows that it sees, against torch."""
-    topology = grid(world, sequence)
-    generator = torch.Generator().manual_seed(seed)
-    length, batch, hidden, vocabulary = 8, 3, 6, 13
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    whole, weight, bias = drawn(length, batch, hidden), drawn(vocabulary, hidden), drawn(vocabulary)
-    bias[[2, 9]] = 30.0  # tied for the greatest where the weights agree, on several ranks
-    weight[9] = weight[2]
-    places = torch.randperm(length * batch, generator=generator)[:9]
-    labels = torch.randint(vocabulary, (9, 1), generator=generator)
-    labels[0], labels[1] = 2, 9
-    given = [leaf(whole), leaf(weight), leaf(bias)]
-    logits = F.linear(given[0].flatten(0, 1)[places], given[1], given[2])
-    expected = F.cross_entropy(logits, labels[:, 0], reduction="sum") / 4
-    (expected * 3).backward()
-
-    cut = split_vocabulary(vocabulary)
-    own = leaf(piece_of(whole, topology))
-    shards = [leaf(cut.shard(each, topology.tensor_rank, world)) for each in (weight, bias)]
-    rows = gather_rows(own, places, topology.tensor_group, sequence=sequence).unsqueeze(1)
-    common: dict[str, Any] = {"vocabulary": vocabulary, "group": topology.tensor_group, "bias": shards[1]}
-    loss, right = vocab_parallel_cross_entropy(rows, shards[0], labels, divisor=4.0, accuracy=True, **common)
-    (loss * 3).backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert right.item() == (logits.argmax(1) == labels[:, 0]).sum().item() >= 1
-    of_hidden, *of_others = (gradient_of(each) for each in given)
-    wanted = {"hidden": piece_of(of_hidden, topology)}
-    for name, gradient in zip(("weight", "bias"), of_others, strict=True):
-        wanted[name] = cut.shard(gradient, topology.tensor_rank, world)
-    found = dict(zip(wanted, map(gradient_of, (own, *shards)), strict=True))
-    check_close(found, wanted)
-    return len(found)
-
-
-@pytest.mark.parametrize(
-    ("world", "sequence"), in_tiers([(2, False), (2, True), (4, False), (4, True)], [(2, True), (4, False)])
-)
-def test_loss_of_gathered_rows(ranks: Pools, world: int, sequence: bool, seed: int) -> None:
-    assert ranks(world).run(scored, world, sequence, seed) == [3] * world
-
-
 def there_and_back(source: Path, folder: Path, tensor: int) -> tuple[list[str], float]:
     """What is said of the heads, and how far hidden states are from transformers' own; exports the model."""
-    import warnings
-
-    from transformers import BertModel
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = ZeroTPForPreTraining.from_pretrained(source, grid(tensor, tensor > 1), seed=3).eval()
     model.save_pretrained(folder / f"tp{tensor}")
-    reference: Any = BertModel.from_pretrained(source).eval()
+    reference: Any = transformers.BertModel.from_pretrained(source).eval()
     tokens = torch.randint(30522, (2, 32), generator=torch.Generator().manual_seed(tensor))
     padding = (torch.arange(32) < torch.tensor([32, 20])[:, None]).long()
     with torch.no_grad():
@@ -240,14 +212,12 @@ def there_and_back(source: Path, folder: Path, tensor: int) -> tuple[list[str], 
 @pytest.mark.parametrize("tensor", in_tiers([1, 2, 4], [4]))
 def test_a_real_model_there_and_back(ranks: Pools, minilm: Path, tmp_path: Path, tensor: int) -> None:
     """A trained BertModel, whose heads are drawn: all of it bit for bit at any TP, the drawn heads at TP 1's bits."""
-    from transformers import BertForPreTraining, BertModel
-
     for said, far in ranks(4).run(there_and_back, minilm, tmp_path, tensor):
         heads = "the head of masked tokens, the sentence head"
         assert [text.partition(": has no ")[2] for text in said] == [f"weights of {heads}: drawn from the seed"]
         assert far < 1e-5
-    before: Any = BertModel.from_pretrained(minilm)
-    after: Any = BertForPreTraining.from_pretrained(tmp_path / f"tp{tensor}")
+    before: Any = transformers.BertModel.from_pretrained(minilm)
+    after: Any = transformers.BertForPreTraining.from_pretrained(tmp_path / f"tp{tensor}")
     for name, weight in before.state_dict().items():
         assert torch.equal(after.bert.state_dict()[name], weight), name
     drawn = parallel_model(after, Topology(world=1))
@@ -255,3 +225,194 @@ def test_a_real_model_there_and_back(ranks: Pools, minilm: Path, tmp_path: Path,
     for name, weight in drawn.named_parameters():
         if name.startswith(("head.", "sentence_head.classifier")):
             assert torch.equal(weight, fresh.get_parameter(name)), name
+
+
+# ---- one process -----------------------------------------------------------------------------------------------
+
+
+def fields_of(model_type: str, **changes: Any) -> dict[str, Any]:
+    sizes = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "max_position_embeddings": LENGTH}
+    rest = {"type_vocab_size": 2, "pad_token_id": 0, "architectures": None}
+    return bert_fields(model_type=model_type, **{**sizes, **rest, **changes})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_without_a_label(dtype: torch.dtype, seed: int) -> None:
+    """Their mean is nan, as transformers' is, their share of a sum 0; every weight has a gradient of 0 from it."""
+    fields = fields_of("megatron-bert")
+    reference, rows = encoder(fields, seed).to(dtype), rows_for(fields, seed)
+    rows["labels"].fill_(IGNORE_INDEX)
+    model = parallel_model(reference, ALONE, dtype=dtype)
+    expected = reference(**rows)
+    mean, each = model(**rows), model(**rows, reduction="none")
+    assert expected.loss.isnan() and mean.loss.isnan() and mean.masked_loss.isnan()
+    assert not each.masked_loss.any() and not each.masked_accuracy.any()
+    shared = model(**rows, num_items_in_batch=0, num_rows_in_batch=torch.tensor(2 * BATCH))
+    assert (shared.masked_loss.item(), shared.masked_accuracy.item()) == (0, 0)
+    assert shared.loss.item() == shared.sentence_loss.item() == pytest.approx(mean.sentence_loss.item() / 2)
+    rows["next_sentence_label"].fill_(IGNORE_INDEX)
+    nothing = model(**rows, num_items_in_batch=torch.tensor(0), num_rows_in_batch=0)
+    assert (nothing.loss.item(), nothing.sentence_accuracy.item()) == (0, 0)
+    nothing.loss.backward()
+    assert not any(gradient.any() for gradient in gradients(model).values())
+
+
+@EACH_TYPE
+def test_figures_and_each_tokens_loss(model_type: str, seed: int) -> None:
+    fields = fields_of(model_type)
+    reference, rows = encoder(fields, seed), rows_for(fields, seed)
+    # The rows' own tokens are what a model with such a decoder would say, so that some are right.
+    model = parallel_model(reference, ALONE)
+    _, logits = losses_and_logits(reference, rows)
+    words, order = logits["prediction_logits"], logits["seq_relationship_logits"]
+    rows["labels"][0, 1] = words[0, 1].argmax()
+    rows["next_sentence_label"][1] = order[1].argmax()
+    chosen = rows["labels"] != IGNORE_INDEX
+    right, in_order = words.argmax(-1) == rows["labels"], order.argmax(-1) == rows["next_sentence_label"]
+    assert right[chosen].any() and in_order.any()
+    output = model(**rows)
+    assert output.masked_accuracy.item() == pytest.approx(right[chosen].float().mean().item())
+    assert output.sentence_accuracy.item() == pytest.approx(in_order.float().mean().item())
+    each = model(**rows, reduction="none")
+    expected = F.cross_entropy(words.transpose(1, 2), rows["labels"], reduction="none")
+    check_close({"masked": each.masked_loss}, {"masked": expected})
+    assert torch.equal(each.masked_accuracy, right & chosen)
+    of_rows = F.cross_entropy(order, rows["next_sentence_label"], reduction="none")
+    check_close({"sentence": each.sentence_loss}, {"sentence": of_rows})
+    assert torch.equal(each.sentence_accuracy, in_order)
+    shared = model(**rows, num_items_in_batch=7.0)
+    assert shared.masked_loss.item() == pytest.approx(expected.sum().item() / 7, rel=1e-5)
+    assert shared.masked_accuracy.item() == pytest.approx(right[chosen].sum().item() / 7)
+
+
+def test_nothing_that_is_padded_or_ignored_changes_a_bit(seed: int) -> None:
+    """Tokens of padding, and labels' places that are given or found."""
+    fields = fields_of("bert")
+    model, rows = parallel_model(encoder(fields, seed), ALONE), rows_for(fields, seed)
+    before = model(**rows)
+    places = (rows["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+    assert model(**rows, label_places=places).loss == before.loss
+    other = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, 1)
+    assert not torch.equal(other, rows["input_ids"])
+    assert model(**{**rows, "input_ids": other}).loss == before.loss
+
+
+def test_the_vocabulary_meets_the_masked_tokens_alone(seed: int) -> None:
+    """Forward and both gradients: each label more costs the head's products of one token."""
+    fields = fields_of("bert", vocab_size=997, max_position_embeddings=100, architectures=["BertForMaskedLM"])
+    model = parallel_model(encoder(fields, seed), ALONE)
+    tokens, flops = torch.randint(997, (2, 100)), []
+    for masked in (15, 100):
+        labels = tokens.masked_fill(torch.arange(100) >= masked, IGNORE_INDEX)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens, labels=labels).loss.backward()
+        flops.append(counter.get_total_flops())
+    hidden = fields["hidden_size"]
+    assert flops[1] - flops[0] == 2 * 85 * 3 * 2 * hidden * (997 + hidden)
+
+
+@EACH_TYPE
+def test_a_row_of_padding_alone_keeps_all_gradients_finite(model_type: str, seed: int) -> None:
+    fields = fields_of(model_type)
+    model, rows = parallel_model(encoder(fields, seed), ALONE), rows_for(fields, seed)
+    rows["attention_mask"][1], rows["labels"][1] = 0, IGNORE_INDEX
+    model(**rows).loss.backward()
+    assert all(gradient.isfinite().all() for gradient in gradients(model).values())
+
+
+@EACH_TYPE
+@hypothesis.settings(max_examples=4)
+@given(data=st.data())
+def test_import_and_export_keep_every_bit(
+    model_type: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Files of the class with both heads and of the bare model, whose heads are drawn and said to be."""
+    folder = tmp_path_factory.mktemp("models")
+    reference = encoder({**data.draw(encoder_fields(model_type)), "architectures": None}, 1)
+    bare = data.draw(st.booleans(), label="bare")
+    (reference.bert if bare else reference).save_pretrained(folder / "theirs", max_shard_size="20KB")
+    if bare:
+        with pytest.warns(UserWarning, match="the head of masked tokens, the sentence head: drawn from the seed"):
+            model = ZeroTPForPreTraining.from_pretrained(folder / "theirs", ALONE, seed=5)
+    else:
+        model = ZeroTPForPreTraining.from_pretrained(folder / "theirs", ALONE)
+    model.save_pretrained(folder / "ours")
+    again = getattr(transformers, type(reference).__name__).from_pretrained(folder / "ours")
+    expected = reference.state_dict()
+    found = again.state_dict()
+    assert found.keys() == expected.keys()
+    read = [name for name in expected if name.startswith("bert.") or not bare]
+    assert all(torch.equal(found[name], expected[name]) for name in read)
+    if bare:
+        drawn = dict(ZeroTPForPreTraining(model.config, ALONE, seed=5).named_parameters())
+        for name, parameter in model.named_parameters():
+            if name.startswith(("head.", "sentence_head.classifier")):
+                assert torch.equal(parameter, drawn[name]), name
+
+
+OPENED = ("AutoModel", "AutoModelForPreTraining", "AutoModelForMaskedLM", "AutoModelForSequenceClassification")
+
+
+@EACH_TYPE
+@pytest.mark.parametrize("sentences", [True, False])
+def test_an_export_opens_as_every_class_that_takes_from_it(model_type: str, sentences: bool, tmp_path: Path) -> None:
+    """What each needs is in it, and no more is missing than what it trains anew."""
+    architectures = None if sentences else [without_sentences(model_type)]
+    config = config_of(fields_of(model_type, architectures=architectures))
+    ZeroTPForPreTraining(config, ALONE, seed=1).save_pretrained(tmp_path / "ours")
+    stored = {name.removeprefix("bert.") for name in load_file(tmp_path / "ours" / "model.safetensors")}
+    for name in OPENED:
+        opened, loading = getattr(transformers, name).from_pretrained(tmp_path / "ours", output_loading_info=True)
+        own = {each for each in loading["missing_keys"] if not each.startswith("classifier.")}
+        poolers = {f"{prefix}pooler.dense.{part}" for prefix in ("", "bert.") for part in ("weight", "bias")}
+        order = {f"cls.seq_relationship.{part}" for part in ("weight", "bias")}
+        assert own <= (set() if sentences else poolers | order), name
+        assert not loading["mismatched_keys"]
+        tensors = {key.removeprefix("bert."): tensor for key, tensor in opened.state_dict().items()}
+        assert len(stored & tensors.keys()) > 20
+
+
+@EACH_TYPE
+def test_names_of_old_files_and_what_has_no_weights(model_type: str, tmp_path: Path) -> None:
+    """`gamma` and `beta`, a decoder's bias of both names, position ids; a class with another head is refused."""
+    reference = encoder(fields_of(model_type), 3)
+    reference.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    if model_type == "bert":
+        for name in [name for name in tensors if "LayerNorm" in name]:
+            tensors[name.replace("weight", "gamma").replace("bias", "beta")] = tensors.pop(name)
+    tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
+    tensors["bert.embeddings.position_ids"] = torch.arange(LENGTH)[None]
+    save_file(tensors, path, {"format": "pt"})
+    found = ZeroTPForPreTraining.from_pretrained(tmp_path, ALONE)
+    for name, tensor in to_ours(reference.config, reference.state_dict()).items():
+        assert torch.equal(found.get_parameter(name), tensor), name
+    bias = "cls.predictions.transform.dense.bias"
+    others: list[tuple[dict[str, Tensor], str]] = [
+        ({"cls.predictions.decoder.bias": tensors["cls.predictions.bias"] + 1}, r"predictions\.bias and .* differ"),
+        ({bias: torch.zeros(0)}, rf"no tensor {bias}"),
+        ({"classifier.weight": torch.zeros(2, 24)}, r"unexpected tensor classifier\.weight"),
+    ]
+    for changed, message in others:
+        save_file({name: each for name, each in (tensors | changed).items() if each.numel()}, path, {"format": "pt"})
+        with pytest.raises(UserError, match=message):
+            ZeroTPForPreTraining.from_pretrained(tmp_path, ALONE)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model = ZeroTPForPreTraining(config_of(fields_of("bert", architectures=["BertForMaskedLM"])), ALONE)
+    rows = rows_for(fields_of("bert"), 0)
+    with pytest.raises(ValueError, match="no sentence head"):
+        model(**rows)
+    del rows["next_sentence_label"]
+    with pytest.raises(RuntimeError, match=r"token types must be in \[0, type_vocab_size = 2\)"):
+        model(**{**rows, "token_type_ids": rows["token_type_ids"] + 1})
+    with pytest.raises(ValueError, match=r"attention_mask is \(3, 15\), expected \(3, 16\)"):
+        model(**{**rows, "attention_mask": rows["attention_mask"][:, 1:]})
+    with pytest.raises(UserError, match="sequence length 17 exceeds the model's 16 positions"):
+        model(torch.zeros(BATCH, LENGTH + 1, dtype=torch.long))
+    with pytest.raises(UserError, match="ZeroTPForCausalLM: bert is no causal decoder"):
+        ZeroTPForCausalLM(model.config, ALONE)
+    with pytest.raises(UserError, match="ZeroTPForPreTraining: gpt2 is a causal decoder"):
+        ZeroTPForPreTraining(transformers.GPT2Config(), ALONE)

@@ -21,7 +21,7 @@ from tests.support.pools import Pools
 from tests.training.test_engine import ACCUMULATION, build
 from tests.training.test_matrix import distances
 from tests.zero.test_fp16 import tokens_of
-from zero_tp.models.causal_lm import shifted
+from zero_tp.models.causal_lm import next_tokens
 
 CLIP, STEPS = 0.3, 4
 
@@ -58,7 +58,7 @@ def plain(kind: str, params: dict[str, Any]) -> tuple[list[float], list[float], 
     for step in range(STEPS):
         optimizer.zero_grad()
         tokens = tokens_of(step)
-        loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), shifted(tokens).flatten())
+        loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), next_tokens(tokens).flatten())
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         optimizer.step()
@@ -84,7 +84,7 @@ def parallel(
     losses, norms = [], []
     for step in range(STEPS):
         own = tokens_of(step).chunk(topology.data)[topology.data_rank]
-        losses.append(engine.train_step([(part, shifted(part)) for part in own.chunk(ACCUMULATION)]))
+        losses.append(engine.train_step([(part, next_tokens(part)) for part in own.chunk(ACCUMULATION)]))
         norms.append(engine.gradient_norm)
     return losses, norms, optimizer_tensors(engine)
 

@@ -16,7 +16,7 @@ from zero_tp.architectures import architecture_of
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.data.batch import Batch, separate_documents
 from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.models.attention import AttentionCore, SDPACore, allowed_kernels, runs_without_mask
+from zero_tp.models.attention import AttentionCore, SDPACore, disable_cudnn_for_mask, runs_without_mask
 from zero_tp.models.context import AttentionMask, Packed, Pieces
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
@@ -52,7 +52,7 @@ def computed(
     """The core's output, and the gradients of Q, K and V, in the heads' dtype."""
     given = [each.clone().requires_grad_() for each in heads]
     like = given[0].flatten(2)
-    mask = (AttentionCore if masked else SDPACore).mask(facts, spec, like)
+    mask = (AttentionCore if masked else SDPACore).build_mask(facts, spec, like)
     assert isinstance(mask, Tensor if masked else Packed)
     output = SDPACore(spec, RandomStreams(Topology(world=1), 0, DEVICE))(
         *(each.permute(1, 2, 0, 3) for each in given), mask
@@ -175,7 +175,7 @@ def test_no_mask_is_made(batch: Batch) -> None:
 def test_no_mask_reaches_cudnn() -> None:
     query = torch.empty(2, 8, 1024, 128, dtype=torch.bfloat16, device=DEVICE)
     mask = query.new_zeros(1024, 1024)
-    with allowed_kernels(mask):
+    with disable_cudnn_for_mask(mask):
         masked = torch._fused_sdp_choice(query, query, query, mask, 0.0, False)
     assert SDPBackend(masked) == SDPBackend.EFFICIENT_ATTENTION
     mask_of_documents = AttentionMask(1024, 1024, pieces=Pieces.of_rows(2, 1024, DEVICE))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 from tests.support.encoders import encoder
 from tests.support.native import parallel_model
@@ -58,6 +59,7 @@ def test_dtypes_have_names(directory: Path, tmp_path: Path, written: str | None)
     for name in ("dtype", "torch_dtype"):
         for given, expected in (("bfloat16", torch.bfloat16), ("torch.float16", torch.float16), ("auto", auto)):
             assert opened(tmp_path, **{name: given}).dtype == expected, (name, given)
+    assert opened(tmp_path, dtype="float16", torch_dtype="bfloat16").dtype == torch.float16  # as in transformers
     assert opened(tmp_path).dtype == opened(tmp_path, dtype=None).dtype == torch.float32
     assert ZeroTPForCausalLM(opened(tmp_path).config, dtype="bfloat16").dtype == torch.bfloat16
     assert ZeroTPForCausalLM(opened(tmp_path).config, dtype="auto").dtype == torch.float32
@@ -99,7 +101,7 @@ FROM_PRETRAINED: list[tuple[dict[str, Any], str]] = [
 GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"cache_implementation": "paged"}, 'generate: a paged cache .* is not built; leave it out, or use "static"'),
     ({"cache_implementation": "offloaded"}, "offloaded.* moves it from an accelerator; leave it out on a CPU"),
-    ({"cache_implementation": "offloaded_static"}, "moves it from an accelerator"),
+    ({"generation_config": GenerationConfig(cache_implementation="offloaded_static")}, "moves it from an accelerator"),
     ({"output_attentions": True, "return_dict_in_generate": True}, "forward: output_attentions is not supported"),
 ]
 

@@ -15,11 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, LlamaConfig
 
 from tests.support.packed import packed_kernels
-from zero_tp.activations.activation_memory import ActivationMemory
-from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.architectures import architecture_of
-from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.models import flash
+from zero_tp.models import cpu_flash
 from zero_tp.models.attention import CORES, SDPACore
 from zero_tp.models.context import AttentionMask, Packed, Pieces
 from zero_tp.parallel.random import RandomStreams
@@ -52,7 +49,7 @@ def test_output_and_gradients(name: str, padding: str, dtype: torch.dtype, allow
     upstream = torch.randn(BATCH, HEADS, LENGTH, SIZE).to(dtype)
     given, exact = fused.clone().requires_grad_(), fused.double().requires_grad_()
 
-    mask = core.mask(AttentionMask(LENGTH, LENGTH, padding=tokens), spec, fused)
+    mask = core.build_mask(AttentionMask(LENGTH, LENGTH, padding=tokens), spec, fused)
     output = core(*given.permute(2, 1, 3, 0, 4), mask)
     output.backward(upstream)
 
@@ -72,7 +69,7 @@ def test_output_and_gradients(name: str, padding: str, dtype: torch.dtype, allow
 
 @settings(max_examples=12)
 @given(
-    length=st.integers(2 * flash.BLOCK, 6 * flash.BLOCK),
+    length=st.integers(2 * cpu_flash.BLOCK, 6 * cpu_flash.BLOCK),
     kv_heads=st.sampled_from([1, 2, 4]),
     size=st.sampled_from([24, 64, 80]),
     causal=st.booleans(),
@@ -94,8 +91,8 @@ def test_attention_by_products_is_that_of_torch(
     def computed(dtype: torch.dtype, here: bool) -> tuple[Tensor, list[Tensor]]:
         given = [each.to(dtype, copy=True).requires_grad_() for each in drawn]
         with (
-            patch.object(flash, "is_faster", lambda *_: here),
-            patch.object(flash, "BLOCK_ELEMENTS", together * flash.BLOCK * length),
+            patch.object(cpu_flash, "is_faster", lambda *_: here),
+            patch.object(cpu_flash, "BLOCK_ELEMENTS", together * cpu_flash.BLOCK * length),
         ):
             output = core(*(each.permute(1, 2, 0, 3) for each in given), None)
             output.backward(upstream.to(dtype))
@@ -140,7 +137,7 @@ def test_pieces_are_what_the_mask_shows(numbers: list[list[int]], window: int | 
 
     def computed(kind: type) -> list[Tensor]:
         given = [each.clone().requires_grad_() for each in heads]
-        mask = core.mask(facts, spec, heads[0])
+        mask = core.build_mask(facts, spec, heads[0])
         assert isinstance(mask, kind)
         output = core(*(each.permute(1, 2, 0, 3) for each in given), mask)
         output.backward(upstream)
@@ -159,14 +156,14 @@ def test_a_window_alone_is_a_piece_for_each_row() -> None:
     spec = architecture_of(config).spec(config)
     like = torch.empty(6, 2, 32)
     with packed_kernels():
-        packed = SDPACore.mask(AttentionMask(6, 6, window=3), spec, like)
+        packed = SDPACore.build_mask(AttentionMask(6, 6, window=3), spec, like)
     assert isinstance(packed, Packed) and packed.window == 2
     assert packed.pieces.starts.tolist() == [0, 6, 12] and packed.pieces.longest == 6
 
 
 def test_attention_by_products_keeps_what_torch_keeps() -> None:
     query, key, value = (
-        torch.randn(2 * flash.BLOCK, 2, heads, 16).permute(1, 2, 0, 3).requires_grad_() for heads in (4, 2, 2)
+        torch.randn(2 * cpu_flash.BLOCK, 2, heads, 16).permute(1, 2, 0, 3).requires_grad_() for heads in (4, 2, 2)
     )
 
     def kept(attention: Callable[[], Tensor]) -> list[int]:
@@ -182,40 +179,4 @@ def test_attention_by_products_keeps_what_torch_keeps() -> None:
         return sorted(found.values())
 
     theirs = kept(lambda: scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
-    assert kept(lambda: flash.flash_attention(query, key, value, True)) == theirs
-
-
-def test_a_model_learns_the_same_from_attention_by_products(seed: int) -> None:
-    """Every gradient of a bf16 Llama: bit for bit under each recomputation, as near to fp32's as with torch's own."""
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        max_position_embeddings=2 * flash.BLOCK + 16,
-    )
-    tokens = torch.randint(64, (2, 2 * flash.BLOCK + 16))
-    weights = ZeroTPForCausalLM(config, Topology(world=1), seed=seed, dtype=torch.bfloat16).state_dict()
-
-    def gradients(mode: str, *, here: bool, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-        model = ZeroTPForCausalLM(config, Topology(world=1), dtype=dtype).train()
-        model.load_state_dict(weights)
-        ActivationMemory(model, RecomputePolicy.model_validate({"mode": mode}), {}, torch.device("cpu"))
-        with (
-            patch.object(flash, "is_faster", lambda *_: here),
-            patch.object(flash, "_gradients", wraps=flash._gradients) as used,
-        ):
-            model(input_ids=tokens, labels=tokens).loss.backward()
-        assert used.called == here
-        return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-
-    exact = gradients("none", here=False, dtype=torch.float32)
-    theirs, ours = gradients("none", here=False), gradients("none", here=True)
-    assert ours.keys() == theirs.keys() == exact.keys()
-    for name, one in ours.items():
-        assert distance(one, exact[name].double()) < 1.5 * distance(theirs[name], exact[name].double()) + 2**-9, name
-    for mode in ("selective", "full"):
-        for name, one in gradients(mode, here=True).items():
-            assert torch.equal(one, ours[name]), (mode, name)
+    assert kept(lambda: cpu_flash.flash_attention(query, key, value, True)) == theirs

@@ -101,34 +101,6 @@ def test_a_run_trains_the_same(
             assert (compiled[2][name] - expected).norm() <= limit * expected.norm(), name
 
 
-@pytest.mark.heavy
-def test_kernels_of_an_rms_norm_go_over_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16 2 bytes an element for each tensor: rows, output; gradient, rows, for the weight; these and the result.
-
-    The weight's kernel is one of its own and the first, since the sum over TP runs beside the other.
-    """
-    from torch._inductor import config, metrics
-
-    monkeypatch.setattr(config, "force_disable_caches", True)
-    torch._logging.set_logs(inductor_metrics=True)
-    rows, gradient = torch.randn(2, 256, 512).bfloat16()
-    weight = torch.rand(512).bfloat16()
-    scale, found = torch.rand(256, 1), []
-    try:
-        for function, given in (
-            (_rms_norm, (rows, weight, 1e-5)),
-            (_weight_gradient, (gradient, rows, scale)),
-            (_rows_gradient, (gradient, rows, scale, weight)),
-        ):
-            torch._dynamo.reset()
-            metrics.reset()
-            torch.compile(function, fullgraph=True, dynamic=False)(*given)
-            found.append(metrics.num_bytes_accessed / rows.numel())
-    finally:
-        torch._logging.set_logs()
-    assert found == pytest.approx([4, 4, 6], abs=0.05)  # and a number a row or column
-
-
 def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor], list[Any]]]:
     """Name → function, rows, what else it takes."""
     torch.set_default_device(device)
@@ -205,12 +177,16 @@ def test_numbers_of_rows_share_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     elementwise._compiled.cache_clear()
 
 
-def test_a_machine_without_a_compiler_is_told() -> None:
+@pytest.mark.parametrize("missing", ["compiler", "triton"])
+def test_a_machine_without_a_compiler_is_told(missing: str) -> None:
     from torch._dynamo.exc import BackendCompilerFailed
+    from torch._inductor.exc import TritonMissing
 
     def failing(*_: Any) -> None:
+        if missing == "triton":
+            raise TritonMissing(None)
         raise BackendCompilerFailed(failing, RuntimeError("No working C++ compiler found"), None)
 
-    told = r"zero_tp.compile: .* for cpu here \(No working C\+\+ compiler found\)"
+    told = rf"^zero_tp.compile: torch can't compile for cpu here \(.*{missing} .*\); set it to false$"
     with mock.patch.object(elementwise, "_compiled", lambda _: failing), pytest.raises(UserError, match=told):
         elementwise.compile_elementwise(torch.nn.Identity(), torch.device("cpu"))

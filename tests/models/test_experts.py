@@ -175,26 +175,6 @@ def test_shares_of_experts_are_refused_without_experts() -> None:
         check_model(block)
 
 
-def chosen_on_ranks(world: int, sequence: bool, routing: str) -> list[torch.Tensor]:
-    """Every router's choice, [n, k]."""
-    reference = reference_model(fields(), 1, routing)
-    chosen: list[torch.Tensor] = []
-    model = parallel_model(reference, grid(world, sequence)).train()
-    for layer in model.transformer.layers:
-        layer.mlp.router.register_forward_hook(lambda *call: chosen.append(call[2][1]))
-    model(**inputs(61, padded=True))
-    return chosen
-
-
-@pytest.mark.parametrize("routing", ["random", "ties"])
-@pytest.mark.parametrize("sequence", [False, True])
-def test_all_ranks_choose_the_same_experts(ranks: Pools, sequence: bool, routing: str) -> None:
-    first, *others = ranks(4).run(chosen_on_ranks, 4, sequence, routing)
-    assert len(first) == 3
-    for other in others:
-        assert all(torch.equal(one, same) for one, same in zip(first, other, strict=True))
-
-
 def train_guarded(guarded: bool) -> str:
     """The message on a rank of a step in which rank 1's second router has its rows in another order, or ""."""
     from zero_tp.errors import UserError

@@ -24,14 +24,14 @@ def to_ours(config: PretrainedConfig, theirs: Mapping[str, Tensor]) -> dict[str,
     """Hugging Face's tensors, or what belongs to each, under our names."""
     weights = weights_of(config)
     stored = as_stored(weights, theirs)
-    return {weight.ours: weight.to_ours(stored) for weight in weights}
+    return {weight.our_name: weight.from_hf(stored) for weight in weights}
 
 
 def to_theirs(config: PretrainedConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our whole parameters, or what belongs to each, under the names of Hugging Face's class."""
     weights = weights_of(config)
-    in_memory = {weight.in_memory: ours[weight.ours] for weight in weights if weight.in_memory is not None}
-    return in_memory | tables.to_theirs([weight for weight in weights if weight.in_memory is None], ours.__getitem__)
+    in_memory = {weight.in_memory: ours[weight.our_name] for weight in weights if weight.in_memory is not None}
+    return in_memory | tables.to_hf([weight for weight in weights if weight.in_memory is None], ours.__getitem__)
 
 
 def native_model(config: PretrainedConfig, **options: Any) -> Any:

@@ -255,7 +255,10 @@ def _models() -> Iterator[str]:
         " weights from the checkpoint, and where DIR is gone its config too."
     )
     yield ""
-    yield "Whatever the model_type, in a written model, a `config.json` and a config object:"
+    yield (
+        "Any other field must have its class's default. Whatever the model_type, in a written model, a `config.json` "
+        "and a config object:"
+    )
     yield ""
     for field, (value, reason) in FIXED_IN_EVERY_CONFIG.items():
         yield f"- `{field}` stays `{shown(value)}`: {reason}"

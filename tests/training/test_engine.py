@@ -21,7 +21,7 @@ from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.tiers import in_tiers
 from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.models.causal_lm import shifted
+from zero_tp.models.causal_lm import next_tokens
 from zero_tp.topology import Topology
 
 LEARNING_RATE, DECAY, ACCUMULATION, BATCH, LENGTH = 1e-2, 0.1, 2, 8, 16
@@ -106,7 +106,7 @@ def one_step(tensor: int, sequence: bool, stage: int) -> tuple[float, float, dic
     engine = build(topology, stage)
     weights = {name: tensor.clone() for name, tensor in native_tensors(engine.model)}
     own = tokens_of_the_step().chunk(topology.data)[topology.data_rank]
-    loss = engine.train_step([(tokens, shifted(tokens)) for tokens in own.chunk(ACCUMULATION)])
+    loss = engine.train_step([(tokens, next_tokens(tokens)) for tokens in own.chunk(ACCUMULATION)])
     return loss, engine.gradient_norm, weights
 
 
@@ -127,7 +127,7 @@ def test_loss_and_gradient_norm_of_a_step(ranks: Pools, sequence: bool, stage: i
 
 def labels_of_the_step() -> Tensor:
     """Ignored in part, and more on one DP rank than on the other: a mean of means would be another number."""
-    labels = shifted(tokens_of_the_step())
+    labels = next_tokens(tokens_of_the_step())
     labels[: BATCH // 2, 3:] = -100
     return labels
 

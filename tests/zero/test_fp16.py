@@ -17,7 +17,7 @@ from tests.support.half_precision import fp16_supported
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from tests.training.test_engine import ACCUMULATION, BATCH, LENGTH, build
-from zero_tp.models.causal_lm import shifted
+from zero_tp.models.causal_lm import next_tokens
 
 POWER, WINDOW, STEPS, CLIP, RATE = 12, 2, 9, 1.0, 0.05
 FP16 = {"enabled": True, "initial_scale_power": POWER, "loss_scale_window": WINDOW, "hysteresis": 1}
@@ -64,7 +64,7 @@ def parallel(
         run = Run([], [], [], {})
         for step in range(steps):
             own = tokens_of(step).chunk(topology.data)[topology.data_rank]
-            run.losses.append(engine.train_step([(part, shifted(part)) for part in own.chunk(ACCUMULATION)]))
+            run.losses.append(engine.train_step([(part, next_tokens(part)) for part in own.chunk(ACCUMULATION)]))
             run.norms.append(engine.gradient_norm)
             run.scales.append(engine.zero.loss_scale.value)
         return run._replace(masters=optimizer_tensors(engine))
@@ -84,7 +84,7 @@ def plain(overflows: Sequence[int]) -> Run:
         losses = []
         for part in tokens_of(step).chunk(ACCUMULATION):
             logits = model(part).logits.float()
-            loss = F.cross_entropy(logits.flatten(0, 1), shifted(part).flatten()) / ACCUMULATION
+            loss = F.cross_entropy(logits.flatten(0, 1), next_tokens(part).flatten()) / ACCUMULATION
             scaler.scale(loss).backward()
             losses.append(loss.item())
         for name, master in masters.items():

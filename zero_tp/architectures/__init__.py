@@ -8,7 +8,7 @@ import pkgutil
 from transformers import PretrainedConfig
 
 from zero_tp.architectures.fields import Fields
-from zero_tp.architectures.table import Architecture, Weight, as_stored, to_theirs
+from zero_tp.architectures.table import Architecture, Weight, as_stored, to_hf
 from zero_tp.errors import UserError
 
 _MODULES = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
@@ -28,7 +28,7 @@ __all__ = [
     "architecture_of",
     "as_stored",
     "native_class_of",
-    "to_theirs",
+    "to_hf",
     "weights_of",
 ]
 

@@ -22,10 +22,8 @@ FIELDS = Fields(
     choices={"hidden_act": tuple(common.ACTIVATIONS)},
     read=("pad_token_id",),
     fixed={
-        **dict.fromkeys(("is_decoder", "is_causal"), (False, "attention goes in both directions")),
+        "is_causal": (False, "attention goes in both directions"),
         "use_bidirectional_attention": (True, "attention goes in both directions"),
-        "tie_word_embeddings": (True, "the decoder of masked tokens is the word embedding"),
-        "chunk_size_feed_forward": (0, "the MLP runs in one piece"),
         "position_embedding_type": ("absolute", "positions are learned, one vector each"),
     },
     irrelevant={
@@ -62,7 +60,7 @@ OBSOLETE_SUFFIXES = {".gamma": ".weight", ".beta": ".bias"}
 
 
 def encoder_spec(config: PretrainedConfig, without_sentences: str, **overrides: Any) -> TransformerSpec:
-    """Return the spec of an encoder, given where it differs from Llama's.
+    """Return the spec of an encoder: Llama's with the differences that both encoders share.
 
     Args:
         without_sentences: name of the class that has no sentence head.
@@ -104,10 +102,10 @@ def encoder_weights(spec: TransformerSpec, norms: dict[str, str]) -> Iterator[We
         "mlp.up": ("intermediate.dense",),
         "mlp.down": ("output.dense",),
     }
-    for ours, theirs in linears.items():
-        yield from common.module_weights(common.OURS + ours, *(layer + name for name in theirs))
-    for ours, hf_name in norms.items():
-        yield from common.module_weights(f"transformer.{ours}", f"bert.{hf_name}")
+    for our_name, hf_names in linears.items():
+        yield from common.module_weights(common.OUR_LAYER + our_name, *(layer + name for name in hf_names))
+    for our_name, hf_name in norms.items():
+        yield from common.module_weights(f"transformer.{our_name}", f"bert.{hf_name}")
     yield from common.module_weights("head.dense", "cls.predictions.transform.dense")
     yield from common.module_weights("head.norm", "cls.predictions.transform.LayerNorm")
     yield Weight("head.decoder.bias", "cls.predictions.bias")
@@ -117,7 +115,7 @@ def encoder_weights(spec: TransformerSpec, norms: dict[str, str]) -> Iterator[We
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec, with a norm after each sum, that of the embeddings too."""
+    """Return the spec, with a norm after each residual sum and after the embeddings."""
     return encoder_spec(config, WITHOUT_SENTENCES, layer="post_norm", embedding_norm=True)
 
 

@@ -80,20 +80,25 @@ def spec(
     *,
     partial_rotary: bool = False,
     mlp: str | tuple[str, ...] = "gated",
-    attention_bias: bool = False,
+    attention_bias: bool | None = None,
     **overrides: Any,
 ) -> TransformerSpec:
     """Return the spec of a config.
 
+    A field that a config class lacks has Llama's value. One that a model ignores is not among the table's fields, so it
+    has its default.
+
     Args:
         partial_rotary: the architecture supports rotating a part of each head.
         mlp: name in MLPS, one for all layers or one per layer.
-        attention_bias: biases on Q, K, V and the output projection.
+        attention_bias: biases on Q, K, V and the output projection; by default the config's.
         overrides: arguments of TransformerSpec that differ from Llama's.
     """
     layers, std = config.num_hidden_layers, config.initializer_range
     mlps = (mlp,) * layers if isinstance(mlp, str) else mlp
     heads, kv_heads, head_size = grouped_heads(config)
+    if attention_bias is None:
+        attention_bias = getattr(config, "attention_bias", False)
     if overrides.get("position") != "learned":
         overrides = {
             "position": "rotary",
@@ -116,13 +121,13 @@ def spec(
         "activation": ACTIVATIONS.get(getattr(config, "hidden_act", "")),
         "qkv_bias": attention_bias,
         "output_bias": attention_bias,
-        "mlp_bias": False,
+        "mlp_bias": getattr(config, "mlp_bias", False),
         "tied": config.tie_word_embeddings,
         "padding_token": config.pad_token_id,
         "init_std": std,
         "residual_std": std,
         "dropouts": dropouts(config, attention="attention_dropout"),
-        "windows": (getattr(config, "sliding_window", None),) * layers,
+        "windows": windows_by_layer(config),
         "attention": "eager" if config._attn_implementation == "eager" else "sdpa",
     }
     return TransformerSpec(**{**defaults, **overrides})
@@ -177,8 +182,11 @@ def grouped_heads(config: PretrainedConfig) -> tuple[int, int, int]:
 
 
 def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """Return each layer's window, from `layer_types`."""
-    types, layers, window = list(config.layer_types), config.num_hidden_layers, config.sliding_window
+    """Return each layer's window, from `layer_types` if the config class has it."""
+    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    if not hasattr(config, "layer_types"):
+        return (window,) * layers
+    types = list(config.layer_types)
     if len(types) != layers:
         raise ConfigError(f"{MODEL_KEY}.layer_types", f"{len(types)} entries for {layers} layers", "give one for each")
     if SLIDING in types and (window or 0) < 1:
@@ -187,11 +195,11 @@ def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-OURS, THEIRS = "transformer.layers.{layer}.", "model.layers.{layer}."
+OUR_LAYER, HF_LAYER = "transformer.layers.{layer}.", "model.layers.{layer}."
 
 
 def module_weights(
-    ours: str, *theirs: str, bias: bool = True, transposed: bool = False, **attributes: Any
+    our_name: str, *hf_names: str, bias: bool = True, transposed: bool = False, **attributes: Any
 ) -> Iterator[Weight]:
     """Yield weight and bias of a norm or linear layer. Several Hugging Face modules may be one fused module here.
 
@@ -199,13 +207,13 @@ def module_weights(
         transposed, attributes: see Weight.
     """
     for name in ("weight", "bias") if bias else ("weight",):
-        names = tuple(f"{module}.{name}" for module in theirs)
-        yield Weight(f"{ours}.{name}", names, transposed=transposed and name == "weight", **attributes)
+        names = tuple(f"{module}.{name}" for module in hf_names)
+        yield Weight(f"{our_name}.{name}", names, transposed=transposed and name == "weight", **attributes)
 
 
-def layer_weights(ours: str, *theirs: str, bias: bool, layers: tuple[int, ...] | None = None) -> Iterator[Weight]:
+def layer_weights(our_name: str, *hf_names: str, bias: bool, layers: tuple[int, ...] | None = None) -> Iterator[Weight]:
     """Yield `module_weights` of every layer. Names are relative to the layer."""
-    yield from module_weights(OURS + ours, *(THEIRS + name for name in theirs), bias=bias, layers=layers)
+    yield from module_weights(OUR_LAYER + our_name, *(HF_LAYER + name for name in hf_names), bias=bias, layers=layers)
 
 
 EMBEDDING = Weight("transformer.embedding.word.weight", "model.embed_tokens.weight")
@@ -218,10 +226,10 @@ def attention_weights(spec: TransformerSpec) -> Iterator[Weight]:
     if spec.kv_heads == spec.heads:
         yield from layer_weights("attention.qkv", queries, keys, values, bias=spec.qkv_bias)
     else:
-        for ours, theirs in (("query", queries), ("key", keys), ("value", values)):
-            yield Weight(f"{OURS}attention.qkv.{ours}", f"{THEIRS}{theirs}.weight")
+        for our_name, hf_name in (("query", queries), ("key", keys), ("value", values)):
+            yield Weight(f"{OUR_LAYER}attention.qkv.{our_name}", f"{HF_LAYER}{hf_name}.weight")
             if spec.qkv_bias:
-                yield Weight(f"{OURS}attention.qkv.{ours}_bias", f"{THEIRS}{theirs}.bias")
+                yield Weight(f"{OUR_LAYER}attention.qkv.{our_name}_bias", f"{HF_LAYER}{hf_name}.bias")
     if spec.query_key_norm != "none":
         yield from layer_weights("attention.query_norm", "self_attn.q_norm", bias=False)
         yield from layer_weights("attention.key_norm", "self_attn.k_norm", bias=False)
@@ -229,24 +237,25 @@ def attention_weights(spec: TransformerSpec) -> Iterator[Weight]:
 
 
 GATED_MLP = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
-"""The linear layers of Llama's MLP: our name, theirs."""
+"""The linear layers of Llama's MLP: our name → Hugging Face's."""
 
 
 def expert_weights(spec: TransformerSpec, block: str, linears: Mapping[str, tuple[str, ...]]) -> Iterator[Weight]:
     """Yield the weights of routers and experts: files have one tensor an expert, transformers' classes stack them."""
     assert spec.experts is not None
     count, layers = spec.experts.count, spec.expert_layers
-    router = f"{OURS}mlp.router.weight"
-    yield Weight(router, f"{THEIRS}{block}.gate.weight", in_memory=f"{THEIRS}mlp.gate.weight", layers=layers)
-    for ours, names in linears.items():
-        matrices = tuple(f"{THEIRS}{block}.experts.{number}.{name}.weight" for number in range(count) for name in names)
-        in_memory = f"{THEIRS}mlp.experts.{ours}_proj"
-        yield Weight(f"{OURS}mlp.{ours}.weight", matrices, experts=count, in_memory=in_memory, layers=layers)
+    router = f"{OUR_LAYER}mlp.router.weight"
+    yield Weight(router, f"{HF_LAYER}{block}.gate.weight", in_memory=f"{HF_LAYER}mlp.gate.weight", layers=layers)
+    for our_name, names in linears.items():
+        experts = [f"{HF_LAYER}{block}.experts.{number}" for number in range(count)]
+        matrices = tuple(f"{expert}.{name}.weight" for expert in experts for name in names)
+        in_memory = f"{HF_LAYER}mlp.experts.{our_name}_proj"
+        yield Weight(f"{OUR_LAYER}mlp.{our_name}.weight", matrices, experts=count, in_memory=in_memory, layers=layers)
     if spec.experts.shared:
-        for ours, theirs in GATED_MLP.items():
-            names = tuple(f"mlp.shared_expert.{name}" for name in theirs)
-            yield from layer_weights(f"mlp.shared.{ours}", *names, bias=False, layers=layers)
-        yield Weight(f"{OURS}mlp.shared.gate", f"{THEIRS}mlp.shared_expert_gate.weight", layers=layers)
+        for our_name, hf_names in GATED_MLP.items():
+            names = tuple(f"mlp.shared_expert.{name}" for name in hf_names)
+            yield from layer_weights(f"mlp.shared.{our_name}", *names, bias=False, layers=layers)
+        yield Weight(f"{OUR_LAYER}mlp.shared.gate", f"{HF_LAYER}mlp.shared_expert_gate.weight", layers=layers)
 
 
 def weights(
@@ -268,9 +277,9 @@ def weights(
     listed = [EMBEDDING, *layer_weights("attention_norm", "input_layernorm", bias=bias)]
     listed += attention_weights(spec) if attention is None else attention
     listed += layer_weights("mlp_norm", "post_attention_layernorm", bias=bias)
-    for ours, theirs in mlp.items():
-        names = (f"mlp.{name}" for name in theirs)
-        listed += layer_weights(f"mlp.{ours}", *names, bias=spec.mlp_bias, layers=spec.dense_layers)
+    for our_name, hf_names in mlp.items():
+        names = (f"mlp.{name}" for name in hf_names)
+        listed += layer_weights(f"mlp.{our_name}", *names, bias=spec.mlp_bias, layers=spec.dense_layers)
     listed += [*module_weights("transformer.final_norm", "model.norm", bias=bias), HEAD]
     if spec.experts is not None:
         listed += expert_weights(spec, block, linears)

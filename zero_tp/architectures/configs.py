@@ -16,8 +16,8 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero_tp import architectures
-from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG, UNTRAINED_HEAD, Fields
-from zero_tp.architectures.rotary import ROPE, check_rope_names, check_rope_values
+from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG, Fields
+from zero_tp.architectures.rotary import ROPE, check_rope_names
 from zero_tp.constants import DTYPES, MODEL_KEY
 from zero_tp.errors import ConfigError, did_you_mean, in_json_words, one_line, shown
 from zero_tp.strict_json import read_json
@@ -32,7 +32,7 @@ LARGEST_MATRIX = 2**40
 
 
 def fields_of(model_type: str) -> Fields:
-    """Return the classification of the fields of a supported model_type."""
+    """Return how the table of a supported model_type treats each field."""
     return architectures.ARCHITECTURES[model_type].fields
 
 
@@ -45,11 +45,11 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
     known, config_class = fields_of(model_type), cast(Any, CONFIG_MAPPING[model_type])
     written = {name: value for name, value in model.items() if name != "model_type"}
     fields = validate(_pydantic_model(config_class, known), written, MODEL_KEY).model_dump(exclude_unset=True)
-    _check_names(fields, config_class, known)
     aliases: dict[str, str] = config_class.attribute_map
+    _check_aliases(fields, aliases)
     _check_sizes(fields, aliases)
-    with _report_user_field(fields, aliases):
-        known.check({aliases.get(name, name): value for name, value in fields.items()}, written=True)
+    with _under_written_name(fields, aliases):
+        known.check({aliases.get(name, name): value for name, value in fields.items() if value is not None})
     vocabulary: int = fields.get("vocab_size", config_class.vocab_size)
     for name in TOKEN_IDS:
         default = getattr(config_class, name)
@@ -67,12 +67,13 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
         raise ConfigError(
             key, f"{config_class.__name__} refuses it ({one_line(why, 200)})", "correct that field"
         ) from None
-    with _report_user_field(fields, aliases):
+    with _under_written_name(fields, aliases):
         check_rope_names(config, fields)
         spec = architectures.architecture_of(config).spec(config)
         # The first matrices of all experts are one parameter.
         experts = 0 if spec.experts is None else 2 * spec.experts.count * spec.experts.size
-        rows = max(spec.vocabulary, spec.mlp_size, 3 * spec.heads * spec.head_size, experts)
+        embeddings = (spec.vocabulary, spec.token_types, spec.positions if spec.position == "learned" else 0)
+        rows = max(*embeddings, spec.mlp_size, 3 * spec.heads * spec.head_size, experts)
         if rows * spec.hidden > LARGEST_MATRIX:
             problem = f"a matrix of {rows} × {spec.hidden} is larger than any that is trained"
             raise ConfigError(f"{MODEL_KEY}.hidden_size", problem, "use smaller sizes")
@@ -110,11 +111,9 @@ def config_from(raw: dict[str, Any], directory: Path, **changes: Any) -> Pretrai
         directory: for error messages.
         changes: fields that override the file's.
     """
-    fixed = set(FIXED_IN_EVERY_CONFIG)
     try:
         model_type = _model_type(raw)
         known = fields_of(model_type)
-        fixed |= known.fixed.keys()
         fields = _declared_fields(raw, CONFIG_MAPPING[model_type], known)
         vocabulary = fields.get("vocab_size")
         for name in TOKEN_IDS:
@@ -129,8 +128,7 @@ def config_from(raw: dict[str, Any], directory: Path, **changes: Any) -> Pretrai
         name = error.key.removeprefix(f"{MODEL_KEY}.")
         if name in changes:
             raise
-        remedy = "give another model" if name in fixed else error.remedy  # the file is not the user's own
-        raise ConfigError(f"{directory / CONFIG}: {name}", error.problem, remedy) from None
+        raise ConfigError(f"{directory / CONFIG}: {name}", error.problem, error.remedy) from None
     dtype = raw.get("dtype", raw.get("torch_dtype"))
     if isinstance(dtype, str) and dtype in DTYPES.values():
         config.dtype = getattr(torch, dtype)
@@ -156,22 +154,6 @@ def read_config_json(directory: Path, key: str = "") -> dict[str, Any]:
     if raw.get("quantization_config") is not None:
         raise ConfigError(f"{directory / CONFIG}: quantization_config", "quantized weights", "give whole ones")
     return raw
-
-
-def check_numbers(config: PretrainedConfig, path: Path) -> None:
-    """Check the numbers of a config.json that transformers' own class will run, of any model_type.
-
-    Args:
-        path: of the file.
-    """
-    table = architectures.ARCHITECTURES.get(config.model_type)
-    try:
-        if table is not None:
-            table.fields.check_numbers(vars(config))
-        check_rope_values(getattr(config.get_text_config(), "rope_parameters", None) or {})
-    except ConfigError as error:
-        name = error.key.removeprefix(f"{MODEL_KEY}.")
-        raise ConfigError(f"{path}: {name}", error.problem, "give another model, or mend the file") from None
 
 
 def check_unchanged(directory: Path, config: PretrainedConfig, saved: dict[str, Any]) -> None:
@@ -210,7 +192,7 @@ def _model_type(model: dict[str, Any]) -> str:
 def _declared_fields(raw: dict[str, Any], config_class: Any, known: Fields) -> dict[str, Any]:
     """Return the fields of a config.json that the model_type has."""
     declared = _pydantic_model(config_class, known).model_fields
-    known.check({name: value for name, value in raw.items() if name not in declared}, written=True)
+    known.check({name: value for name, value in raw.items() if name not in declared})
     # Old files also hold generation settings, which transformers removes.
     generation_fields = GenerationConfig._get_default_generation_params()
     ignored = {*IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG, *known.fixed, *known.irrelevant, *generation_fields}
@@ -218,7 +200,7 @@ def _declared_fields(raw: dict[str, Any], config_class: Any, known: Fields) -> d
         if name not in declared and name not in ignored:
             problem = f"{shown(value)} is no field of {config_class.__name__}"
             raise ConfigError(f"{MODEL_KEY}.{name}", problem, "remove it from the file if it changes nothing")
-    return {name: raw[name] for name in raw if name in declared and known.irrelevant.get(name) != UNTRAINED_HEAD}
+    return {name: raw[name] for name in raw if name in declared}
 
 
 def _pydantic_model(config_class: Any, known: Fields) -> type[BaseModel]:
@@ -231,14 +213,11 @@ def _pydantic_model(config_class: Any, known: Fields) -> type[BaseModel]:
     return create_model("Fields", __base__=ConfigModel, **fields)
 
 
-def _check_names(fields: dict[str, Any], config_class: Any, known: Fields) -> None:
-    aliases: dict[str, str] = config_class.attribute_map
-    for name, value in fields.items():
+def _check_aliases(fields: dict[str, Any], aliases: dict[str, str]) -> None:
+    for name in fields:
         if aliases.get(name) in fields:
             problem = f"is another name of {aliases[name]}, which is given too"
             raise ConfigError(f"{MODEL_KEY}.{name}", problem, "keep one of them")
-        if known.irrelevant.get(name) == UNTRAINED_HEAD and value != getattr(config_class, name):
-            raise ConfigError(f"{MODEL_KEY}.{name}", "belongs to a head that is not trained here", "leave it out")
 
 
 def _check_token_ids(fields: dict[str, Any], vocabulary: int) -> None:
@@ -251,7 +230,7 @@ def _check_token_ids(fields: dict[str, Any], vocabulary: int) -> None:
 
 
 @contextlib.contextmanager
-def _report_user_field(fields: dict[str, Any], aliases: dict[str, str]) -> Iterator[None]:
+def _under_written_name(fields: dict[str, Any], aliases: dict[str, str]) -> Iterator[None]:
     """Report errors under the name that the file uses, the general one or the architecture's own."""
     try:
         yield

@@ -15,12 +15,7 @@ FIELDS = Fields(
     dropouts=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     choices={"activation_function": tuple(common.ACTIVATIONS)},
     read=("tie_word_embeddings",),
-    fixed={
-        **FIXED_IN_DECODERS,
-        "scale_attn_weights": (True, "attention always scales by 1/sqrt(head size)"),
-        "scale_attn_by_inverse_layer_idx": (False, "attention is not scaled by the layer's index"),
-        "reorder_and_upcast_attn": (False, "attention computes in the model's dtype"),
-    },
+    fixed=FIXED_IN_DECODERS,
     irrelevant={
         **IRRELEVANT_IN_DECODERS,
         "n_ctx": "the old name of n_positions, which is in every file beside it",
@@ -40,7 +35,7 @@ FIELDS = Fields(
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec, given where it differs from Llama's."""
+    """Return Llama's spec with this architecture's differences."""
     return common.spec(
         config,
         mlp_size=config.n_inner or 4 * config.n_embd,
@@ -63,7 +58,7 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
         Weight("transformer.embedding.word.weight", "transformer.wte.weight"),
         Weight("transformer.embedding.position.weight", "transformer.wpe.weight"),
     ]
-    for ours, theirs, transposed in (
+    for our_name, hf_name, transposed in (
         ("attention_norm", "ln_1", False),
         ("attention.qkv", "attn.c_attn", True),
         ("attention.output", "attn.c_proj", True),
@@ -71,7 +66,8 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
         ("mlp.up", "mlp.c_fc", True),
         ("mlp.down", "mlp.c_proj", True),
     ):
-        listed += common.module_weights(common.OURS + ours, "transformer.h.{layer}." + theirs, transposed=transposed)
+        names = common.OUR_LAYER + our_name, "transformer.h.{layer}." + hf_name
+        listed += common.module_weights(*names, transposed=transposed)
     return (*listed, *common.module_weights("transformer.final_norm", "transformer.ln_f"), common.HEAD)
 
 

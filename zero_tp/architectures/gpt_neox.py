@@ -24,7 +24,7 @@ FIELDS = common.fields(
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec, given where it differs from Llama's."""
+    """Return Llama's spec with this architecture's differences."""
     return common.spec(
         config,
         partial_rotary=True,
@@ -32,7 +32,6 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
         norm_epsilon=config.layer_norm_eps,
         layer="parallel" if config.use_parallel_residual else "sequential",
         mlp="mlp",
-        attention_bias=config.attention_bias,
         mlp_bias=True,
         padding_token=None,
         dropouts=common.dropouts(
@@ -44,7 +43,7 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
 def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
     """Return every parameter of a model of this spec."""
     listed = [Weight("transformer.embedding.word.weight", "gpt_neox.embed_in.weight")]
-    for ours, theirs, bias, heads in (
+    for our_name, hf_name, bias, heads in (
         ("attention_norm", "input_layernorm", True, None),
         ("attention.qkv", "attention.query_key_value", spec.qkv_bias, spec.heads),
         ("attention.output", "attention.dense", spec.output_bias, None),
@@ -52,7 +51,8 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
         ("mlp.up", "mlp.dense_h_to_4h", True, None),
         ("mlp.down", "mlp.dense_4h_to_h", True, None),
     ):
-        listed += common.module_weights(common.OURS + ours, "gpt_neox.layers.{layer}." + theirs, bias=bias, heads=heads)
+        names = common.OUR_LAYER + our_name, "gpt_neox.layers.{layer}." + hf_name
+        listed += common.module_weights(*names, bias=bias, heads=heads)
     return (*listed, *common.module_weights("transformer.final_norm", "gpt_neox.final_layer_norm"), common.HEAD)
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
-
 from zero_tp.architectures import common
-from zero_tp.architectures.spec import TransformerSpec
 
 FIELDS = common.fields(
     sizes=("num_key_value_heads", "head_dim"),
@@ -16,11 +13,4 @@ FIELDS = common.fields(
         "is_llama_config": "a note of who wrote the file",
     },
 )
-
-
-def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec, with biases where the config has them."""
-    return common.spec(config, attention_bias=config.attention_bias, mlp_bias=config.mlp_bias)
-
-
-ARCHITECTURE = common.architecture(FIELDS, spec, "LlamaForCausalLM")
+ARCHITECTURE = common.architecture(FIELDS, common.spec, "LlamaForCausalLM")

@@ -9,7 +9,6 @@ from zero_tp.architectures import common
 FIELDS = common.fields(
     sizes=("num_key_value_heads", "head_dim", "sliding_window", "num_experts_per_tok", "num_local_experts"),
     read=("pad_token_id", "output_router_logits", "router_aux_loss_coef"),
-    fixed={"router_jitter_noise": (0.0, "TP ranks would route noise that transformers does not draw")},
 )
 SPEC = partial(common.spec, mlp="experts")
 WEIGHTS = partial(common.weights, block="block_sparse_moe", linears={"gate_up": ("w1", "w3"), "down": ("w2",)})

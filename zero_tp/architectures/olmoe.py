@@ -16,8 +16,7 @@ FIELDS = common.fields(
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
     """Return the spec, with the norms and the limit of Q and K."""
-    bias, clip = config.attention_bias, config.clip_qkv
-    return common.spec(config, mlp="experts", attention_bias=bias, query_key_norm="whole", clip=clip)
+    return common.spec(config, mlp="experts", query_key_norm="whole", clip=config.clip_qkv)
 
 
 ARCHITECTURE = common.architecture(FIELDS, spec, "OlmoeForCausalLM")

@@ -23,7 +23,7 @@ FIELDS = common.fields(
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec, given where it differs from Llama's."""
+    """Return Llama's spec with this architecture's differences."""
     return common.spec(
         config,
         partial_rotary=True,
@@ -38,8 +38,8 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
         parts = {"query": spec.heads, "key": spec.kv_heads, "value": spec.kv_heads}
         ends = list(accumulate(heads * spec.head_size for heads in parts.values()))
         attention = [
-            replace(attention[0], ours=f"{common.OURS}attention.qkv.{ours}", rows=(start, end, ends[-1]))
-            for ours, start, end in zip(parts, (0, *ends), ends, strict=False)
+            replace(attention[0], our_name=f"{common.OUR_LAYER}attention.qkv.{our_name}", rows=(start, end, ends[-1]))
+            for our_name, start, end in zip(parts, (0, *ends), ends, strict=False)
         ]
     attention += common.layer_weights("attention.output", "self_attn.o_proj", bias=False)
     return common.weights(spec, attention, {"gate_up": ("gate_up_proj",), "down": ("down_proj",)})

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+from functools import partial
 
 from zero_tp.architectures import common
-from zero_tp.architectures.spec import TransformerSpec
 
 FIELDS = common.fields(
     sizes=("num_key_value_heads", "sliding_window", "head_dim"),
@@ -14,11 +13,4 @@ FIELDS = common.fields(
     fixed={"use_mrope": (False, "of models that see images")},
     undeclared={"head_dim": int},
 )
-
-
-def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec, with each layer's window."""
-    return common.spec(config, qkv_bias=True, windows=common.windows_by_layer(config))
-
-
-ARCHITECTURE = common.architecture(FIELDS, spec, "Qwen2ForCausalLM")
+ARCHITECTURE = common.architecture(FIELDS, partial(common.spec, qkv_bias=True), "Qwen2ForCausalLM")

@@ -19,9 +19,8 @@ FIELDS = common.fields(
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec, with each layer's window and MLP."""
-    mlps, windows = common.sparse_mlps(config), common.windows_by_layer(config)
-    return common.spec(config, mlp=mlps, qkv_bias=config.qkv_bias, windows=windows)
+    """Return the spec, with each layer's MLP."""
+    return common.spec(config, mlp=common.sparse_mlps(config), qkv_bias=config.qkv_bias)
 
 
 ARCHITECTURE = common.architecture(FIELDS, spec, "Qwen2MoeForCausalLM")

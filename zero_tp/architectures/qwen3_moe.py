@@ -17,8 +17,7 @@ FIELDS = common.fields(
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
     """Return the spec, with each layer's MLP, and the norms of Q and K."""
-    mlps = common.sparse_mlps(config)
-    return common.spec(config, mlp=mlps, attention_bias=config.attention_bias, query_key_norm="heads")
+    return common.spec(config, mlp=common.sparse_mlps(config), query_key_norm="heads")
 
 
 ARCHITECTURE = common.architecture(FIELDS, spec, "Qwen3MoeForCausalLM")

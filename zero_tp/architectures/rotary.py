@@ -37,9 +37,6 @@ ROPE_KEYS = {
 REQUIRED = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Keys that a type which reads them needs."""
 
-POSITIVE = ("rope_theta", "attention_factor", *ROPE_KEYS["llama3"])
-"""Keys that are positive in every model."""
-
 ROPE_UNDECLARED: dict[str, Any] = {
     "rope_theta": float,
     "rope_scaling": dict[str, Any] | None,
@@ -74,25 +71,27 @@ def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = F
         raise _rope_error("rope_type", f"'dynamic' is not defined for heads of which {rotary_dim} features turn")
 
     @functools.lru_cache(8)
-    def cached_frequencies(longer: int | None, device: torch.device) -> tuple[Tensor, float]:
+    def cached_frequencies(length: int | None, device: torch.device) -> tuple[Tensor, float]:
         """Compute on the host, whose rounding is the same everywhere; a device keeps its copy."""
         if kind == "default":
             base = parameters["rope_theta"]
             return (1.0 / (base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim))).to(device), 1.0
-        # A tensor, as transformers gives it: the same rounding.
-        seq_len = None if longer is None else torch.tensor(longer)
+        # transformers passes a tensor, which rounds differently from an int.
+        seq_len = None if length is None else torch.tensor(length)
         inverse, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seq_len)
         return inverse.to(device), float(scale)
 
     def frequencies(length: int, device: torch.device) -> tuple[Tensor, float]:
-        return cached_frequencies(length if length > config.max_position_embeddings else None, device)
+        scaled_by_length = kind == "dynamic" and length > config.max_position_embeddings
+        return cached_frequencies(length if scaled_by_length else None, device)
 
     try:
-        # Not kept: models are made inside `deepspeed.zero.Init`, which rounds new tensors to the model's dtype.
+        # Uncached: models are built inside `deepspeed.zero.Init`, which rounds new tensors to the model's dtype.
         cached_frequencies.__wrapped__(None, torch.device("cpu"))
     except (ArithmeticError, ValueError, RuntimeError) as error:
         raise _rope_error("", f"{kind!r} has no frequencies with these values ({error})") from error
-    return Rotary(frequencies, 2 * ((rotary_dim + 1) // 2), by_length=kind == "dynamic")
+    size = 2 * ((rotary_dim + 1) // 2)  # features rotate in pairs
+    return Rotary(frequencies, size, by_length=kind == "dynamic")
 
 
 def _rope_type(parameters: Mapping[str, Any]) -> str:
@@ -137,17 +136,6 @@ def _rotary_dim(config: PretrainedConfig, parameters: Mapping[str, Any], head_si
     if rotary_dim % 2 and rotary_dim == head_size:
         raise _rope_error("", f"heads of {head_size} features cannot be rotated in pairs", "give an even head size")
     return rotary_dim
-
-
-def check_rope_values(parameters: Mapping[str, Any]) -> None:
-    """Check the numbers of any model's `rope_parameters`, which may be nested by type of layer."""
-    if not isinstance(parameters.get("rope_type", ""), str):
-        raise _rope_error("rope_type", f"{parameters['rope_type']!r} is not a name", f"one of {', '.join(ROPE_KEYS)}")
-    for name, value in parameters.items():
-        if isinstance(value, Mapping):
-            check_rope_values(value)
-        elif name in POSITIVE and value is not None and not _is_positive(value):
-            raise _rope_error(name, f"{value!r} is not a positive number")
 
 
 def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> None:

@@ -146,7 +146,7 @@ class TransformerSpec:
         return len(self.expert_layers) * self.mlp_matrices * self.hidden * idle
 
     def check(self, tensor: int) -> None:
-        """Check that TP can split the model. KV heads need not be a multiple of `tensor` (models/projection.py)."""
+        """Check that TP can split the model. KV heads need not be a multiple of `tensor` (models/qkv.py)."""
         sizes = {"heads": self.heads, "MLP width": self.mlp_size if self.dense_layers else 0}
         if self.experts is not None:
             sizes |= {"expert width": self.experts.size, "shared expert width": self.experts.shared}

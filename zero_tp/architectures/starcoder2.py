@@ -29,7 +29,7 @@ FIELDS = common.fields(
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec, given where it differs from Llama's."""
+    """Return Llama's spec with this architecture's differences."""
     return common.spec(
         config,
         norm="layer_norm",

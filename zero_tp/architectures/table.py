@@ -15,11 +15,11 @@ from zero_tp.architectures.spec import TransformerSpec
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows [ours, ours + length) of our parameter are rows [start, start + length) of their tensor."""
+    """Rows [our_start, our_start + length) of our parameter are rows [hf_start, hf_start + length) of a tensor."""
 
-    theirs: str
-    ours: int
-    start: int
+    hf_name: str
+    our_start: int
+    hf_start: int
     length: int
 
 
@@ -28,18 +28,18 @@ class Weight:
     """One parameter under our name and Hugging Face's; `{layer}` stands for the layer's number.
 
     Attributes:
-        ours: its name in our model.
-        theirs: its name in the Hugging Face class; several names if ours concatenates several tensors of equal size.
+        our_name: its name in our model.
+        hf_name: its name in the Hugging Face class; several if our parameter concatenates tensors of equal size.
         transposed: Hugging Face stores [in, out] (Conv1D).
-        heads: Hugging Face interleaves Q, K and V by head, [heads, 3, d, …], where ours are [3, heads, d, …].
-        rows: (start, stop, total): ours is rows [start, stop) of theirs, a tensor of `total` rows with several weights.
-        experts: ours stacks this number of matrices, [experts, out, in]; `theirs` lists them expert by expert.
-        in_memory: the class stacks the experts like ours, under this name; files store `theirs`.
+        heads: Hugging Face interleaves Q, K and V by head, [heads, 3, d, …], where our parameter is [3, heads, d, …].
+        rows: (start, stop, total): our parameter is rows [start, stop) of a tensor of `total` rows.
+        experts: our parameter stacks this number of matrices, [experts, out, in]; `hf_name` lists them by expert.
+        in_memory: the class stacks the experts as we do, under this name; files store `hf_name`.
         layers: numbers of the layers that have it; None: all.
     """
 
-    ours: str
-    theirs: str | tuple[str, ...]
+    our_name: str
+    hf_name: str | tuple[str, ...]
     transposed: bool = False
     heads: int | None = None
     rows: tuple[int, int, int] | None = None
@@ -49,12 +49,12 @@ class Weight:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.theirs,) if isinstance(self.theirs, str) else self.theirs
+        return (self.hf_name,) if isinstance(self.hf_name, str) else self.hf_name
 
     def for_layer(self, number: int) -> Weight:
-        theirs = tuple(name.format(layer=number) for name in self.names)
+        hf_names = tuple(name.format(layer=number) for name in self.names)
         in_memory = self.in_memory and self.in_memory.format(layer=number)
-        return replace(self, ours=self.ours.format(layer=number), theirs=theirs, in_memory=in_memory)
+        return replace(self, our_name=self.our_name.format(layer=number), hf_name=hf_names, in_memory=in_memory)
 
     def as_rows(self, whole: Tensor) -> Tensor:
         """Return our parameter as the rows of all its matrices, a view. [E, o, i] → [E·o, i]"""
@@ -66,7 +66,7 @@ class Weight:
             return [self]
         parts = len(self.names) // self.experts
         starts = range(0, len(self.names), parts)
-        return [replace(self, theirs=self.names[start : start + parts], experts=None) for start in starts]
+        return [replace(self, hf_name=self.names[start : start + parts], experts=None) for start in starts]
 
     def row_ranges(self, rows: int) -> Iterator[RowRange]:
         """Yield where our parameter's `rows` rows are in their tensors, in our order."""
@@ -84,22 +84,22 @@ class Weight:
             yield RowRange(name, index * size, 0, size)
 
     def shapes(self, whole: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of their tensors, given our whole parameter's shape."""
+        """Return the shapes of Hugging Face's tensors, given our whole parameter's shape."""
         whole = (whole[0] * whole[1], whole[2]) if self.experts else whole
         rows = self.rows[2] if self.rows else whole[0] // len(self.names)
         part = (rows, *whole[1:])
         return dict.fromkeys(self.names, part[::-1] if self.transposed else part)
 
-    def to_ours(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return our whole parameter from their tensors."""
-        theirs = {name: tensors[name].t() if self.transposed else tensors[name] for name in self.names}
-        rows = self.rows[1] - self.rows[0] if self.rows else sum(tensor.shape[0] for tensor in theirs.values())
-        parts = [theirs[run.theirs][run.start : run.start + run.length] for run in self.row_ranges(rows)]
+    def from_hf(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return our whole parameter from Hugging Face's tensors."""
+        oriented = {name: tensors[name].t() if self.transposed else tensors[name] for name in self.names}
+        rows = self.rows[1] - self.rows[0] if self.rows else sum(tensor.shape[0] for tensor in oriented.values())
+        parts = [oriented[run.hf_name][run.hf_start : run.hf_start + run.length] for run in self.row_ranges(rows)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.unflatten(0, (self.experts, -1)) if self.experts else whole
 
 
-def to_theirs(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+def to_hf(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """Return Hugging Face's tensors from our parameters, as views if possible.
 
     Args:
@@ -109,10 +109,10 @@ def to_theirs(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     transposed: dict[str, bool] = {}
     for weight in weights:
-        whole = weight.as_rows(read(weight.ours))
+        whole = weight.as_rows(read(weight.our_name))
         for run in weight.row_ranges(whole.shape[0]):
-            pieces.setdefault(run.theirs, []).append((run.start, whole[run.ours : run.ours + run.length]))
-            transposed[run.theirs] = weight.transposed
+            pieces.setdefault(run.hf_name, []).append((run.hf_start, whole[run.our_start : run.our_start + run.length]))
+            transposed[run.hf_name] = weight.transposed
     tensors = {}
     for name, parts in pieces.items():
         ordered = [part for _, part in sorted(parts, key=lambda placed: placed[0])]
@@ -127,7 +127,7 @@ def as_stored(weights: Iterable[Weight], tensors: Mapping[str, Tensor]) -> dict[
     for weight in weights:
         if weight.in_memory in stored:
             in_memory = stored.pop(weight.in_memory)
-            stored |= to_theirs([weight], {weight.ours: in_memory}.__getitem__)
+            stored |= to_hf([weight], {weight.our_name: in_memory}.__getitem__)
     return stored
 
 
@@ -177,7 +177,7 @@ class Architecture:
         for weight in self.weights(spec):
             if weight.names[0] in aliases:
                 continue
-            if "{layer}" not in weight.ours:
+            if "{layer}" not in weight.our_name:
                 yield weight
                 continue
             for layer in range(spec.layers) if weight.layers is None else weight.layers:

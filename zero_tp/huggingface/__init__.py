@@ -3,6 +3,6 @@
 from zero_tp.huggingface.for_causal_lm import ZeroTPForCausalLM
 from zero_tp.huggingface.for_pretraining import ZeroTPForPreTraining
 from zero_tp.huggingface.model import HuggingFaceModel
-from zero_tp.huggingface.split_model import parallel_model
+from zero_tp.huggingface.parallelize import parallel_model
 
 __all__ = ["HuggingFaceModel", "ZeroTPForCausalLM", "ZeroTPForPreTraining", "parallel_model"]

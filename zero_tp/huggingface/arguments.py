@@ -1,11 +1,11 @@
-"""Refuse arguments of transformers' methods that our models do not support, by name and with the reason."""
+"""Arguments of transformers' methods: refuse by name those that our models do not support."""
 
 from __future__ import annotations
 
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -30,11 +30,12 @@ UNSUPPORTED_IN_FROM_PRETRAINED = {
     "use_safetensors": "leave it out for safetensors; allow_pickle=True reads pickled weights too",
     "variant": "the files without a variant are read; leave it out",
 }
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def refuse_arguments(method: str, options: Mapping[str, Any], known: Iterable[str], reasons: Mapping[str, str]) -> None:
+def refuse_arguments(method: str, unknown: Mapping[str, Any], known: Iterable[str], reasons: Mapping[str, str]) -> None:
     """Refuse arguments that a method does not have. The values None and False change nothing."""
-    for name, value in options.items():
+    for name, value in unknown.items():
         if value is not None and value is not False:
             reason = reasons.get(name, f"its arguments are {', '.join(known)}")
             raise UserError(f"{method}: {name} is not supported: {reason}")
@@ -43,9 +44,26 @@ def refuse_arguments(method: str, options: Mapping[str, Any], known: Iterable[st
 def forward_options(model: nn.Module, forward: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
     """Return the options that are arguments of `forward`. Others may be None or False, and are left out."""
     known = [name for name in inspect.signature(forward).parameters if name != "self"]
-    others = {name: value for name, value in options.items() if name not in known}
-    refuse_arguments(f"{type(model).__name__}.forward", others, known, UNSUPPORTED_IN_FORWARD)
+    unknown = {name: value for name, value in options.items() if name not in known}
+    refuse_arguments(f"{type(model).__name__}.forward", unknown, known, UNSUPPORTED_IN_FORWARD)
     return {name: value for name, value in options.items() if name in known}
+
+
+def with_signature_of(forward: Callable[..., Any], *, hidden: str) -> Callable[[Method], Method]:
+    """Give a method of `*args, **kwargs` the signature of `forward`, without the argument `hidden`.
+
+    Trainer and `generate` read the signature. In an evaluation Trainer requires every argument with "label" in its
+    name, so an optional one of our own must not show.
+    """
+    signature = inspect.signature(forward)
+    shown_parameters = [parameter for name, parameter in signature.parameters.items() if name != hidden]
+    shown_parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
+
+    def decorate(method: Method) -> Method:
+        method.__signature__ = signature.replace(parameters=shown_parameters)  # type: ignore[attr-defined]
+        return method
+
+    return decorate
 
 
 def append_revision(model: str | os.PathLike[str], revision: str | None) -> str:

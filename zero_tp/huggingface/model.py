@@ -1,4 +1,4 @@
-"""The methods that transformers' Trainer and accelerate call on a model, except weights and forward."""
+"""The methods of a PreTrainedModel other than weights and forward, which Trainer and accelerate call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.huggingface.pretrained import PretrainedWeights
-from zero_tp.huggingface.vocabulary import resize_vocabulary, set_word_embedding
+from zero_tp.huggingface.vocabulary import resize_vocabulary
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.topology import Topology
 from zero_tp.validation import validate
@@ -26,6 +26,7 @@ class HuggingFaceModel(PretrainedWeights):
     _supports_sdpa = True
     _no_split_modules = ["SequentialLayer", "ParallelLayer", "PostNormLayer"]  # noqa: RUF012 - transformers' own
     _activations: ActivationMemory | None = None
+    _checkpointing: tuple[RecomputePolicy, dict[str, Any]] | None = None
 
     def __init__(self, config: PretrainedConfig, topology: Topology | None = None, **options: Any):
         PreTrainedModel.__init__(self, config)
@@ -44,19 +45,10 @@ class HuggingFaceModel(PretrainedWeights):
         """Return whether losses are sums divided by `num_items_in_batch`. If not, Trainer averages micro-batches."""
         return not self.spec.sentence_head
 
-    def _returns_evaluation_logits(self, return_logits: bool | None, reduction: str) -> bool:
-        """Return whether this forward is an evaluation. Like transformers' models it then returns logits too."""
-        return return_logits is None and reduction == "mean" and not self.training and not torch.is_grad_enabled()
-
-    # ---- embeddings ----------------------------------------------------------------------------------------------
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Write the rows of another embedding into this one, which a tied output layer shares.
-
-        Args:
-            value: torch's Embedding of the whole vocabulary, or the word embedding of a model such as this one.
-        """
-        set_word_embedding(self, value)
+    def _is_evaluation(self, options: Mapping[str, Any]) -> bool:
+        """Return whether a forward with these options is an evaluation, in which transformers' models return logits."""
+        asks_for_losses = options.get("return_logits") is not None or options.get("reduction", "mean") != "mean"
+        return not (asks_for_losses or self.training or torch.is_grad_enabled())
 
     def resize_token_embeddings(  # type: ignore[override]
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
@@ -75,13 +67,10 @@ class HuggingFaceModel(PretrainedWeights):
         if pad_to_multiple_of is not None:
             tokens = -(-tokens // pad_to_multiple_of) * pad_to_multiple_of
         if tokens != before:
-            policy = self._activations.policy if self._activations is not None else None
             resize_vocabulary(self, tokens, by_mean=mean_resizing)
-            if policy is not None:
-                self._activations = ActivationMemory(self, policy, {}, self.device)
+            if self._checkpointing is not None:  # the layers are new
+                self._activations = ActivationMemory(self, *self._checkpointing, self.device)
         return self.get_input_embeddings()
-
-    # ---- activations ---------------------------------------------------------------------------------------------
 
     @property
     def is_activation_checkpointing(self) -> bool:
@@ -94,6 +83,8 @@ class HuggingFaceModel(PretrainedWeights):
         offload: bool = False,
     ) -> None:
         """Recompute in backward by a policy of `zero_tp.recompute`, `full` by default (docs/training.md).
+
+        `gradient_checkpointing_enable`, transformers' old name, calls it.
 
         Args:
             activation_checkpointing_kwargs: the policy's keys, such as `{"mode": "selective"}`. `use_reentrant` is
@@ -108,18 +99,11 @@ class HuggingFaceModel(PretrainedWeights):
         policy = validate(RecomputePolicy, fields, "gradient_checkpointing_kwargs")
         self.activation_checkpointing_disable()
         if policy.mode != "none":
-            self._activations = ActivationMemory(self, policy, {"cpu_checkpointing": offload}, self.device)
+            self._checkpointing = policy, {"cpu_checkpointing": offload}
+            self._activations = ActivationMemory(self, *self._checkpointing, self.device)
 
     def activation_checkpointing_disable(self) -> None:
         """Keep all activations again."""
         if self._activations is not None:
             self._activations.remove()
-            self._activations = None
-
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
-    ) -> None:
-        """Call `activation_checkpointing_enable`, the newer name."""
-        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
-
-    gradient_checkpointing_disable = activation_checkpointing_disable
+            self._activations = self._checkpointing = None

@@ -56,7 +56,8 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
             revision: of a name on the hub.
             options: `token`, `cache_dir`, `local_files_only` and `force_download` for huggingface_hub.
         """
-        dtype = options.pop("torch_dtype", None) if dtype is None else dtype
+        torch_dtype = options.pop("torch_dtype", None)
+        dtype = torch_dtype if dtype is None else dtype
         hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
         known = (*inspect.signature(cls.from_pretrained).parameters, "torch_dtype", *HUB_OPTIONS)
         refuse_arguments(f"{cls.__name__}.from_pretrained", options, known, UNSUPPORTED_IN_FROM_PRETRAINED)

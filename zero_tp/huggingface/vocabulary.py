@@ -1,15 +1,14 @@
-"""Resize the vocabulary of a built model, or replace its word embedding, on any TP size."""
+"""Resize the vocabulary of a built model, on any TP size."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from zero_tp.errors import UserError
 from zero_tp.models.parallel_model import ParallelModel
-from zero_tp.parallel.layout import Layout, layout_of, whole_shape
+from zero_tp.parallel.layout import Layout, whole_shape
 from zero_tp.parallel.parameter import Init, SeededInit
 from zero_tp.topology import Topology
 from zero_tp.weights.export import whole_parameter
@@ -64,18 +63,3 @@ def resize_vocabulary(model: ParallelModel, tokens: int, *, by_mean: bool) -> No
     model.train(training)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trainable)
-
-
-@torch.no_grad()
-def set_word_embedding(model: ParallelModel, value: nn.Module) -> None:
-    """Copy another embedding into the model's: torch's of the whole vocabulary, or a shard like the model's own."""
-    weight, source = model.get_input_embeddings().weight, value.weight
-    assert isinstance(weight, Tensor) and isinstance(source, Tensor)
-    topology, layout = model.topology, layout_of(weight)  # type: ignore[arg-type]
-    own = tuple(source.shape) == tuple(weight.shape) and hasattr(source, "tensor_layout")
-    if not own and tuple(source.shape) != whole_shape(weight):  # type: ignore[arg-type]
-        raise UserError(
-            f"set_input_embeddings: {tuple(source.shape)}, but the model's word embedding is "
-            f"{whole_shape(weight)}; change its size with resize_token_embeddings first"  # type: ignore[arg-type]
-        )
-    weight.copy_(source if own else layout.shard(source, topology.tensor_rank, topology.tensor))

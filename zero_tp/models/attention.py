@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from zero_tp import devices
 from zero_tp.architectures.spec import TransformerSpec
-from zero_tp.models import flash
+from zero_tp.models import cpu_flash
 from zero_tp.models.context import AttentionMask, ForwardContext, Packed, Pieces
 from zero_tp.models.norm import NORMS, SplitRMSNorm
 from zero_tp.models.position import rotate
-from zero_tp.models.projection import FusedProjection, GroupedProjection, heads_of_ranks
+from zero_tp.models.qkv import FusedQKV, GroupedQKV, heads_of_ranks
 from zero_tp.parallel.elementwise import ElementwiseModule
 from zero_tp.parallel.linear import RowParallelLinear
 from zero_tp.parallel.parameter import Normal, ParameterMaker
@@ -45,7 +45,7 @@ class AttentionCore(nn.Module):
         self.p, self.streams, self.causal = spec.dropouts.attention, streams, spec.causal
 
     @staticmethod
-    def mask(mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | Packed | None:
+    def build_mask(mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | Packed | None:
         """Return what is added to the scores, [b or 1, 1, s or 1, keys]: 0, or -∞ for hidden keys.
 
         Layers with the same window share it. `SDPACore` may return `Packed` documents, or None, instead.
@@ -79,15 +79,15 @@ class SDPACore(AttentionCore):
     """Call `scaled_dot_product_attention`, or `varlen_attn` for documents and windows if it runs them.
 
     Masks are additive, because SDPA would convert a boolean mask in every layer and keep each copy for backward. On
-    CPUs, calls without a mask use zero_tp/models/flash.py.
+    CPUs, calls without a mask use models/cpu_flash.py.
     """
 
     @staticmethod
-    def mask(mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | Packed | None:
+    def build_mask(mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | Packed | None:
         if mask.is_plain:
             return None
         if not runs_without_mask(mask, spec, like.dtype, like.device):
-            return AttentionCore.mask(mask, spec, like)
+            return AttentionCore.build_mask(mask, spec, like)
         pieces = mask.pieces or Pieces.of_rows(like.shape[1], mask.queries, like.device)
         return Packed(pieces, -1 if mask.window is None else mask.window - 1)
 
@@ -99,16 +99,17 @@ class SDPACore(AttentionCore):
         if mask is not None and query.device.type != "cpu":
             # With a mask, CUDA's fused kernels do not support grouped queries.
             key, value = repeat_kv_heads(key, value, query.shape[1])
-        if mask is None and not dropout_p and flash.is_faster(query.dtype, query.device, query.shape[2], key.shape[2]):
-            return flash.flash_attention(query, key, value, causal)
+        lengths = query.shape[2], key.shape[2]
+        if mask is None and not dropout_p and cpu_flash.is_faster(query.dtype, query.device, *lengths):
+            return cpu_flash.flash_attention(query, key, value, causal)
         grouped = key.shape[1] != query.shape[1]
-        with self.streams.use(PER_RANK) if dropout_p else nullcontext(), allowed_kernels(mask):
+        with self.streams.use(PER_RANK) if dropout_p else nullcontext(), disable_cudnn_for_mask(mask):
             return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, causal, enable_gqa=grouped)
 
 
 @contextmanager
-def allowed_kernels(mask: Tensor | None) -> Iterator[None]:
-    """Disable SDPA's cuDNN kernel if there is a mask.
+def disable_cudnn_for_mask(mask: Tensor | None) -> Iterator[None]:
+    """Disable SDPA's cuDNN kernel for the calls within, if there is a mask.
 
     cuDNN has no plan for some masks that heads or rows share (Lightning-AI/lightning-thunder issue 1799), and torch
     selects cuDNN without checking for one, so the call would raise.
@@ -185,7 +186,7 @@ class Attention(ElementwiseModule):
         super().__init__()
         self.number, self.window, self.clip = number, spec.windows[number], spec.clip
         fused = spec.kv_heads == spec.heads
-        projection: type[FusedProjection | GroupedProjection] = FusedProjection if fused else GroupedProjection
+        projection: type[FusedQKV | GroupedQKV] = FusedQKV if fused else GroupedQKV
         self.qkv = projection(make.child("qkv"), spec)
         self.core = CORES[spec.attention](spec, streams)
         self.output = RowParallelLinear(

@@ -35,7 +35,7 @@ class ScoredOutput(CausalLMOutputWithPast):
     aux_loss: Tensor | None = None
 
 
-def shifted(labels: Tensor) -> Tensor:
+def next_tokens(labels: Tensor) -> Tensor:
     """Return the token that each position predicts, from Hugging Face's labels (`labels = input_ids`). [b, s]"""
     targets = torch.full_like(labels, IGNORE_INDEX)
     targets[:, :-1] = labels[:, 1:]
@@ -85,14 +85,13 @@ class CausalLM(ParallelModel):
                 neither mask nor cache, a position that does not continue its predecessor begins a document.
             document_ids: [b, s], numbers of the documents packed in a row; a token sees only its own. Give a CPU
                 tensor; reading one on an accelerator synchronises.
-            past_key_values: keys and values of earlier tokens; gets the present ones too.
-            use_cache: create that cache if it is not given, and return it.
-            logits_to_keep: positions that get logits: the last ones of this number, or those listed; 0: all.
+            past_key_values: keys and values of earlier tokens; the forward appends this call's.
+            use_cache: create a cache if none is given, and return it.
+            logits_to_keep: positions that get logits: the last n, or those listed; 0: all.
             shift_labels: [b, s], already shifted: the token that each position predicts. Overrides `labels`. With
                 `reduction="none"` also [b, s, k]: k alternatives at each position.
             return_logits: also return logits [b, s, v], whole on every TP rank and without gradient.
-            reduction: `none` returns each token's loss, for evaluation, without gradient; ignored labels skip the
-                output layer.
+            reduction: `none` returns each token's loss, without gradient; ignored labels skip the output layer.
             num_items_in_batch: divisor of the sum of the losses; by default the number of labels that are not ignored.
 
         Returns:
@@ -100,37 +99,56 @@ class CausalLM(ParallelModel):
             the labels, 0 for ignored ones, and `greedy`. As in transformers, `output_router_logits` of a model with
             experts adds `router_aux_loss_coef` times `aux_loss` to the mean.
         """
-        if reduction not in ("mean", "none"):
-            raise ValueError(f"reduction {reduction!r}: it is 'mean' or 'none'")
-        self._check_call("CausalLMOutputWithPast", return_dict)
+        self._check_call("CausalLMOutputWithPast", reduction, return_dict)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        targets = shift_labels if shift_labels is not None else shifted(labels) if labels is not None else None
-        if targets is not None:
-            if targets.shape[:2] != input_ids.shape or targets.ndim > (3 if reduction == "none" else 2):
-                raise ValueError(f"labels are {tuple(targets.shape)}, input ids {tuple(input_ids.shape)}")
-            self._check_ids("labels", targets, ignore=IGNORE_INDEX)
-        experts, weight, balance = self.spec.experts, 0.0, None
-        if experts is not None and experts.loss_weight is not None and targets is not None and reduction == "mean":
-            weight = experts.loss_weight
+        per_token = reduction == "none"
+        targets = self._targets(input_ids, labels, shift_labels, per_token=per_token)
+        loss = logits = greedy = aux_loss = balance = None
+        experts = self.spec.experts
+        if experts is not None and experts.loss_weight is not None and targets is not None and not per_token:
             balance = RouterBalance(experts, attention_mask, self.topology.tensor, input_ids.device)
         hidden, sequence = self.hidden_states(
             input_ids, attention_mask, position_ids, document_ids, past_key_values, balance=balance
         )
-        loss = logits = greedy = aux_loss = None
         if balance is not None:
             hidden, aux_loss = balance.loss(hidden)
         if targets is not None:
-            labelled = targets.transpose(0, 1).contiguous()
-            if reduction == "none":
-                scores = self.head(hidden, labelled, sequence=sequence, per_token=True)
-                loss, greedy = (score.transpose(0, 1) for score in scores)
-            else:
-                loss, _ = self.head(hidden, labelled, sequence=sequence, divisor=num_items_in_batch)
-                loss = loss if aux_loss is None else loss + weight * aux_loss
+            loss, greedy = self._losses(hidden, targets, aux_loss, sequence, per_token, num_items_in_batch)
         if return_logits or targets is None:
             logits = self.head(hidden, None, sequence=sequence, keep=logits_to_keep).transpose(0, 1)
         return ScoredOutput(loss=loss, logits=logits, past_key_values=past_key_values, greedy=greedy, aux_loss=aux_loss)
+
+    def _targets(
+        self, input_ids: Tensor, labels: Tensor | None, shift_labels: Tensor | None, *, per_token: bool
+    ) -> Tensor | None:
+        """Return the token that each position predicts, [b, s] or [b, s, k], checked; None without labels."""
+        targets = shift_labels if labels is None or shift_labels is not None else next_tokens(labels)
+        if targets is None:
+            return None
+        if targets.shape[:2] != input_ids.shape or targets.ndim > (3 if per_token else 2):
+            raise ValueError(f"labels are {tuple(targets.shape)}, input ids {tuple(input_ids.shape)}")
+        self._check_ids("labels", targets, ignore=IGNORE_INDEX)
+        return targets
+
+    def _losses(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        aux_loss: Tensor | None,
+        sequence: bool,
+        per_token: bool,
+        divisor: Tensor | float | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the scalar loss and None; with `per_token` each label's loss and whether it is the argmax."""
+        labels = targets.transpose(0, 1).contiguous()
+        loss, greedy = self.head(hidden, labels, sequence=sequence, per_token=per_token, divisor=divisor)
+        if per_token:
+            return loss.transpose(0, 1), greedy.transpose(0, 1)
+        if aux_loss is not None:
+            assert self.spec.experts is not None and self.spec.experts.loss_weight is not None
+            loss = loss + self.spec.experts.loss_weight * aux_loss
+        return loss, None
 
     def hidden_states(
         self,
@@ -158,7 +176,7 @@ class CausalLM(ParallelModel):
         return hidden, sequence
 
     def _pieces(self, document_ids: Tensor, device: torch.device) -> Pieces:
-        """Find the pieces of documents; the planner's model, whose tensors have no data, overrides this."""
+        """Find the pieces of documents. The planner's model overrides this, because its tensors have no data."""
         return Pieces.of(document_ids, device)
 
     def _check_shapes(
@@ -174,12 +192,12 @@ class CausalLM(ParallelModel):
         if cache is not None and torch.is_grad_enabled():
             raise UserError("a KV cache serves generation, not training: wrap the forward in torch.no_grad()")
         if cache is not None and documents is not None:
-            raise ValueError("document_ids beside a cache: give packed documents in one forward")
+            raise ValueError("document_ids with a KV cache are not supported; give packed documents in one forward")
         rotary = self.spec.rotary
         if documents is not None and rotary is not None and rotary.by_length and length > self.spec.positions:
             raise UserError(
-                f"document_ids: under rope_type 'dynamic' the documents of a row of {length} tokens may each need "
-                f"frequencies of their own; give rows of at most {self.spec.positions} tokens"
+                f"document_ids: with rope_type 'dynamic' each document of a row of {length} tokens may need its own "
+                f"frequencies; give rows of at most {self.spec.positions} tokens"
             )
         self._check_length(past + length)
         check_shape("attention_mask", padding, (batch,), past + length)

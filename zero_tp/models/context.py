@@ -75,7 +75,7 @@ def document_ids_from_positions(positions: Tensor) -> Tensor | None:
 
 
 class Packed(NamedTuple):
-    """Replaces a mask: a token sees itself and `window` earlier tokens of its piece, all of them if it is negative."""
+    """Replaces a mask: a token sees itself and `window` earlier tokens of its piece; a negative window is unlimited."""
 
     pieces: Pieces
     window: int
@@ -90,7 +90,7 @@ class AttentionMask:
         first_query, first_key: positions of the first ones in the sequence; a windowed cache has dropped earlier keys.
         padding: [b, all tokens so far], 1 for a token and 0 for padding; None without padding.
         pieces: of the documents; None for one document per row.
-        window: how many tokens a token sees, itself included (`Packed.window` excludes it); None: no limit.
+        window: how many tokens a token sees, itself included (`Packed.window` excludes it); None: unlimited.
         causal: a token sees itself and those before it; else all of its row.
     """
 
@@ -174,7 +174,7 @@ class ForwardContext:
     """
     Attributes:
         sequence: between the linear layers a rank has its sequence shard (SP).
-        masks: by window, see AttentionCore.mask.
+        masks: by window, see AttentionCore.build_mask.
         rotation: of rotary positions.
         cache: keys and values of earlier tokens, of this rank's KV heads; `update` adds the present ones.
         balance: counts what the routers of experts choose.

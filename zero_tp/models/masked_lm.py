@@ -121,9 +121,9 @@ class MaskedLM(ParallelModel):
                 `return_dict=False`.
             RuntimeError: a token id, type or label out of its range (accelerators raise at their next synchronisation).
         """
-        if reduction not in ("mean", "none"):
-            raise ValueError(f"reduction {reduction!r}: it is 'mean' or 'none'")
-        self._check_call("PreTrainingOutput", return_dict)
+        self._check_call("PreTrainingOutput", reduction, return_dict)
+        if next_sentence_label is not None and self.sentence_head is None:
+            raise ValueError("next_sentence_label, but the model has no sentence head")
         self._check_inputs(input_ids, attention_mask, token_type_ids, position_ids, labels)
         sequence = self._runs_sequence_parallel(input_ids.shape[1])
         inputs = ForwardInputs(attention_mask, position_ids)
@@ -135,13 +135,7 @@ class MaskedLM(ParallelModel):
             self._score_tokens(output, hidden, labels, places, sequence, reduction, num_items_in_batch)
         returns_logits = bool(return_logits) or labels is None
         if self.sentence_head is not None and (next_sentence_label is not None or returns_logits):
-            first = torch.arange(len(input_ids), device=hidden.device)
-            scores = self.sentence_head(gather_rows(hidden, first, self.topology.tensor_group, sequence=sequence))
-            output.seq_relationship_logits = scores.detach()
-            if next_sentence_label is not None:
-                _score_sentences(output, scores, next_sentence_label, reduction, num_rows_in_batch)
-        elif next_sentence_label is not None:
-            raise ValueError("next_sentence_label, but the model has no sentence head")
+            self._score_sentences(output, hidden, next_sentence_label, sequence, reduction, num_rows_in_batch)
         if reduction == "mean":
             losses = [loss for loss in (output.masked_loss, output.sentence_loss) if loss is not None]
             output.loss = sum(losses[1:], losses[0]) if losses else None
@@ -197,19 +191,30 @@ class MaskedLM(ParallelModel):
         output.masked_loss = loss.new_zeros(batch * length).index_put((places,), loss).view(batch, length)
         output.masked_accuracy = correct.new_zeros(batch * length).index_put((places,), correct).view(batch, length)
 
-
-def _score_sentences(
-    output: PreTrainingOutput, scores: Tensor, labels: Tensor, reduction: str, divisor: Tensor | float | None
-) -> None:
-    """Fill in the losses of the rows' labels [b] under scores [b, 2]."""
-    if labels.shape != scores.shape[:1]:
-        raise ValueError(f"next_sentence_label is {tuple(labels.shape)}, expected {tuple(scores.shape[:1])}")
-    counted = labels != IGNORE_INDEX
-    valid = (labels == 0) | (labels == 1) | ~counted
-    torch._assert_async(valid.all(), f"next_sentence_label must be 0, 1 or {IGNORE_INDEX}")
-    correct = scores.detach().argmax(1) == labels
-    torch_reduction = "sum" if divisor is not None else reduction
-    loss = F.cross_entropy(scores.float(), labels, ignore_index=IGNORE_INDEX, reduction=torch_reduction)
-    rows = counted.sum() if divisor is None else nonzero(divisor)
-    output.sentence_loss = loss if divisor is None else (loss / rows).float()
-    output.sentence_accuracy = correct if reduction == "none" else correct.sum() / rows
+    def _score_sentences(
+        self,
+        output: PreTrainingOutput,
+        hidden: Tensor,
+        labels: Tensor | None,
+        sequence: bool,
+        reduction: str,
+        divisor: Tensor | float | None,
+    ) -> None:
+        """Fill in the rows' scores, and the losses of their labels [b]."""
+        assert self.sentence_head is not None
+        first = torch.arange(hidden.shape[1], device=hidden.device)
+        scores = self.sentence_head(gather_rows(hidden, first, self.topology.tensor_group, sequence=sequence))
+        output.seq_relationship_logits = scores.detach()
+        if labels is None:
+            return
+        if labels.shape != scores.shape[:1]:
+            raise ValueError(f"next_sentence_label is {tuple(labels.shape)}, expected {tuple(scores.shape[:1])}")
+        counted = labels != IGNORE_INDEX
+        valid = (labels == 0) | (labels == 1) | ~counted
+        torch._assert_async(valid.all(), f"next_sentence_label must be 0, 1 or {IGNORE_INDEX}")
+        correct = scores.detach().argmax(1) == labels
+        torch_reduction = "sum" if divisor is not None else reduction
+        loss = F.cross_entropy(scores.float(), labels, ignore_index=IGNORE_INDEX, reduction=torch_reduction)
+        rows = counted.sum() if divisor is None else nonzero(divisor)
+        output.sentence_loss = loss if divisor is None else (loss / rows).float()
+        output.sentence_accuracy = correct if reduction == "none" else correct.sum() / rows

@@ -35,7 +35,7 @@ class Norm(ElementwiseModule):
         self.weight = make.make("weight", (size,), self.layout, ConstantInit(1.0))
 
 
-class _LayerNormOfPart(torch.autograd.Function):
+class _PartialLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, weight: Tensor, bias: Tensor, epsilon: float, total: GradientSum) -> Tensor:
         normed, mean, scale = torch.native_layer_norm(part, weight.shape, weight, bias, epsilon)
@@ -69,7 +69,7 @@ class LayerNorm(Norm):
     def forward(self, tensor: Tensor) -> Tensor:
         if self.gradient_sum is None:
             return F.layer_norm(tensor, self.weight.shape, self.weight, self.bias, self.epsilon)
-        output: Tensor = _LayerNormOfPart.apply(tensor, self.weight, self.bias, self.epsilon, self.gradient_sum)
+        output: Tensor = _PartialLayerNorm.apply(tensor, self.weight, self.bias, self.epsilon, self.gradient_sum)
         return output
 
 
@@ -163,20 +163,20 @@ class _SplitRMSNorm(torch.autograd.Function):
 class SplitRMSNorm(nn.Module):
     """RMSNorm over the features of all heads together, of which a rank has some. [b, heads, s, d] → the same.
 
-    Ranks may share heads (see `GroupedProjection`). Each then counts such a head in part, and the weight's gradient is
+    Ranks may share heads (see `GroupedQKV`). Each then counts such a head in part, and the weight's gradient is
     partial.
 
     Args:
-        owned: heads of each TP rank.
+        heads_by_rank: heads of each TP rank.
         size: features of a head, d.
     """
 
-    def __init__(self, make: ParameterMaker, owned: Sequence[range], size: int, epsilon: float):
+    def __init__(self, make: ParameterMaker, heads_by_rank: Sequence[range], size: int, epsilon: float):
         super().__init__()
-        own, count = owned[make.topology.tensor_rank], owned[-1].stop
+        own, count = heads_by_rank[make.topology.tensor_rank], heads_by_rank[-1].stop
         self.size, self.whole, self.epsilon, self.group = size, count * size, epsilon, make.topology.tensor_group
-        shared = sum(map(len, owned)) > count
-        self.holders = [sum(head in heads for heads in owned) for head in own] if shared else None
+        shared = sum(map(len, heads_by_rank)) > count
+        self.ranks_per_head = [sum(head in heads for heads in heads_by_rank) for head in own] if shared else None
         self.features = slice(own.start * size, own.stop * size)
         layout = Replicated("partial") if shared else Sharded(0, (self.whole,))
         self.weight = make.make("weight", (self.whole,), layout, ConstantInit(1.0))
@@ -184,8 +184,8 @@ class SplitRMSNorm(nn.Module):
     def forward(self, heads: Tensor) -> Tensor:
         share: Tensor | float = 1.0
         weight: Tensor = self.weight
-        if self.holders is not None:  # a tensor from the host would synchronise with the device
-            parts = [weight.new_full((self.size,), 1 / count, dtype=torch.float32) for count in self.holders]
+        if self.ranks_per_head is not None:  # a tensor from the host would synchronise with the device
+            parts = [weight.new_full((self.size,), 1 / count, dtype=torch.float32) for count in self.ranks_per_head]
             share, weight = torch.cat(parts), weight[self.features]
         joined = heads.permute(2, 0, 1, 3).flatten(2)  # [s, b, w]
         normed: Tensor = _SplitRMSNorm.apply(_rows(joined), weight, share, self.whole, self.epsilon, self.group)

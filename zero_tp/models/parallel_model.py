@@ -5,7 +5,6 @@ huggingface/ derives PreTrainedModels from them. Importing that class here would
 
 from __future__ import annotations
 
-import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -18,8 +17,10 @@ from transformers import GenerationConfig, PretrainedConfig
 from zero_tp.architectures import architecture_of
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.errors import UserError, shown
-from zero_tp.models.foreign_engines import ForeignEngineChecks
+from zero_tp.models.position import LearnedEmbedding
 from zero_tp.models.transformer import Transformer
+from zero_tp.models.wrapper_checks import WrapperChecks
+from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.parallel.parameter import ParameterMaker, SeededInit, WeightSource
@@ -29,18 +30,16 @@ from zero_tp.topology import Topology
 DEVICES_WITHOUT_RNG = ("meta", "sim")
 """Devices without a random number generator: meta tensors, and the planner's simulated accelerator."""
 
-MODEL_CLASSES = {True: "causal_lm.CausalLM", False: "masked_lm.MaskedLM"}
-"""The class of causal decoders, and of encoders."""
-
 
 def model_class(spec: TransformerSpec) -> type[ParallelModel]:
-    """Return the class of the models of this spec, without importing the other."""
-    module, name = MODEL_CLASSES[spec.causal].split(".")
-    chosen: type[ParallelModel] = getattr(importlib.import_module(f"zero_tp.models.{module}"), name)
-    return chosen
+    """Return the class of causal decoders, or of encoders."""
+    from zero_tp.models.causal_lm import CausalLM  # both import this module
+    from zero_tp.models.masked_lm import MaskedLM
+
+    return CausalLM if spec.causal else MaskedLM
 
 
-def torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Parse a name such as "bfloat16". For None and "auto" return None: the caller takes the config's."""
     if dtype is None or dtype == "auto":
         return None
@@ -50,7 +49,7 @@ def torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return parsed
 
 
-class ParallelModel(ForeignEngineChecks, ABC):
+class ParallelModel(WrapperChecks, ABC):
     """A Transformer with heads, split over the topology's TP group.
 
     Args:
@@ -98,11 +97,11 @@ class ParallelModel(ForeignEngineChecks, ABC):
         self.spec.check(self.topology.tensor)
         has_rng = torch.device(device).type not in DEVICES_WITHOUT_RNG
         self.streams = RandomStreams(self.topology, seed, device if has_rng else "cpu")
-        chosen = torch_dtype(dtype) or torch_dtype(config.dtype) or torch.float32
+        chosen = parse_dtype(dtype) or parse_dtype(config.dtype) or torch.float32
         make = ParameterMaker(self.topology, source or SeededInit(seed), chosen, device)
         self.transformer = Transformer(make.child("transformer"), self.spec, self.streams)
         self._make_heads(make)
-        # They must exist before DeepSpeed makes an engine around the model.
+        # Registered before DeepSpeed builds an engine around the model.
         self.gradient_hooks = GradientHooks(self, self.topology.tensor_group)
         self.generation_config = getattr(source, "generation", None) or self.generation_config
 
@@ -130,11 +129,12 @@ class ParallelModel(ForeignEngineChecks, ABC):
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Count the whole model's parameters, on any number of ranks, as transformers does."""
-        embeddings = set(self.get_input_embeddings().parameters()) if exclude_embeddings else set()
+        kinds = (VocabParallelEmbedding, LearnedEmbedding) if exclude_embeddings else ()
+        excluded = {module.weight for module in self.modules() if isinstance(module, kinds)}
         return sum(
             math.prod(whole_shape(parameter))
             for parameter in self.parameters()
-            if (parameter.requires_grad or not only_trainable) and parameter not in embeddings
+            if (parameter.requires_grad or not only_trainable) and parameter not in excluded
         )
 
     def _runs_sequence_parallel(self, length: int) -> bool:
@@ -162,7 +162,9 @@ class ParallelModel(ForeignEngineChecks, ABC):
         allowed = f"[0, vocab_size = {self.spec.vocabulary})" + ("" if ignore is None else f" or {ignore}")
         torch._assert_async(inside.all(), f"{what} must be in {allowed}")
 
-    def _check_call(self, output: str, return_dict: bool | None) -> None:
+    def _check_call(self, output: str, reduction: str, return_dict: bool | None) -> None:
+        if reduction not in ("mean", "none"):
+            raise ValueError(f"reduction {reduction!r}: it is 'mean' or 'none'")
         if return_dict is False:
             raise ValueError(f"return_dict=False: outputs are {output}; take what you need by name")
         if self.topology.tensor > 1 and self.topology.tensor_group is None:

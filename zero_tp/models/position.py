@@ -17,17 +17,17 @@ from zero_tp.parallel.layout import Replicated
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
 
-class LearnedVectors(nn.Module):
-    """One learned vector per position, or token type. Under SP each rank looks up its own tokens: partial gradients."""
+class LearnedEmbedding(nn.Module):
+    """One vector per position or token type. Under SP each rank looks up its own tokens, so gradients are partial."""
 
     def __init__(self, make: ParameterMaker, count: int, hidden: int, *, init: Normal):
         super().__init__()
         layout = Replicated("partial" if make.topology.sequence else "identical")
         self.weight = make.make("weight", (count, hidden), layout, init)
 
-    def forward(self, numbers: Tensor) -> Tensor:
+    def forward(self, indices: Tensor) -> Tensor:
         """Look up the vectors. [s, b or 1] → [s, b or 1, h]."""
-        return F.embedding(numbers, self.weight)
+        return F.embedding(indices, self.weight)
 
 
 Rotation = tuple[Tensor, Tensor]

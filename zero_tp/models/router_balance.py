@@ -54,14 +54,14 @@ class RouterBalance:
     def __init__(self, experts: ExpertsSpec, mask: Tensor | None, tensor_size: int, device: torch.device):
         self.experts, self.tensor_size = experts, tensor_size
         self._mask = None if mask is None else mask.t().float().reshape(-1, 1)  # [s·b, 1], in the routers' order
-        self._complete = False
+        self._is_counted = False
         self.gradient: Tensor | None = None
         self.choices, self.sums = torch.zeros(2, experts.count, dtype=torch.float32, device=device)
         self.rows: Tensor | float = 0.0
 
     def observe(self, logits: Tensor, probabilities: Tensor) -> None:
         """Count one layer's choices, and let the gradient of its probabilities include the loss's. [n, E] each."""
-        if not self._complete:
+        if not self._is_counted:
             # transformers' loss computes softmax and top-k again, in the logits' dtype.
             rounded = logits.detach().softmax(-1)
             chosen = rounded.topk(self.experts.per_token, dim=-1).indices
@@ -83,6 +83,6 @@ class RouterBalance:
 
     def loss(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layers' output, to be used instead of `hidden`, and the loss, fp32 scalar without coefficient."""
-        self._complete = True
+        self._is_counted = True
         outputs: tuple[Tensor, Tensor] = _Loss.apply(hidden, self)
         return outputs

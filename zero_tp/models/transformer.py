@@ -16,7 +16,7 @@ from zero_tp.models.context import AttentionMask, ForwardContext, ForwardInputs,
 from zero_tp.models.mlp import MLP, GatedMLP
 from zero_tp.models.moe import Experts
 from zero_tp.models.norm import NORMS
-from zero_tp.models.position import LearnedVectors, rotation
+from zero_tp.models.position import LearnedEmbedding, rotation
 from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
@@ -37,9 +37,9 @@ class Embedding(nn.Module):
         )
         self.position = self.token_type = None
         if spec.position == "learned":
-            self.position = LearnedVectors(make.child("position"), spec.positions, spec.hidden, init=init)
+            self.position = LearnedEmbedding(make.child("position"), spec.positions, spec.hidden, init=init)
         if spec.token_types:
-            self.token_type = LearnedVectors(make.child("token_type"), spec.token_types, spec.hidden, init=init)
+            self.token_type = LearnedEmbedding(make.child("token_type"), spec.token_types, spec.hidden, init=init)
         self.norm: nn.Module = nn.Identity()
         if spec.embedding_norm:
             part = make.topology.sequence
@@ -144,13 +144,13 @@ class Transformer(nn.Module):
             like: has the dtype and device of the activations.
         """
         past, cache, positions = inputs.past, inputs.cache, inputs.positions
-        mask = CORES[self.spec.attention].mask
+        build_mask = CORES[self.spec.attention].build_mask
         masks: dict[int | None, Tensor | Packed | None] = {}
         for number, window in enumerate(self.spec.windows):
             if window not in masks:
                 keys, first = cache.get_mask_sizes(length, number) if cache is not None else (length, 0)
                 limits = (inputs.padding, inputs.pieces, window, self.spec.causal)
-                masks[window] = mask(AttentionMask(length, keys, past, first, *limits), self.spec, like)
+                masks[window] = build_mask(AttentionMask(length, keys, past, first, *limits), self.spec, like)
         rotary, rotation_tables = self.spec.rotary, None
         if rotary is not None:
             total_length = past + length

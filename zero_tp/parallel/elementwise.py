@@ -140,11 +140,11 @@ def is_compiled(setting: bool | Literal["auto"], device: torch.device) -> bool:
 
 def compile_elementwise(model: nn.Module, device: torch.device) -> None:
     """Compile the elementwise work of a model's training."""
-    from torch._dynamo.exc import BackendCompilerFailed  # takes a second
+    from torch._dynamo.exc import ShortenTraceback  # takes a second; of all failures of a compiler
 
     try:
         COMPILED.rows(_probe, (torch.ones(1, device=device),))
-    except (BackendCompilerFailed, OSError) as error:
+    except (ShortenTraceback, OSError) as error:
         cause = getattr(error, "inner_exception", error)
         raise UserError(
             f"zero_tp.compile: torch can't compile for {device.type} here ({cause}); set it to false"

@@ -29,7 +29,7 @@ from zero_tp.architectures import (
     aliases_of,
     architecture_of,
     native_class_of,
-    to_theirs,
+    to_hf,
     weights_of,
 )
 from zero_tp.architectures.configs import CONFIG
@@ -66,8 +66,8 @@ def native_entries(
     """
     sources: dict[str, list[Weight]] = {}
     for weight in weights_of(config):
-        if weight.ours not in shapes:
-            raise UserError(f"export: there is no parameter {weight.ours}, which a {config.model_type} has")
+        if weight.our_name not in shapes:
+            raise UserError(f"export: there is no parameter {weight.our_name}, which a {config.model_type} has")
         for name in weight.names:
             sources.setdefault(name, []).append(weight)
     cached: dict[str, Tensor] = {}
@@ -75,11 +75,11 @@ def native_entries(
     def read_native(name: str) -> Tensor:
         if name not in cached:
             cached.clear()
-            cached.update(to_theirs(sources[name], read))
+            cached.update(to_hf(sources[name], read))
         return cached.pop(name).to(dtype)
 
     return [
-        Entry(name, weight.shapes(shapes[weight.ours])[name], dtype, partial(read_native, name))
+        Entry(name, weight.shapes(shapes[weight.our_name])[name], dtype, partial(read_native, name))
         for name, (weight, *_) in sources.items()
     ]
 

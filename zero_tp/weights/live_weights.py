@@ -23,7 +23,7 @@ class LiveSource:
     """
 
     def __init__(self, model: Any):
-        self.weights = {weight.ours: weight for weight in weights_of(model.config)}
+        self.weights = {weight.our_name: weight for weight in weights_of(model.config)}
         parameters = dict(model.named_parameters(remove_duplicate=False))
         whole = {name: gather_parameter(parameter).cpu() for name, parameter in parameters.items()}
         self.tensors = as_stored(self.weights.values(), whole)
@@ -32,10 +32,10 @@ class LiveSource:
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
     ) -> None:
-        ours = self.weights[name].to_ours(self.tensors)
-        if tuple(ours.shape) != tuple(whole):
-            raise ValueError(f"{name}: expected shape {tuple(whole)}, the model has {tuple(ours.shape)}")
-        local.copy_(layout.shard(ours, topology.tensor_rank, topology.tensor))
+        parameter = self.weights[name].from_hf(self.tensors)
+        if tuple(parameter.shape) != tuple(whole):
+            raise ValueError(f"{name}: expected shape {tuple(whole)}, the model has {tuple(parameter.shape)}")
+        local.copy_(layout.shard(parameter, topology.tensor_rank, topology.tensor))
 
 
 def gather_parameter(parameter: nn.Parameter) -> Tensor:
@@ -64,7 +64,7 @@ def load_native(
     """
     aliases, missing = aliases_of(config), list[str]()
     names = set(aliases)
-    names_of_files = {theirs: name for name, theirs in architecture_of(config).stored.items()}
+    names_of_files = {file_name: name for name, file_name in architecture_of(config).stored.items()}
     tensors = {names_of_files.get(name, name): tensor for name, tensor in tensors.items()}
     tensors = as_stored(weights_of(config), tensors)
     for alias, source in aliases.items():
@@ -73,12 +73,13 @@ def load_native(
     for weight in weights_of(config):
         names |= set(weight.names)
         missing += [name for name in weight.names if name not in tensors and name not in missing]
-        for name, shape in weight.shapes(tuple(parameters[weight.ours].shape)).items():
+        for name, shape in weight.shapes(tuple(parameters[weight.our_name].shape)).items():
             if name in tensors and tuple(tensors[name].shape) != shape:
                 raise RuntimeError(f"{name}: shape {tuple(tensors[name].shape)}, the model has {shape}")
-        parameter = weight.as_rows(parameters[weight.ours])
+        parameter = weight.as_rows(parameters[weight.our_name])
         for run in weight.row_ranges(parameter.shape[0]):
-            if run.theirs in tensors:
-                theirs = tensors[run.theirs].t() if weight.transposed else tensors[run.theirs]
-                parameter[run.ours : run.ours + run.length].copy_(theirs[run.start : run.start + run.length])
+            if run.hf_name in tensors:
+                tensor = tensors[run.hf_name].t() if weight.transposed else tensors[run.hf_name]
+                rows = tensor[run.hf_start : run.hf_start + run.length]
+                parameter[run.our_start : run.our_start + run.length].copy_(rows)
     return missing, sorted(tensors.keys() - names)

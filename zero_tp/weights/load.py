@@ -27,7 +27,7 @@ from zero_tp.architectures import (
     native_class_of,
     weights_of,
 )
-from zero_tp.architectures.configs import CONFIG, MOST_LAYERS, check_numbers, read_config_json
+from zero_tp.architectures.configs import CONFIG, MOST_LAYERS, read_config_json
 from zero_tp.errors import UserError, first_line, shown
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init, SeededInit
@@ -83,7 +83,7 @@ class PretrainedSource:
         self.directory = directory
         self.tensors = open_weights(directory, allow_pickle)
         _check_layers(directory, config, self.tensors)
-        self.weights = {weight.ours: weight for weight in weights_of(config)}
+        self.weights = {weight.our_name: weight for weight in weights_of(config)}
         self.generation = generation_config(directory)
         expected = stored_shapes(native_model(config), config)
         self.stored = _match_names(self.tensors, expected.keys(), architecture_of(config), directory)
@@ -123,26 +123,26 @@ class PretrainedSource:
         """Return indices [start, stop) along dimension `dim` of our parameter, which has `rows` rows in all."""
         pieces = []
         for run in weight.row_ranges(rows):
-            first, last = run.start, run.start + run.length
+            first, last = run.hf_start, run.hf_start + run.length
             if dim == 0:  # the requested rows of this run
-                first += max(start - run.ours, 0)
-                last -= max(run.ours + run.length - stop, 0)
+                first += max(start - run.our_start, 0)
+                last -= max(run.our_start + run.length - stop, 0)
             if first >= last:
                 continue
             index = (slice(first, last),) if dim == 0 else (slice(first, last), slice(start, stop))
-            pieces.append(self._slice(run.theirs, index, transposed=weight.transposed))
+            pieces.append(self._slice(run.hf_name, index, transposed=weight.transposed))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _slice(self, theirs: str, index: tuple[slice, ...], *, transposed: bool) -> Tensor:
+    def _slice(self, hf_name: str, index: tuple[slice, ...], *, transposed: bool) -> Tensor:
         """Return a slice of one of their tensors, indexed by our dimensions."""
 
         def piece(name: str) -> Tensor:
             tensor = self.tensors[self.stored[name]]
             return (tensor.t() if transposed else tensor)[index]
 
-        source, alias = piece(theirs), self.aliases.get(theirs)
+        source, alias = piece(hf_name), self.aliases.get(hf_name)
         if alias is not None and not torch.equal(source, piece(alias)):
-            raise _tie_error(self.directory, theirs, alias)
+            raise _tie_error(self.directory, hf_name, alias)
         return source
 
 
@@ -154,7 +154,7 @@ def _match_names(
     Files of the bare model lack the prefix of the class with a head. Tensors that the architecture ignores are dropped.
     """
     stored: dict[str, str] = {}
-    named = {theirs: name for name, theirs in architecture.stored.items()}
+    named = {file_name: name for name, file_name in architecture.stored.items()}
     for file_name, tensor in tensors.items():
         name = named.get(file_name, file_name)
         for old, new in architecture.obsolete_suffixes.items():
@@ -220,10 +220,11 @@ def open_any_config(directory: Path) -> PretrainedConfig:
         raise UserError(f"{path}: model_type {shown(model_type)}: {why}; give another model")
     _check_fields(raw, path)
     try:
-        config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers raises anything from KeyError to its own types here
         raise UserError(f"{path}: {first_line(error)}") from error
-    check_numbers(config, path)
     return config
 
 

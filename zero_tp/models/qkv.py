@@ -23,8 +23,8 @@ def heads_of_ranks(heads: int, kv_heads: int, tensor: int) -> list[range]:
     return [range(r * local // group_size, ((r + 1) * local - 1) // group_size + 1) for r in range(tensor)]
 
 
-class FusedProjection(ColumnParallelLinear):
-    """For as many KV heads as query heads: one weight of Q | K | V blocks, each split by heads."""
+class FusedQKV(ColumnParallelLinear):
+    """One weight of Q | K | V blocks, each split by heads, for models with as many KV heads as query heads."""
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         width = spec.heads * spec.head_size
@@ -43,7 +43,7 @@ class FusedProjection(ColumnParallelLinear):
         return key_or_value
 
 
-class GroupedProjection(nn.Module):
+class GroupedQKV(nn.Module):
     """Fewer KV heads than heads (arXiv 2305.13245): separate query, key and value weights.
 
     If t does not divide k, keys and values are replicated: a rank computes the heads that its queries need, and a hook

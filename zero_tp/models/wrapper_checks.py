@@ -1,4 +1,4 @@
-"""Refuse engines and adapters of other libraries that would train a tensor-parallel model wrongly without an error."""
+"""Refuse wrappers of other libraries (DeepSpeed, DDP, FSDP, PEFT) that would silently train a split model wrongly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero_tp.errors import UserError
 from zero_tp.topology import Topology
 
 
-class ForeignEngineChecks(nn.Module):
+class WrapperChecks(nn.Module):
     """A module that checks its topology when another library wraps it.
 
     DeepSpeed's engine calls `set_deepspeed_parallelism`. torch's DistributedDataParallel reads
