@@ -15,7 +15,7 @@ from torch import nn
 from zero_tp.architectures import architecture_of
 from zero_tp.config import RunConfig
 from zero_tp.models.attention import AttentionCore
-from zero_tp.models.parallel_model import model_class
+from zero_tp.models.model_class import model_class
 from zero_tp.parallel.random import Dropout
 from zero_tp.topology import Topology
 from zero_tp.training.engine import parameter_groups

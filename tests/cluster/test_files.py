@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.nodes import SHARED, Rack
 from tests.cluster.runs import LONG, check_printed_once, kill_all, steps, trained
 from tests.cluster.starts import alone
-from tests.support.waits import patience, wait_until
+from tests.support.waits import wait_until
 from zero_tp.files import VIEW_SECONDS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
@@ -29,11 +29,12 @@ def late(rack: Rack) -> Iterator[Rack]:
 def test_a_launch_on_another_machine_takes_the_run_over_and_the_first_one_ends(late: Rack, workplace: Path) -> None:
     first, second = late.nodes
     run = "runs/twice"
+    words = [*LONG, "--set", "zero_tp.checkpoint.interval=5", "--output-dir", run]
     assert second.run("ls", run).returncode  # remembered as missing
     try:
-        launch = trained(alone(late, *LONG, "--output-dir", run), workplace / run)
-        other = trained(alone(late, *LONG, "--output-dir", run, node=1), workplace / run)
-        ended = launch.ended(patience(2 * VIEW_SECONDS))
+        launch = trained(alone(late, *words), workplace / run)
+        other = trained(alone(late, *words, node=1), workplace / run)
+        ended = launch.ended(2 * VIEW_SECONDS)
         assert 0 not in ended.statuses
         check_printed_once(ended, "has taken the run over")
         before = steps(workplace / run)

@@ -44,7 +44,7 @@ def test_a_link_that_is_down_is_found(slurm: Rack, workplace: Path) -> None:
     first = Ended([status], launch.output(0))
     assert status != 0 and seconds < patience(FOUND)
     check_printed_once(first, "error: no progress in step")
-    check_printed_once(first, "by zero_tp.training.timeout_minutes: ranks 0 and 1 wait for ranks 2 and 3")
+    check_printed_once(first, "zero_tp.training.timeout_minutes): ranks 0 and 1 wait for ranks 2 and 3")
     assert "error: no progress in step" in launch.output(1), "which cannot read what the first machine prints"
 
 

@@ -93,7 +93,7 @@ def test_a_failure_is_reported_while_the_run_goes_on(tmp_path: Path, monkeypatch
 
 
 def test_a_tracker_that_could_not_be_opened_gets_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trackers, state = start({"fails": lambda: {}["absent"]}, tmp_path, monkeypatch)
+    trackers, state = start({"fails": lambda: dict[str, Any]()["absent"]}, tmp_path, monkeypatch)
     (thread,) = trackers._threads
     thread.join(60)
     trackers.on_log(state, {"step": 1, "loss": 1.0})

@@ -31,14 +31,6 @@ DEVICES_WITHOUT_RNG = ("meta", "sim")
 """Devices without a random number generator: meta tensors, and the planner's simulated accelerator."""
 
 
-def model_class(spec: TransformerSpec) -> type[ParallelModel]:
-    """Return the class of causal decoders, or of encoders."""
-    from zero_tp.models.causal_lm import CausalLM  # both import this module
-    from zero_tp.models.masked_lm import MaskedLM
-
-    return CausalLM if spec.causal else MaskedLM
-
-
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Parse a name such as "bfloat16". For None and "auto" return None: the caller takes the config's."""
     if dtype is None or dtype == "auto":

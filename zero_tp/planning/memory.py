@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from zero_tp.architectures import architecture_of
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.config import RunConfig
-from zero_tp.models.parallel_model import model_class
+from zero_tp.models.model_class import model_class
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run

@@ -25,8 +25,8 @@ from zero_tp.config.typed import EntryPoint
 from zero_tp.constants import DTYPES, IGNORE_INDEX
 from zero_tp.data.batch import AnyBatch, as_batch
 from zero_tp.errors import UserError
+from zero_tp.models.model_class import model_class as default_model_class
 from zero_tp.models.parallel_model import ParallelModel
-from zero_tp.models.parallel_model import model_class as default_model_class
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import compile_elementwise, is_compiled
 from zero_tp.parallel.layout import audit, whole_shape
