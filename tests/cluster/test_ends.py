@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.nodes import SHARED, Rack
-from tests.cluster.runs import LONG, check_printed_once, process_of, steps, trained
+from tests.cluster.runs import LONG, check_printed_once, kill_all, process_of, steps, trained
 from tests.cluster.starts import STARTS, Start, sbatch, srun, torchrun
 from tests.support.launched import ROOT
 from tests.support.waits import wait_until
@@ -79,6 +79,8 @@ def test_ranks_end_with_their_launcher(name: str, slurm: Rack, workplace: Path) 
         assert launcher is not None
         launcher.kill()
     wait_until(lambda: not any(map(is_alive, ranks)), 20, f"ranks are left: {ranks}", 0.1)
+    if name == "srun":  # it waits until Slurm misses the killed daemons
+        kill_all(slurm.nodes[0])
 
 
 @pytest.mark.parametrize("by", ["SIGTERM", "time limit"])

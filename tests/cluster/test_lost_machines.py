@@ -45,7 +45,8 @@ def test_a_link_that_is_down_is_found(slurm: Rack, workplace: Path) -> None:
     assert status != 0 and seconds < patience(FOUND)
     check_printed_once(first, "error: no progress in step")
     check_printed_once(first, "zero_tp.training.timeout_minutes): ranks 0 and 1 wait for ranks 2 and 3")
-    assert "error: no progress in step" in launch.output(1), "which cannot read what the first machine prints"
+    # The second machine can't read that line. Its ranks print their own, or its agent misses the first one's sooner.
+    assert re.search("error: no progress in step|RendezvousConnectionError", launch.output(1)), launch.output(1)
 
 
 def test_the_end_of_the_first_machine_ends_the_others(slurm: Rack, workplace: Path) -> None:
