@@ -186,7 +186,7 @@ def test_frequencies_follow_the_length_and_positions_that_are_given(seed: int) -
 def test_what_documents_cannot_have() -> None:
     model = parallel_model(dynamic_model(), Topology(world=1))
     tokens = torch.zeros(1, LENGTH + 2, dtype=torch.long)
-    with pytest.raises(UserError, match=f"document_ids: under rope_type 'dynamic' .* at most {LENGTH} tokens"):
+    with pytest.raises(UserError, match=f"document_ids: with rope_type 'dynamic' .* at most {LENGTH} tokens"):
         model(tokens, document_ids=tokens)
     assert model(tokens[:, :LENGTH], labels=tokens[:, :LENGTH], document_ids=tokens[:, :LENGTH]).loss.isfinite()
     with torch.no_grad():

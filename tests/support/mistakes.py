@@ -177,7 +177,7 @@ MISTAKES: tuple[Mistake, ...] = (
         ("bert is no causal decoder", 'set it to "masked"'),
     ),
     mistake("zero_tp.objective", ("gpt2 is a causal decoder", "train another model"), value={"type": "masked"}),
-    mistake("zero_tp.model.scale_attn_weights", "always scales", value=False),
+    mistake("zero_tp.model.scale_attn_weights", "gpt2 does not read it", value=False),
     # Weights from a directory
     Mistake(
         {"zero_tp.model": {"from_pretrained": "models/nowhere"}},

@@ -134,7 +134,7 @@ class Fields:
             if default is _NO_DEFAULT:
                 problem = f"{shown(value)} is not known to the table of {config.model_type}"
                 raise ConfigError(f"{MODEL_KEY}.{name}", problem, "delete the attribute if it changes nothing")
-            raise _unsupported(name, value, f"no model of {config.model_type} here reads it", default)
+            raise _unsupported(name, value, f"zero_tp's {config.model_type} does not read it", default)
 
 
 def _unsupported(name: str, value: Any, reason: str, only: Any) -> ConfigError:
