@@ -191,7 +191,7 @@ def test_what_documents_cannot_have() -> None:
     assert model(tokens[:, :LENGTH], labels=tokens[:, :LENGTH], document_ids=tokens[:, :LENGTH]).loss.isfinite()
     with torch.no_grad():
         assert model(tokens, labels=tokens).loss.isfinite()
-        with pytest.raises(ValueError, match="document_ids beside a cache"):
+        with pytest.raises(ValueError, match="document_ids with a KV cache"):
             model(tokens[:, :4], document_ids=tokens[:, :4], use_cache=True)
     with pytest.raises(ValueError, match=r"document_ids is \(1, 3\), expected \(1, 4\)"):
         model(tokens[:, :4], document_ids=tokens[:, :3])
