@@ -5,6 +5,12 @@ from __future__ import annotations
 MIB, GIB = 2**20, 2**30
 """Bytes of one MiB and of one GiB."""
 
+
+def in_gib(size: float) -> str:
+    """Format bytes as a number of GiB: two decimals, or three digits below 1."""
+    return f"{size / GIB:.2f}" if size >= GIB else f"{size / GIB:.3g}"
+
+
 IGNORE_INDEX = -100
 """A label that is not scored, as in torch's cross entropy and in Hugging Face's models."""
 

@@ -132,6 +132,11 @@ def test_what_is_not_built_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
     with pytest.raises(ConfigError, match=r"gradient_checkpointing_kwargs\.mode"):
         model.activation_checkpointing_enable({"mode": "everything"})
+    for fields, name in (({"layers": 9}, "layers"), ({"keep_micro_batches": 1}, "keep_micro_batches")):
+        with pytest.raises(UserError, match=rf"gradient_checkpointing_kwargs: {name}: "):
+            model.activation_checkpointing_enable(fields)
+    with pytest.raises(UserError, match='offload: "selective" keeps no inputs of layers'):
+        model.activation_checkpointing_enable({"mode": "selective"}, offload=True)
     with pytest.raises(UserError, match="0 tokens"):
         model.resize_token_embeddings(0)
 

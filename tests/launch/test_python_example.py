@@ -68,5 +68,6 @@ def run_script(folder: Path, script: str, texts: list[str], command: list[str]) 
     LlamaForCausalLM(config).save_pretrained(folder / "exports/quickstart")
     done = run(command, folder)
     assert done.returncode == 0, done.stderr
+    assert not re.findall(r"is deprecated|DeepSpeed's config:", done.stdout + done.stderr), "no library warns at a step"
     AutoModelForCausalLM.from_pretrained(folder / "exports/tuned")
     return [float(loss) for loss in re.findall(r"'loss': '?([\d.e+-]+)", done.stdout)]

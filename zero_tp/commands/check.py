@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.constants import GIB
+from zero_tp.constants import in_gib
 from zero_tp.errors import BAD_INPUT, error_line
 from zero_tp.shipped import find_config
 
@@ -232,11 +232,11 @@ def _model_states(config: RunConfig, parameters: int) -> Lines:
         return
     element_bytes = 4 if config.dtype == "fp32" else 2
     states = model_states(parameters / config.zero_tp.parallel.tensor, config.zero_stage, data, element_bytes)
-    parts = [f"{name} {size / GIB:.3g}" for name, size in states.items()]
+    parts = [f"{name} {in_gib(size)}" for name, size in states.items()]
     for block in filter(values.offloads, ("offload_optimizer", "offload_param")):
         parts.append(f"{block} to {values[f'zero_optimization.{block}.device']}")
-    total = sum(states.values()) / GIB
-    yield "memory", f"{total:.3g} GiB a rank ({', '.join(parts)}), without activations: zero-tp plan"
+    total = in_gib(sum(states.values()))
+    yield "memory", f"{total} GiB a rank ({', '.join(parts)}), without activations: zero-tp plan"
 
 
 def _corpora(config: RunConfig, inputs: RunInputs | None) -> Lines:

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.errors import UserError
 from zero_tp.huggingface.pretrained import PretrainedWeights
 from zero_tp.huggingface.vocabulary import resize_vocabulary
 from zero_tp.parallel.layout import whole_shape
@@ -97,6 +98,13 @@ class HuggingFaceModel(PretrainedWeights):
         if every_n_layers != 1:
             fields.setdefault("every", every_n_layers)
         policy = validate(RecomputePolicy, fields, "gradient_checkpointing_kwargs")
+        for name, is_wrong, reason in (
+            ("offload", offload and policy.mode != "full", f'"{policy.mode}" keeps no inputs of layers; use "full"'),
+            ("layers", (policy.layers or 0) > self.spec.layers, f"the model has {self.spec.layers}"),
+            ("keep_micro_batches", policy.keep_micro_batches > 0, "only a run counts a step's micro-batches"),
+        ):
+            if is_wrong:
+                raise UserError(f"gradient_checkpointing_kwargs: {name}: {reason}")
         self.activation_checkpointing_disable()
         if policy.mode != "none":
             self._checkpointing = policy, {"cpu_checkpointing": offload}

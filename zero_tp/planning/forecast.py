@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from zero_tp.config import RunConfig
-from zero_tp.constants import GIB
+from zero_tp.constants import in_gib
 from zero_tp.devices import runs_varlen
 from zero_tp.errors import first_line
 from zero_tp.planning.memory import rank_memory
@@ -49,10 +49,10 @@ class MemoryForecast(Callback):
             point = rank_memory(config, cpu=True).peak
         else:
             point = run_isolated(rank_memory, config, cpu=False, varlen=runs_varlen(_current(device_type))).peak
-        self._planned = (point.total + (point.host if cpu else 0.0)) / GIB
+        self._planned = point.total + (point.host if cpu else 0.0)
         self._resident_before = resident_gib() if cpu else 0.0
-        host = f", and {point.host / GIB:.3g} GiB of host memory" if point.host and not cpu else ""
-        return f"plan: at most {self._planned:.3g} GiB of tensors a rank, in {PHASES[point.phase]}{host}"
+        host = f", and {in_gib(point.host)} GiB of host memory" if point.host and not cpu else ""
+        return f"plan: at most {in_gib(self._planned)} GiB of tensors a rank, in {PHASES[point.phase]}{host}"
 
     def on_end(self, state: TrainState) -> None:
         if self._planned is None or state.error is not None:
@@ -61,11 +61,11 @@ class MemoryForecast(Callback):
         measured = memory_gib(device_type)
         if device_type == "cpu":
             state.print(
-                f"memory: {self._planned:.3g} GiB of tensors planned; the process held {measured:.2f} GiB at most, "
+                f"memory: {in_gib(self._planned)} GiB of tensors planned; the process held {measured:.2f} GiB at most, "
                 f"{self._resident_before:.2f} of them before the first step"
             )
         else:
-            state.print(f"memory: {self._planned:.3g} GiB planned, {measured:.2f} GiB measured")
+            state.print(f"memory: {in_gib(self._planned)} GiB planned, {measured:.2f} GiB measured")
 
 
 def run_isolated(function: Callable[..., T], *arguments: Any, **options: Any) -> T:

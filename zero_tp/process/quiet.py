@@ -60,7 +60,11 @@ def quiet_libraries(verbose: bool) -> None:
         logging.getLogger(name).addFilter(_is_error)
     for category in (FutureWarning, DeprecationWarning, UserWarning):
         warnings.filterwarnings("ignore", category=category, module=LIBRARIES)
-    # torch 2.13 deprecates all_gather_into_tensor and reduce_scatter_tensor, with a warning at every call site.
+    ignore_deprecated_collectives()
+
+
+def ignore_deprecated_collectives() -> None:
+    """Silence torch 2.13's warning at every call of all_gather_into_tensor and reduce_scatter_tensor by DeepSpeed."""
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 

@@ -23,6 +23,7 @@ from transformers.trainer_utils import seed_worker
 from zero_tp.errors import UserError
 from zero_tp.huggingface import parallel_model
 from zero_tp.models.parallel_model import ParallelModel
+from zero_tp.process.quiet import ignore_deprecated_collectives
 from zero_tp.topology import Topology
 from zero_tp.trainer.batches import SampleComparison, count_labels, pad_for_sequence_parallelism
 from zero_tp.trainer.checkpoints import resume_states, save_states
@@ -98,6 +99,7 @@ class TensorParallel(Base):
                 "leave tensor_parallel out"
             )
         _check(args)
+        ignore_deprecated_collectives()
         if isinstance(model, ParallelModel):
             self.topology = model.topology
         else:

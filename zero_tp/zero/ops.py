@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sysconfig
 from collections.abc import Mapping
@@ -77,7 +78,7 @@ def _missing_compiler(on_cuda: bool) -> str | None:
     from torch.utils import cpp_extension
 
     compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
+    if not all(map(shutil.which, shlex.split(compiler)[:1] or [""])):  # "ccache g++" has two words
         return f"C++ compiler ({compiler}; Debian, Ubuntu: g++)"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return "Python.h (Debian, Ubuntu: python3-dev)"
