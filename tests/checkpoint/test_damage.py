@@ -11,9 +11,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
-from tests.checkpoint.test_checkpoint import build, changed, masters_of, steps_of, straight, write_config
+from tests.checkpoint.test_checkpoint import changed, straight, write_config
 from tests.support.pools import Pools
 from zero_tp.checkpoint.directory import (
     MANIFEST,
@@ -24,7 +23,6 @@ from zero_tp.checkpoint.directory import (
     step_directory,
 )
 from zero_tp.checkpoint.manifest import Manifest, states_file
-from zero_tp.checkpoint.reader import CheckpointReader
 
 
 def flip_a_bit(file: Path) -> None:
@@ -171,26 +169,3 @@ def test_damage_of_every_checkpoint_stops_every_start(ranks: Pools, saved: Path,
     for _ in range(2):
         for problem, _ in ranks(2).run(start, str(changed(path, on_corrupt="previous")), str(run)):
             assert problem.startswith("error: ") and "none before it: give another --output-dir" in problem
-
-
-def resume_with_an_engine(path: str, run: str) -> dict[str, torch.Tensor]:
-    """Return this rank's masters after one step and a resume."""
-    from zero_tp.checkpoint.resume import resume
-    from zero_tp.checkpoint.resume_point import find_intact_resume_point
-
-    engine, config = build(path)
-    steps_of(engine, 1, 1)
-    point = find_intact_resume_point(Path(run), config)
-    assert point.checkpoint == step_directory(Path(run), 1) and len(point.notes) == 1
-    resume(engine.zero, point.checkpoint, config.zero_tp.training.seed)
-    return masters_of(engine)
-
-
-def test_an_engine_resumes_the_checkpoint_before_a_damaged_one(ranks: Pools, saved: Path, tmp_path: Path) -> None:
-    path, run = copy_of(saved, tmp_path)
-    flip_a_bit(step_directory(run, 2) / states_file(0, 1))
-    results = ranks(2).run(resume_with_an_engine, str(changed(path, on_corrupt="previous")), str(run))
-    reader = CheckpointReader(step_directory(run, 1), read_manifest(step_directory(run, 1)))
-    for name in reader.parameters:
-        master = torch.cat([masters[name] for masters in results if name in masters])
-        assert torch.equal(master, reader.whole(name).flatten()), name
