@@ -121,15 +121,15 @@ class PretrainedSource:
     def _read(self, weight: Weight, dim: int, start: int, stop: int, rows: int) -> Tensor:
         """Return indices [start, stop) along dimension `dim` of our parameter, which has `rows` rows in all."""
         pieces = []
-        for run in weight.row_ranges(rows):
-            first, last = run.hf_start, run.hf_start + run.length
-            if dim == 0:  # the requested rows of this run
-                first += max(start - run.our_start, 0)
-                last -= max(run.our_start + run.length - stop, 0)
+        for row_range in weight.row_ranges(rows):
+            first, last = row_range.hf_start, row_range.hf_start + row_range.length
+            if dim == 0:  # the requested rows of this range
+                first += max(start - row_range.our_start, 0)
+                last -= max(row_range.our_start + row_range.length - stop, 0)
             if first >= last:
                 continue
             index = (slice(first, last),) if dim == 0 else (slice(first, last), slice(start, stop))
-            pieces.append(self._slice(run.hf_name, index, transposed=weight.transposed))
+            pieces.append(self._slice(row_range.hf_name, index, transposed=weight.transposed))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _slice(self, hf_name: str, index: tuple[slice, ...], *, transposed: bool) -> Tensor:
