@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from safetensors import safe_open
 from transformers import GPT2Config
 
 from tests.support.checkpoints import rewritten, write_checkpoint
-from zero_tp.checkpoint import convert
+from zero_tp.checkpoint import convert, directory
 from zero_tp.checkpoint.directory import MANIFEST, Damaged, check_content, read_manifest, step_directory
 from zero_tp.checkpoint.manifest import OWN_HASH, content_hash, differences, fixed_of, versions
 from zero_tp.checkpoint.resume_point import ResumePoint, find_resume_point
@@ -100,16 +103,6 @@ def test_an_edited_manifest_is_refused(checkpoint: Path, edit: str) -> None:
         read_manifest(checkpoint)
 
 
-def test_a_model_that_is_made_of_a_manifest_changes_nothing_of_it(checkpoint: Path) -> None:
-    """transformers completes and keeps the dicts that it is given; a manifest that is read again is the same one."""
-    with rewritten(checkpoint) as manifest:
-        manifest["model"] = {"model_type": "llama", "rope_parameters": {"rope_theta": 1e4}}
-    found = read_manifest(checkpoint)
-    before = found.model_dump()
-    convert.config_of(found).rope_parameters["factor"] = 2
-    assert read_manifest(checkpoint).model_dump() == before
-
-
 def test_a_checkpoint_may_have_another_name_but_not_another_steps(checkpoint: Path) -> None:
     read_manifest(checkpoint.rename(checkpoint.with_name("the_best")))
 
@@ -127,6 +120,25 @@ def test_any_flipped_bit_of_any_file_is_found(checkpoint: Path, monkeypatch: pyt
         assert damage.value.file == file
         flip(file, at, bit)
     check_content(checkpoint, manifest.files)
+
+
+@pytest.mark.parametrize(
+    ("number", "is_damage"), [(errno.EIO, True), (errno.ENOTCONN, False), (errno.ESTALE, False), (errno.EACCES, False)]
+)
+def test_a_file_that_cannot_be_read_now_is_not_damaged(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_damage: bool
+) -> None:
+    manifest = read_manifest(checkpoint)
+
+    def fail(path: Path) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(directory, "read_regular", fail)
+    monkeypatch.setattr(files, "read_hashed", fail)
+    for read in (partial(read_manifest, checkpoint), partial(check_content, checkpoint, manifest.files)):
+        with pytest.raises(UserError) as error:
+            read()
+        assert isinstance(error.value, Damaged) == is_damage
 
 
 def test_an_export_of_damaged_masters_is_no_export(checkpoint: Path, tmp_path: Path) -> None:
@@ -194,9 +206,6 @@ def test_another_run_is_not_resumed(run: Path, tmp_path: Path, change: dict[str,
     with pytest.raises(UserError, match=message):
         find_resume_point(run, config_of(tmp_path, **change))
     assert find_resume_point(tmp_path / "new", config_of(tmp_path)) == ResumePoint()
-
-
-def test_a_run_does_not_resume_from_a_trainers_checkpoint(run: Path, tmp_path: Path) -> None:
     with rewritten(step_directory(run, 1)) as manifest:
         del manifest["fixed"]["optimizer"]
     with pytest.raises(UserError, match="saved by a Trainer"):

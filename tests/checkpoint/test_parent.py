@@ -179,10 +179,16 @@ def test_the_same_samples_are_the_same_content_wherever_it_lies(tmp_path: Path, 
     with rewritten(step_directory(parent, 1)) as manifest:
         manifest["corpora"] = {"elsewhere/train": corpus}
         manifest["fixed"] |= {"zero_tp.training.seed": config.zero_tp.training.seed}
+        manifest["fixed"] |= {"zero_tp.data.train": [["elsewhere/train", 1.0]]}
     found = ResumePoint(step_directory(parent, 1), read_manifest(step_directory(parent, 1)))
-    for there, again in ((corpus, True), (corpus | {"sha256": "cd"}, False)):
+    weighted = RunConfig.load(tmp_path / "run.json", ['zero_tp.data.train={"nowhere/train": 2.0}'], 1)
+    for now, there, again in (
+        (config, corpus, True),
+        (config, corpus | {"sha256": "cd"}, False),
+        (weighted, corpus, False),
+    ):
         for prefix in ("nowhere/train", "elsewhere/train"):
-            lines = describe_parent(found, config, {prefix: there}, {})
+            lines = describe_parent(found, now, {prefix: there}, {})
             assert any(line.startswith("the parent's samples repeat in the same order") for line in lines) == again
 
 

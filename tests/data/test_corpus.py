@@ -355,8 +355,8 @@ def test_what_a_killed_preparation_leaves_is_cleared(tmp_path: Path) -> None:
     (left / "old").touch()
     files = {path.name for path in run(tmp_path).output.iterdir()}
     assert files == {
-        *("report.json", "tokenizer", "train.bin", "train.idx"),
-        *("validation.bin", "validation.idx", "validation.jsonl"),
+        *("report.json", "tokenizer", "train.bin", "train.content.json", "train.idx"),
+        *("validation.bin", "validation.content.json", "validation.idx", "validation.jsonl"),
     }
     assert not left.exists()
     left.mkdir()

@@ -19,6 +19,7 @@ from tests.support.corpora import content_of, texts_of, trained_tokenizer, write
 from tests.support.launched import ROOT, script, zero_tp
 from zero_tp.data import PrepareSettings, formats, prepare
 from zero_tp.data.datatrove import CorpusReader, TokenizedCorpus
+from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.parts import merge
 from zero_tp.errors import UserError
 
@@ -58,7 +59,7 @@ def start(*words: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("tasks", [1, 3, 8])
 def test_merged_parts_are_what_one_process_makes(
-    tmp_path: Path, inputs: list[str | Path], tokenizer: str, tasks: int
+    tmp_path: Path, inputs: list[str | Path], tokenizer: str, tasks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fewer files than tasks, too: a part may be empty."""
     options: dict[str, Any] = {"min_tokens": 10, "sentences": "en", "seed": 5}
@@ -72,6 +73,9 @@ def test_merged_parts_are_what_one_process_makes(
     ours, theirs = merged.report["documents"], one.report["documents"]
     assert ours.pop("problems") and theirs.pop("problems") and ours == theirs
     assert ours["dropped"].keys() == {"empty", "malformed", "short"}
+    with monkeypatch.context() as patch:
+        patch.delattr(IndexedCorpus, "_read_content")  # the first start uses the cache
+        assert IndexedCorpus(merged.output / "train").content == IndexedCorpus(one.output / "train").content
     assert merge(parts, tmp_path / "out", 0.1).reused
     with pytest.raises(UserError, match=r"made with another validation: .* --overwrite"):
         merge(parts, tmp_path / "out", 0.2)

@@ -18,7 +18,7 @@ import torch
 
 from tests.support.tiny_models import tiny_gpt2
 from tests.tiers import THOROUGH
-from zero_tp.weights.weight_files import is_name, pin_to_first_start, pinned
+from zero_tp.weights.weight_files import is_name, pin_commit, pin_to_first_start
 
 NAME, COMMIT = "somebody/tiny", "0123456789abcdef0123456789abcdef01234567"
 TEXTS = ["the cat sat on the mat and looked at the moon"] * 20
@@ -66,10 +66,10 @@ def test_a_path_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_run_that_goes_on_keeps_its_commit() -> None:
     """Without asking anybody."""
     before = f"{NAME}@{COMMIT}"
-    assert pin_to_first_start(NAME, before) == pin_to_first_start(before, None) == pinned(before, "key") == before
+    assert pin_to_first_start(NAME, before) == pin_to_first_start(before, None) == pin_commit(before, "key") == before
     for other in ("a/directory/of/mine", "somebody/else", f"{NAME}@v2", 7):
         assert pin_to_first_start(other, before) == other
-    assert pinned("a/directory/of/mine", "key") == "a/directory/of/mine"
+    assert pin_commit("a/directory/of/mine", "key") == "a/directory/of/mine"
 
 
 @THOROUGH

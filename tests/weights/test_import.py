@@ -100,25 +100,21 @@ def test_a_rank_reads_its_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert sum(read) <= replicated + share + 32 * 8, "its part of what is split, and what every rank has"
 
 
-def test_what_is_not_a_weight_is_left_out(directory: Path) -> None:
-    reference = native()
-
-    def old(tensors: dict[str, Tensor]) -> None:
-        tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)
-        tensors["transformer.h.1.attn.masked_bias"] = torch.tensor(-1e4)
-        tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
-
-    change(directory, old)
-    assert is_native(load(directory), reference) == len(list(reference.parameters()))
+def with_buffers(tensors: dict[str, Tensor]) -> None:
+    tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)
+    tensors["transformer.h.1.attn.masked_bias"] = torch.tensor(-1e4)
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
 
 
-def test_a_bare_decoder_is_read(directory: Path) -> None:
-    def bare(tensors: dict[str, Tensor]) -> None:
-        for name in list(tensors):
-            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
-        tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)
+def without_prefix(tensors: dict[str, Tensor]) -> None:
+    for name in list(tensors):
+        tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)
 
-    change(directory, bare)
+
+@pytest.mark.parametrize("edit", [with_buffers, without_prefix])
+def test_obsolete_buffers_and_bare_decoders_are_read(directory: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
+    change(directory, edit)
     assert is_native(load(directory), native()) == len(list(native().parameters()))
 
 

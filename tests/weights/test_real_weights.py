@@ -156,17 +156,14 @@ def same_perplexity(
     return found[0], plain_perplexity(directory, texts, length, overlap), report["tasks"]["perplexity"]["perplexity"]
 
 
-@THOROUGH
-def test_perplexity(ranks: Pools, smollm2: Path, tmp_path: Path) -> None:
-    ours, plain, command = same_perplexity(ranks, smollm2, speeches(3, 700), 96, 64, tmp_path)
-    assert 5 < plain < 100
-    assert ours == pytest.approx(plain, rel=1e-4) and command == pytest.approx(plain, rel=1e-4)
-
-
-@pytest.mark.heavy
-def test_perplexity_of_much_text(ranks: Pools, smollm2: Path, tmp_path: Path) -> None:
-    ours, plain, command = same_perplexity(ranks, smollm2, speeches(8, 3000), 512, 256, tmp_path)
-    print(f"perplexity: ours {ours:.6f}, transformers {plain:.6f}, zero_shot {command:.6f}")
+@pytest.mark.parametrize(
+    ("count", "characters", "length", "overlap"),
+    [pytest.param(3, 700, 96, 64, marks=THOROUGH), pytest.param(8, 3000, 512, 256, marks=pytest.mark.heavy)],
+)
+def test_perplexity(
+    ranks: Pools, smollm2: Path, tmp_path: Path, count: int, characters: int, length: int, overlap: int
+) -> None:
+    ours, plain, command = same_perplexity(ranks, smollm2, speeches(count, characters), length, overlap, tmp_path)
     assert 5 < plain < 100
     assert ours == pytest.approx(plain, rel=1e-4) and command == pytest.approx(plain, rel=1e-4)
 

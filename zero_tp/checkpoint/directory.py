@@ -14,8 +14,8 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache, partial
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from zero_tp.tensors.safetensors_files import Written
 
 MANIFEST, LATEST, TEMPORARY = "manifest.json", "latest", ".writing"
-NOT_DAMAGE = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT)
-"""Errors of reading that say nothing about the file."""
+DAMAGE = (errno.EBADMSG, errno.EFBIG, errno.EINVAL, errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN)
+"""Errors of reading that come from the file. Others, such as a lost file server or no permission, may pass."""
 _STEP = re.compile(r"step_(\d{8,})")
 
 
@@ -88,32 +88,30 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Return the manifest, checked against its own hash; `check_sizes` and `check_content` check the listed files."""
     path = checkpoint / MANIFEST
     try:
-        manifest = _parsed(read_regular(path))
+        manifest = parse_manifest(parse_object(read_regular(path)))
     except FileNotFoundError:
         raise UserError(f"{checkpoint}: not a checkpoint (no {MANIFEST})") from None
     except ConfigError as error:
         if error.key == "format":
             raise UserError(f"{path}: {error.problem}; use the version that wrote it") from None
         raise Damaged(path, f"{error.key}: {error.problem}") from error
-    except (InvalidJson, OSError) as error:
+    except InvalidJson as error:
         raise Damaged(path, str(error)) from error
+    except OSError as error:
+        raise _read_error(path, error) from error
     if _STEP.fullmatch(checkpoint.name) and checkpoint.name != _name(manifest.step):
         raise Damaged(path, f"step is {manifest.step}, but the directory is {checkpoint.name}")
     return manifest
-
-
-@lru_cache(maxsize=1)
-def _parsed(content: bytes) -> Manifest:
-    """Parse a manifest. Cached, because a starting run reads the same one several times."""
-    return parse_manifest(parse_object(content))
 
 
 def check_sizes(checkpoint: Path, files: Mapping[str, ManifestFile]) -> None:
     """Check that the files exist with the sizes that the manifest lists; one stat per file."""
     for name, listed in files.items():
         file = checkpoint / name
-        with _unreadable_is_damaged(file):
+        try:
             status = file.stat()
+        except OSError as error:
+            raise _read_error(file, error) from error
         if not stat.S_ISREG(status.st_mode):
             raise Damaged(file, "is missing")
         if status.st_size != listed.bytes:
@@ -134,23 +132,21 @@ def check_content(checkpoint: Path, files: Mapping[str, ManifestFile], *, progre
     with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=disable, leave=False) as bar:
         for name, listed in sorted(files.items()):
             file = checkpoint / name
-            with _unreadable_is_damaged(file):
+            try:
                 sha256 = read_hashed(file).sha256
+            except OSError as error:
+                raise _read_error(file, error) from error
             if sha256 != listed.sha256:
                 raise Damaged(file, f"SHA-256 is {sha256[:12]}…, not {listed.sha256[:12]}…")
             bar.update(listed.bytes)
 
 
-@contextlib.contextmanager
-def _unreadable_is_damaged(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise Damaged(file, "is missing") from error
-    except OSError as error:
-        if error.errno in NOT_DAMAGE:
-            raise UserError(f"{file}: cannot be read now ({error.strerror}); the file may be intact") from error
-        raise Damaged(file, f"cannot be read ({error.strerror})") from error
+def _read_error(file: Path, error: OSError) -> UserError:
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return Damaged(file, "is missing")
+    if error.errno in DAMAGE:
+        return Damaged(file, f"cannot be read ({error.strerror})")
+    return UserError(f"{file}: cannot be read now ({error.strerror}); the file may be intact, start again")
 
 
 def begin(run: Path) -> Path:

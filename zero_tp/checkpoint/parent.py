@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 SAMPLE_ORDER = ("training.seed", "data.sequence_length")
-"""With the corpora, these keys decide the order of the samples."""
+"""With the corpora and their weights, these keys decide the order of the samples."""
 CHANGES = 5
 """Most lines that a new run prints on differences from its parent."""
 INHERITED = "kept: weights, moments, the optimizer's count of updates, and in fp16 the loss scale"
@@ -109,8 +109,10 @@ def describe_parent(
     lines = [f"started from {checkpoint}, {tokens:,} tokens{moved}", *parent.notes, INHERITED, RESTARTED]
     lines += _shorten(differences(manifest, config, validation))
     block, fixed = config.zero_tp, manifest.fixed
-    order_before = (list(manifest.corpora.values()), *(fixed.get(f"zero_tp.{key}") for key in SAMPLE_ORDER))
-    if order_before == (list(corpora.values()), block.training.seed, block.data.sequence_length):
+    weights = [weight for _, weight in fixed.get("zero_tp.data.train", [])]
+    order_before = (list(manifest.corpora.values()), weights, *(fixed.get(f"zero_tp.{key}") for key in SAMPLE_ORDER))
+    order_now = (list(corpora.values()), [*block.data.train.values()], block.training.seed, block.data.sequence_length)
+    if order_before == order_now:
         lines.append("the parent's samples repeat in the same order; another zero_tp.training.seed changes it")
     return lines
 

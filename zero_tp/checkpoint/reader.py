@@ -105,7 +105,7 @@ class CheckpointReader:
         self.directory = directory
         self.tensor, self.data = manifest.tensor, manifest.data
         self.parameters = {name: ParameterLayout.from_manifest(entry) for name, entry in manifest.parameters.items()}
-        self._first = min(data_rank, self.data - 1)
+        self._preferred_rank = min(data_rank, self.data - 1)
         self._files: dict[tuple[int, int], StatesFile] = {}
         self._holders: dict[int, dict[str, list[tuple[int, StatesFile]]]] = {}
 
@@ -197,7 +197,7 @@ class CheckpointReader:
     def _elements(self, name: str, kind: str, tensor_rank: int, start: int, numel: int) -> Tensor:
         """Return elements of a saved shard from the files of the DP ranks that have them."""
         stop = start + numel
-        pieces = [self._file(tensor_rank, self._first).elements(name, kind, start, stop)]
+        pieces = [self._file(tensor_rank, self._preferred_rank).elements(name, kind, start, stop)]
         position = start + len(pieces[0])
         holders = self._holders_of(name, tensor_rank) if position < stop else []
         while position < stop:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import fcntl
 import json
 import os
@@ -34,7 +33,7 @@ def saved_start(run: Path, resume_from: Path | None = None) -> SavedStart | None
             manifest = read_manifest(find_checkpoint(source))
             counters = manifest.progress.counters
             updates = counters["global_steps"] - counters["skipped_steps"]
-            return SavedStart(manifest.config, copy.deepcopy(manifest.model), updates)
+            return SavedStart(manifest.config, manifest.model, updates)
     return None
 
 

@@ -34,7 +34,7 @@ from zero_tp.shipped import config_names
 from zero_tp.strict_json import read_json
 from zero_tp.topology import data_parallel_size
 from zero_tp.validation import ErrorCollector, validate
-from zero_tp.weights.weight_files import is_cached, is_name, pin_to_first_start, pinned
+from zero_tp.weights.weight_files import is_cached, is_name, pin_commit, pin_to_first_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -109,7 +109,7 @@ class RunConfig:
         """Return the config with the commit of its tokenizer. The hub is asked if the tokenizer is a name there."""
         if self.zero_tp.tokenizer is None:
             return self
-        zero_tp = self.zero_tp.model_copy(update={"tokenizer": pinned(self.zero_tp.tokenizer, TOKENIZER_KEY)})
+        zero_tp = self.zero_tp.model_copy(update={"tokenizer": pin_commit(self.zero_tp.tokenizer, TOKENIZER_KEY)})
         return dataclasses.replace(self, typed=dataclasses.replace(self.typed, zero_tp=zero_tp))
 
     @property
@@ -272,7 +272,7 @@ def _pin_hub_names(zero_tp: ZeroTP, saved: SavedStart | None) -> tuple[ZeroTP, P
         model[FROM] = pin_to_first_start(model[FROM], look_up(earlier, key))
     hf_config = check_model(zero_tp, None if saved is None else saved.model)
     if FROM in model:
-        model[FROM] = pinned(model[FROM], key)
+        model[FROM] = pin_commit(model[FROM], key)
     if zero_tp.tokenizer is not None:
         tokenizer = pin_to_first_start(zero_tp.tokenizer, look_up(earlier, TOKENIZER_KEY))
         zero_tp = zero_tp.model_copy(update={"tokenizer": tokenizer})

@@ -75,7 +75,7 @@ def prepare(
     processes: int | None = None,
     progress: bool = True,
 ) -> Prepared:
-    """Write `output/{train,validation}.{bin,idx}`, `output/tokenizer/`, `output/validation.jsonl` and
+    """Write `output/{train,validation}.{bin,idx,content.json}`, `output/tokenizer/`, `output/validation.jsonl` and
     `output/report.json`.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.data.indexed import REPORT, IndexedWriter, token_dtype
+from zero_tp.data.indexed import REPORT, IndexedCorpus, IndexedWriter, token_dtype
 from zero_tp.data.records import RecordCounts, location
 from zero_tp.data.settings import describe_files, library_versions
 from zero_tp.data.show import SPLITS
@@ -219,6 +219,8 @@ def write_output(
         "files": describe_files(directory),
     }
     (directory / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    for split in SPLITS:
+        _ = IndexedCorpus(directory / split).content  # writes its cache, which saves the first start the reading
     return report
 
 

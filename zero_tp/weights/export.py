@@ -242,7 +242,7 @@ def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
 
 
 def _copy_tokenizer(tokenizer: Path, directory: Path, positions: int | None) -> None:
-    """Copy only a tokenizer's files, with the model's positions as its longest text [tokens]."""
+    """Copy a tokenizer's files and no others; set its `model_max_length` to the model's positions."""
     for name in TOKENIZER_FILES:
         if is_regular(tokenizer / name):
             shutil.copyfile(tokenizer / name, directory / name)

@@ -77,9 +77,9 @@ def load_native(
             if name in tensors and tuple(tensors[name].shape) != shape:
                 raise RuntimeError(f"{name}: shape {tuple(tensors[name].shape)}, the model has {shape}")
         parameter = weight.as_rows(parameters[weight.our_name])
-        for run in weight.row_ranges(parameter.shape[0]):
-            if run.hf_name in tensors:
-                tensor = tensors[run.hf_name].t() if weight.transposed else tensors[run.hf_name]
-                rows = tensor[run.hf_start : run.hf_start + run.length]
-                parameter[run.our_start : run.our_start + run.length].copy_(rows)
+        for row_range in weight.row_ranges(parameter.shape[0]):
+            if row_range.hf_name in tensors:
+                tensor = tensors[row_range.hf_name].t() if weight.transposed else tensors[row_range.hf_name]
+                rows = tensor[row_range.hf_start : row_range.hf_start + row_range.length]
+                parameter[row_range.our_start : row_range.our_start + row_range.length].copy_(rows)
     return missing, sorted(tensors.keys() - names)

@@ -82,7 +82,6 @@ class PretrainedSource:
     def __init__(self, directory: Path, config: PretrainedConfig, *, allow_pickle: bool = False, seed: int = 0):
         self.directory = directory
         self.tensors = open_weights(directory, allow_pickle)
-        _check_layers(directory, config, self.tensors)
         self.weights = {weight.our_name: weight for weight in weights_of(config)}
         self.generation = generation_config(directory)
         expected = stored_shapes(native_model(config), config)
@@ -122,15 +121,15 @@ class PretrainedSource:
     def _read(self, weight: Weight, dim: int, start: int, stop: int, rows: int) -> Tensor:
         """Return indices [start, stop) along dimension `dim` of our parameter, which has `rows` rows in all."""
         pieces = []
-        for run in weight.row_ranges(rows):
-            first, last = run.hf_start, run.hf_start + run.length
-            if dim == 0:  # the requested rows of this run
-                first += max(start - run.our_start, 0)
-                last -= max(run.our_start + run.length - stop, 0)
+        for row_range in weight.row_ranges(rows):
+            first, last = row_range.hf_start, row_range.hf_start + row_range.length
+            if dim == 0:  # the requested rows of this range
+                first += max(start - row_range.our_start, 0)
+                last -= max(row_range.our_start + row_range.length - stop, 0)
             if first >= last:
                 continue
             index = (slice(first, last),) if dim == 0 else (slice(first, last), slice(start, stop))
-            pieces.append(self._slice(run.hf_name, index, transposed=weight.transposed))
+            pieces.append(self._slice(row_range.hf_name, index, transposed=weight.transposed))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _slice(self, hf_name: str, index: tuple[slice, ...], *, transposed: bool) -> Tensor:
@@ -260,7 +259,6 @@ def open_model(
         allow_pickle: read pickled weights where there are no safetensors.
     """
     tensors = open_weights(directory, allow_pickle)
-    _check_layers(directory, config, tensors)
     try:
         native = native_model(config)
     except Exception as error:  # a config can make a class raise anything
@@ -292,13 +290,6 @@ def open_model(
             raise non_finite_error(directory, name, parameter)
     model.generation_config = generation or model.generation_config
     return model.eval()
-
-
-def _check_layers(directory: Path, config: PretrainedConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a config with more layers than tensors before its layers are made."""
-    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers > len(tensors):
-        raise UserError(f"{directory}: its config has {layers:,} layers, its files only {len(tensors):,} tensors")
 
 
 def _check_native(directory: Path, native: Any, tensors: Mapping[str, Tensor]) -> None:

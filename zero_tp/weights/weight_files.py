@@ -31,7 +31,6 @@ TOKENIZER_FILES = (
 )
 """The files that a tokenizer may have. It has at least one of the first two."""
 
-
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?:@[\w./-]+)?")
 COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
 TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -80,10 +79,9 @@ def resolve(model: str | Path, key: str = "", *, weights: bool = True, allow_pic
         )
     except Exception as error:  # huggingface_hub's own, its HTTP client's, or the system's
         option = f" --revision {revision}" if revision else ""
-        own = type(error).__module__.startswith(
-            "huggingface_hub"
-        )  # their class names suffice, and their messages are long
-        reason = class_in_words(error) if own else first_line(error)
+        # huggingface_hub's messages are long, and the names of its errors suffice.
+        from_hub = type(error).__module__.startswith("huggingface_hub")
+        reason = class_in_words(error) if from_hub else first_line(error)
         problem = f"no directory {model}, and the Hugging Face hub does not give it ({reason})"
         fetch = f"hf download {name}{option} --exclude '*/*' --local-dir DIR"
         remedy = f"give a Hugging Face model directory; where there is a network, `{fetch}` makes one"
@@ -128,7 +126,7 @@ def pin_to_first_start(model: Any, before: Any) -> Any:
     return before if names and "@" not in model and before.startswith(f"{model}@") else model
 
 
-def pinned(model: str, key: str) -> str:
+def pin_commit(model: str, key: str) -> str:
     """Append the current commit to a hub name. Directories and names with a commit stay unchanged."""
     if not is_name(model) or has_commit(model):
         return model
