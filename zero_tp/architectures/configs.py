@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero_tp import architectures
 from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG, Fields
-from zero_tp.architectures.rotary import ROPE, check_rope_names
+from zero_tp.architectures.rotary import ROPE, check_rope_names, check_rope_values
 from zero_tp.constants import DTYPES, MODEL_KEY
 from zero_tp.errors import ConfigError, did_you_mean, in_json_words, one_line, shown
 from zero_tp.strict_json import read_json
@@ -154,6 +154,23 @@ def read_config_json(directory: Path, key: str = "") -> dict[str, Any]:
     if raw.get("quantization_config") is not None:
         raise ConfigError(f"{directory / CONFIG}: quantization_config", "quantized weights", "give whole ones")
     return raw
+
+
+def check_numbers(config: PretrainedConfig, path: Path) -> None:
+    """Check the numbers of a config.json that transformers' own class will run, of any model_type.
+
+    Args:
+        path: of the file.
+    """
+    table = architectures.ARCHITECTURES.get(config.model_type)
+    try:
+        if table is not None:
+            for name, value in vars(config).items():
+                table.fields.check_range(name, value)
+        check_rope_values(getattr(config.get_text_config(), "rope_parameters", None) or {})
+    except ConfigError as error:
+        name = error.key.removeprefix(f"{MODEL_KEY}.")
+        raise ConfigError(f"{path}: {name}", error.problem, "give another model, or mend the file") from None
 
 
 def check_unchanged(directory: Path, config: PretrainedConfig, saved: dict[str, Any]) -> None:

@@ -104,11 +104,13 @@ class Fields:
                 if options and one not in options:
                     problem = f"{shown(one)} is not one of {', '.join(options)}"
                     raise ConfigError(f"{MODEL_KEY}.{name}", problem, did_you_mean(str(one), options))
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                self._check_range(name, value)
+            self.check_range(name, value)
 
-    def _check_range(self, name: str, value: float) -> None:
+    def check_range(self, name: str, value: Any) -> None:
+        """Refuse a number that is out of its field's range."""
         key = f"{MODEL_KEY}.{name}"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return
         if name in self.sizes and value < 1:
             raise ConfigError(key, f"{value} is not positive", "give 1 or more")
         if name in self.dropouts and not 0 <= value < 1:

@@ -37,6 +37,9 @@ ROPE_KEYS = {
 REQUIRED = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Keys that a type which reads them needs."""
 
+POSITIVE = ("rope_theta", "attention_factor", *ROPE_KEYS["llama3"])
+"""Keys that are positive in every model."""
+
 ROPE_UNDECLARED: dict[str, Any] = {
     "rope_theta": float,
     "rope_scaling": dict[str, Any] | None,
@@ -136,6 +139,17 @@ def _rotary_dim(config: PretrainedConfig, parameters: Mapping[str, Any], head_si
     if rotary_dim % 2 and rotary_dim == head_size:
         raise _rope_error("", f"heads of {head_size} features cannot be rotated in pairs", "give an even head size")
     return rotary_dim
+
+
+def check_rope_values(parameters: Mapping[str, Any]) -> None:
+    """Check the numbers of any model's `rope_parameters`, which may be nested by type of layer."""
+    if not isinstance(parameters.get("rope_type", ""), str):
+        raise _rope_error("rope_type", f"{parameters['rope_type']!r} is not a name", f"one of {', '.join(ROPE_KEYS)}")
+    for name, value in parameters.items():
+        if isinstance(value, Mapping):
+            check_rope_values(value)
+        elif name in POSITIVE and value is not None and not _is_positive(value):
+            raise _rope_error(name, f"{value!r} is not a positive number")
 
 
 def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from zero_tp.architectures import (
     native_class_of,
     weights_of,
 )
-from zero_tp.architectures.configs import CONFIG, MOST_LAYERS, read_config_json
+from zero_tp.architectures.configs import CONFIG, MOST_LAYERS, check_numbers, read_config_json
 from zero_tp.errors import UserError, first_line, shown
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init, SeededInit
@@ -224,6 +224,7 @@ def open_any_config(directory: Path) -> PretrainedConfig:
         )
     except Exception as error:  # transformers raises anything from KeyError to its own types here
         raise UserError(f"{path}: {first_line(error)}") from error
+    check_numbers(config, path)
     return config
 
 
