@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, visible
 
 if TYPE_CHECKING:
     from zero_tp.data.settings import Prepared
@@ -146,7 +146,7 @@ def main(options: argparse.Namespace) -> None:
     if missing := [f"--{name}" for name in required if getattr(options, name) is None]:
         raise UserError(f"the following arguments are required: {', '.join(missing)}")
     prepared = _prepare(options) if options.merge is None else _merge(options)
-    print("\n".join(_summary(prepared)))
+    print(visible("\n".join(_summary(prepared))))  # names of inputs may hold control characters
 
 
 def _prepare(options: argparse.Namespace) -> Prepared:
