@@ -188,7 +188,7 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
     import zstandard
 
     from zero_tp.data import PrepareSettings, prepare
-    from zero_tp.data.corpus import BlockProcessor
+    from zero_tp.data.blocks import BlockProcessor
     from zero_tp.data.documents import find_sources, read_blocks
     from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
 

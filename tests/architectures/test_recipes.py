@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def narrow(name: str) -> nn.Module:
     return model_class(architecture_of(config).spec(config))(config, Topology(world=1), device="cpu")
 
 
-def rates(config: RunConfig, steps: Iterable[int]) -> list[float]:
+def rates(config: RunConfig, steps: range) -> list[float]:
     """The learning rates of these steps, the first is 0, from DeepSpeed's own schedule."""
     given = config.deepspeed_config()
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=given["optimizer"]["params"]["lr"])
@@ -54,20 +53,28 @@ def rates(config: RunConfig, steps: Iterable[int]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", [*GPT2, *BERT])
-def test_batch_and_schedule(name: str) -> None:
-    """GPT-2: 3,000 steps of warm-up to 1.5e-4, then a cosine that is at 1e-5 after 300,000, for 512 sequences.
-
-    BERT: 10,000 to 1e-4, then a line that would be at 0 after the last of two million steps, for 1,024.
-    """
-    config, gpt2 = loaded(name), name in GPT2
-    peak, warm, steps = (1.5e-4, 3000, 300_000) if gpt2 else (1e-4, 10_000, 2_000_000)
-    assert (config.global_batch, config.zero_tp.training.steps) == (512 if gpt2 else 1024, steps)
+@pytest.mark.parametrize("name", GPT2)
+def test_gpt2s_schedule(name: str) -> None:
+    """3,000 steps of warm-up to 1.5e-4, then a cosine that is at 1e-5 after 300,000; 512 sequences of 1,024 tokens."""
+    config, peak, end, warm, steps = loaded(name), 1.5e-4, 1e-5, 3000, 300_000
+    assert (config.global_batch, config.zero_tp.data.sequence_length) == (512, 1024)
+    assert config.zero_tp.training.steps == steps
     assert rates(config, range(warm)) == pytest.approx([peak * step / warm for step in range(warm)])
-    later = [*range(warm, steps, 9973), steps - 1]
-    left = [(steps + (not gpt2) - step) / (steps + (not gpt2) - warm) for step in later]
-    expected = [1e-5 + (peak - 1e-5) * (1 - math.cos(math.pi * part)) / 2 if gpt2 else peak * part for part in left]
-    assert rates(config, later) == pytest.approx(expected, rel=1e-4 if gpt2 else 1e-6)
+    later = range(warm, steps, 997)
+    cosine = [end + (peak - end) * (1 + math.cos(math.pi * (step - warm) / (steps - warm))) / 2 for step in later]
+    assert rates(config, later) == pytest.approx(cosine, rel=1e-4)
+    assert rates(config, range(steps - 1, steps)) == pytest.approx([end], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", BERT)
+def test_berts_schedule(name: str) -> None:
+    """10,000 steps of warm-up to 1e-4, then a line that would be at 0 after the last of two million steps."""
+    config, peak, warm, steps = loaded(name), 1e-4, 10_000, 2_000_000
+    end = steps + 1
+    assert (config.global_batch, config.zero_tp.training.steps) == (1024, steps)
+    assert rates(config, range(warm)) == pytest.approx([peak * step / warm for step in range(warm)])
+    later = range(warm, steps, 9973)
+    assert rates(config, later) == pytest.approx([peak * (end - step) / (end - warm) for step in later])
 
 
 @pytest.mark.parametrize("name", [*GPT2, *BERT])

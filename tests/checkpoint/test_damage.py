@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
-from tests.checkpoint.test_checkpoint import changed, straight, write_config
+from tests.checkpoint.test_checkpoint import build, changed, masters_of, steps_of, straight, write_config
 from tests.support.pools import Pools
 from zero_tp.checkpoint.directory import (
     MANIFEST,
@@ -21,6 +24,7 @@ from zero_tp.checkpoint.directory import (
     step_directory,
 )
 from zero_tp.checkpoint.manifest import Manifest, states_file
+from zero_tp.checkpoint.reader import CheckpointReader
 
 
 def flip_a_bit(file: Path) -> None:
@@ -133,20 +137,31 @@ def test_damage_is_named_and_the_checkpoint_before_is_offered(
     assert complete_steps(run) == [1] and aside.is_dir()
 
 
-def verified(path: str, run: str) -> list[str]:
-    """The files that a start verifies on this rank."""
-    from zero_tp.checkpoint import resume_point
+def touched(path: str, run: str) -> tuple[list[str], list[str]]:
+    """The states files that a start looks at and opens on this rank."""
+    looked: list[str] = []
+    opened: list[str] = []
+    stat, read = os.stat, Path.open
 
-    names: list[str] = []
-    with patch.object(resume_point, "check_content", lambda checkpoint, files, **_: names.extend(files)):
+    def looking(file: Any, **options: Any) -> Any:
+        looked.append(str(file))
+        return stat(file, **options)
+
+    def opening(file: Path, *options: Any, **named: Any) -> Any:
+        opened.append(str(file))
+        return read(file, *options, **named)
+
+    with patch.object(os, "stat", looking), patch.object(Path, "open", opening):
         start(path, run)
-    return names
+    return tuple([name for name in names if name.endswith(".safetensors")] for names in (looked, opened))  # type: ignore[return-value]
 
 
-def test_each_file_is_verified_by_one_rank(ranks: Pools, saved: Path) -> None:
-    """At a thousand ranks, none can read the files of all."""
-    own = ranks(2).run(verified, str(saved / "run.json"), str(saved / "run"))
-    assert own == [[states_file(0, 0)], [states_file(0, 1)]]
+def test_each_file_is_looked_at_and_read_by_one_rank(ranks: Pools, saved: Path) -> None:
+    """At a thousand ranks each can't look at those of all."""
+    run = saved / "run"
+    files = [str(step_directory(run, 2) / states_file(0, rank)) for rank in range(2)]
+    for names in zip(*ranks(2).run(touched, str(saved / "run.json"), str(run)), strict=True):
+        assert sorted(name for own in names for name in own) == files
 
 
 def test_damage_of_every_checkpoint_stops_every_start(ranks: Pools, saved: Path, tmp_path: Path) -> None:
@@ -156,3 +171,26 @@ def test_damage_of_every_checkpoint_stops_every_start(ranks: Pools, saved: Path,
     for _ in range(2):
         for problem, _ in ranks(2).run(start, str(changed(path, on_corrupt="previous")), str(run)):
             assert problem.startswith("error: ") and "none before it: give another --output-dir" in problem
+
+
+def resume_with_an_engine(path: str, run: str) -> dict[str, torch.Tensor]:
+    """Return this rank's masters after one step and a resume."""
+    from zero_tp.checkpoint.resume import resume
+    from zero_tp.checkpoint.resume_point import find_intact_resume_point
+
+    engine, config = build(path)
+    steps_of(engine, 1, 1)
+    point = find_intact_resume_point(Path(run), config)
+    assert point.checkpoint == step_directory(Path(run), 1) and len(point.notes) == 1
+    resume(engine.zero, point.checkpoint, config.zero_tp.training.seed)
+    return masters_of(engine)
+
+
+def test_an_engine_resumes_the_checkpoint_before_a_damaged_one(ranks: Pools, saved: Path, tmp_path: Path) -> None:
+    path, run = copy_of(saved, tmp_path)
+    flip_a_bit(step_directory(run, 2) / states_file(0, 1))
+    results = ranks(2).run(resume_with_an_engine, str(changed(path, on_corrupt="previous")), str(run))
+    reader = CheckpointReader(step_directory(run, 1), read_manifest(step_directory(run, 1)))
+    for name in reader.parameters:
+        master = torch.cat([masters[name] for masters in results if name in masters])
+        assert torch.equal(master, reader.whole(name).flatten()), name

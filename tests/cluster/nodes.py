@@ -162,10 +162,10 @@ class Node(Space):
         """Start an sshd; nodes whose homes have the rack's key let each other in."""
         self.shell(
             f"""
-            mkdir -p /run/sshd /root/.ssh; chmod 700 /root /root/.ssh
-            cp /mnt/key /root/.ssh/id_ed25519; cp /mnt/key.pub /root/.ssh/authorized_keys
+            mkdir -p /run/sshd ~root/.ssh; chmod 700 ~root ~root/.ssh
+            cp /mnt/key ~root/.ssh/id_ed25519; cp /mnt/key.pub ~root/.ssh/authorized_keys
             printf 'Host *\\n StrictHostKeyChecking no\\n UserKnownHostsFile /dev/null\\n LogLevel ERROR\\n' \
-                > /root/.ssh/config
+                > ~root/.ssh/config
             ssh-keygen -q -t ed25519 -N '' -f /run/sshd/host
             printf '%s\\n' 'HostKey /run/sshd/host' 'PidFile /run/sshd/pid' 'UsePAM no' 'PermitRootLogin yes' \
                 'ListenAddress {self.address}' 'Subsystem sftp internal-sftp' 'StrictModes no' > /run/sshd/config

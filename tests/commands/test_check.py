@@ -192,6 +192,15 @@ def test_the_description_says_how_large_the_model_is_and_where_its_weights_come_
     assert f"weights    of {tmp_path}, which the run resumes from step 50\n" in describe(config, tmp_path)
 
 
+def test_a_bare_model_type_is_noted(tmp_path: Path) -> None:
+    noted = "zero_tp.model.model_type: no size is written, so that all are the defaults of transformers' class"
+    bare = RunConfig.load(
+        written(tmp_path, changed(zero_tp__model={"model_type": "llama", "tie_word_embeddings": True}))
+    )
+    assert bare.cautions() == [noted]
+    assert RunConfig.load(written(tmp_path, RIGHT)).cautions() == []
+
+
 def test_a_dtype_that_this_machine_does_not_compute_in_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

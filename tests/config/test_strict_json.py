@@ -20,6 +20,7 @@ from zero_tp.files import MOST_BYTES
         ('{"gradient_clipping": NaN}', "NaN is not a finite number"),
         ('{"gradient_clipping": 1e999}', "1e999 is not a finite number"),
         ('{"gradient_clipping": ' + "9" * 101 + "}", "an integer of 101 digits"),
+        ('{"gradient_clipping": -' + "9" * 4301 + "}", "an integer of 4,301 digits"),
         ('{"gradient_clipping": ' + "[" * 200 + "]" * 200 + "}", "nested too deeply"),
         ('{"gradient_clipping": ' + "[" * 100_000, "nested too deeply"),
     ],

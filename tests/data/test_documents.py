@@ -188,6 +188,7 @@ BAD: list[tuple[str, bytes, str, list[str]]] = [
     ("a.arrow", as_arrow(ROWS)[:-200], "unreadable", TEXTS[:6]),
     ("a.txt", b"caf\xe9", "not UTF-8", []),
     ("a.txt", b"a line\n" * 99, "too long", []),
+    ("a.json", b"{\n" + b'"a": 1,\n' * 99 + b'"text": "b"}\n{"text": "c"}\n', "too long", []),
     ("a.jsonl", b'{"text": "a"}\n{"text": "%s"}\n{"text": "b"}' % (b"b" * 301), "too long", ["a", "b"]),
     ("a.parquet", as_parquet([{"text": "a"}, {"text": "c" * 301}, {"text": "b"}]), "too long", ["a", "b"]),
 ]

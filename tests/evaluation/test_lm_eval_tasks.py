@@ -156,7 +156,7 @@ def test_questions_of_ones_own_need_no_task_file(
     other = tmp_path / "other.jsonl"
     other.write_text('{"question": "one", "choices": ["a", "b"]}\n')
     assert re.search(
-        "no field query; each JSON line has query, choices, gold",
+        "no field query: multiple_choice reads query, choices, gold, the file has question, choices; rename",
         refusal(["multiple_choice"], {"multiple_choice": other}),
     )
     assert re.search(
@@ -167,13 +167,16 @@ def test_questions_of_ones_own_need_no_task_file(
 @THOROUGH
 def test_mistakes_with_lm_evals_own_tasks(tasks: Path, tmp_path: Path, shared_file: Callable[[str], Path]) -> None:
     """lm-eval reads all its task files and tries the network."""
-    assert '"question" is missing' in refusal(["copa"], {"copa": shared_file("data/copa.jsonl")})
+    message = refusal(["copa"], {"copa": shared_file("data/copa.jsonl")})
+    assert "copa reads choice1, choice2, label, premise, question, the file has " in message
+    assert "or give a file with query, choices, gold as --tasks multiple_choice" in message
     assert re.search("copa_locl: unknown task; did you mean copa_local", refusal(["copa_locl"], include_path=tasks))
     assert re.search("lambda: unknown task; did you mean lambada", refusal(["lambda"]))
     assert re.search(r"arc_easy: lm-eval can't load it .* --data arc_easy=FILE", refusal(["arc_easy"]))
     file = tmp_path / "x.jsonl"
     file.write_text('{"other": 1}\n')
-    assert "'question' is undefined" in refusal(["arc_easy"], {"arc_easy": file})
+    wanted = "no field answerKey: arc_easy reads answerKey, choices, question, the file has other; rename its fields"
+    assert wanted in refusal(["arc_easy"], {"arc_easy": file})
     assert re.search("no examples for --num-fewshot 2", refusal(["arc_easy"], {"arc_easy": file}, num_fewshot=2))
     assert re.search("mmlu: a group of tasks takes no file", refusal(["mmlu"], {"mmlu": file}))
 

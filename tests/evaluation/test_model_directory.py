@@ -111,6 +111,10 @@ def without(directory: Path, *names: str) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "both": (beside_an_index, r"two models in one directory; remove"),
     "outside": (outside, r'"\.\./model-2\.safetensors" is not the name of a file beside it'),
+    "absolute": (lambda d: renamed_shard(d, "/etc/passwd"), r'"/etc/passwd" is not the name of a file beside it'),
+    "no name": (lambda d: renamed_shard(d, 5), r"5 is not the name of a file beside it"),
+    "no weight_map": (lambda d: (in_shards(d), (d / INDEX).write_text("{}")), r"not an index with a weight_map"),
+    "Inf": (lambda d: with_weights(d, lambda t: t[FIRST][3].fill_(-torch.inf)), rf"{FIRST} holds NaN or Inf"),
     "long name": (lambda d: renamed_shard(d, "x" * 5000), r"can't be read \(File name too long\)"),
     "another shard": (lambda d: renamed_shard(d, "model-1.safetensors"), rf"tensor {FIRST} is"),
     "unlisted": (unlisted, rf": (no tensor|weights missing in the files: .*) {FIRST}"),
@@ -193,6 +197,17 @@ def test_shards_are_the_same_model(whole: Path, model: Path) -> None:
     opened = evaluation(model).state_dict()
     assert all(torch.equal(opened[name], tensor) for name, tensor in expected.items())
     assert torch.equal(training(model).transformer.embedding.word.weight, expected[FIRST])
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x04]q\x00.", "list"])
+def test_pickled_garbage(model: Path, content: bytes | str) -> None:
+    (model / SINGLE).unlink()
+    if isinstance(content, str):
+        torch.save([torch.ones(1)], model / "pytorch_model.bin")
+    else:
+        (model / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(UserError, match=r"pytorch_model\.bin: (torch's restricted unpickler refuses|not a dict)"):
+        open_directory(model, allow_pickle=True).load("float32", "cpu")
 
 
 def test_code_of_a_directory_is_not_run_and_nothing_asks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

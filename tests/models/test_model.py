@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -107,6 +108,35 @@ def test_fields_of_the_config(ranks: Pools, padding: str, changes: dict[str, Any
     assert ranks(world).run(same_as_native, world, True, padding, changes) == [gradients] * world
 
 
+# ---- lengths and ids ---------------------------------------------------------------------------------------------
+
+
+def uneven_lengths(world: int) -> str:
+    topology = grid(world, True)
+    reference = reference_model()
+    model = parallel_model(reference, topology).eval()
+    for length in (1, world - 1, 2 * world + 1, LENGTH):
+        tokens = torch.randint(SIZES["vocab_size"], (BATCH, length))
+        with torch.no_grad():
+            found, expected = model(tokens).logits, reference(tokens).logits
+            losses = model(tokens, labels=tokens, reduction="none").loss
+            if length > 1:
+                mean = model(tokens, labels=tokens).loss.item()
+                assert mean == pytest.approx(reference(tokens, labels=tokens).loss.item(), rel=1e-5)
+        assert losses.shape == tokens.shape
+        check_close({"logits": found}, {"logits": expected})
+    tokens = tokens[:, : world + 1]
+    with pytest.raises(UserError) as caught:
+        model(tokens, labels=tokens)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_lengths_that_do_not_divide(ranks: Pools, world: int) -> None:
+    for said in ranks(world).run(uneven_lengths, world):
+        assert re.match(f"sequence length {world + 1} does not divide by .* {world}", said), said
+
+
 def refusals(world: int, sequence: bool) -> int:
     model = parallel_model(reference_model(), grid(world, sequence))
     good = torch.zeros(1, 8, dtype=torch.long)
@@ -123,12 +153,6 @@ def refusals(world: int, sequence: bool) -> int:
         with pytest.raises((RuntimeError, IndexError), match="labels must be in"):
             model(good, labels=changed(wrong))
     assert model(good, labels=changed(-100)).loss.isfinite()
-    if sequence:
-        with pytest.raises(UserError, match=f"sequence length 5 does not divide by .* {world}"):
-            model(good[:, :5], labels=good[:, :5])
-        with torch.no_grad():  # shorter than TP, and not a multiple of it
-            for length in (1, 5):
-                assert model(good[:, :length], labels=good[:, :length], reduction="none").loss.shape == (1, length)
     with pytest.raises(UserError, match="sequence length 25 exceeds the model's 24 positions"):
         model(torch.zeros(1, 25, dtype=torch.long))
     with pytest.raises(ValueError, match="reduction 'sum'"):

@@ -31,9 +31,9 @@ from zero_tp.config import RunConfig
 from zero_tp.planning import forecast
 forecast._current, forecast.runs_varlen = torch.device, lambda _: False  # this machine has none
 if __name__ == "__main__":
-    made = forecast.MemoryForecast()
-    made.describe_plan(RunConfig.load("ds_configs/quickstart.json", (), 4), "cuda")
-    print(made._planned, torch._C._get_accelerator())
+    callback = forecast.MemoryForecast()
+    callback.describe_plan(RunConfig.load("ds_configs/quickstart.json", (), 4), "cuda")
+    print(callback._planned, torch._C._get_accelerator())
 """
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,6 +24,21 @@ PROVIDED = {
     f"get_{kind}_parallel_{what}"
     for kind in ("model", "tensor_model", "data")
     for what in ("group", "rank", "world_size")
+}
+
+MEMBERS = ("group", "rank", "world_size")
+# The other names that DeepSpeed 0.19.8 reads from an mpu, and why zero_tp has no such method.
+REVIEWED = {
+    # Ulysses: each is behind hasattr, and its presence changes ZeRO's groups.
+    *(f"get_sequence{data}_parallel_{what}" for data in ("", "_data") for what in MEMBERS),
+    # Older names, read only if the tensor_model ones are missing.
+    *(f"get_slice_parallel_{what}" for what in MEMBERS),
+    # Pipeline parallelism: behind hasattr, world size 1 without them.
+    *(f"get_{pipe}_parallel_{what}" for pipe in ("pipe", "pipeline_model") for what in ("group", "world_size")),
+    # AutoTP replaces the mpu by DeepSpeed's own module before it calls these two.
+    *("_init_tp_mesh_device", "get_tensor_model_parallel_src_rank"),
+    # Only mixture-of-experts groups read the list of ranks.
+    "get_data_parallel_group_ranks",
 }
 
 
@@ -118,3 +136,25 @@ def test_the_mpu_has_what_deepspeed_needs_and_nothing_forbidden() -> None:
     public = {name for name in dir(topology) if not name.startswith("__")}
     assert {name for name in public if name.startswith("get_")} == PROVIDED
     assert not [name for name in public if "sequence_parallel" in name or name.startswith("get_sequence")]
+    assert not public & REVIEWED
+
+
+def test_deepspeed_asks_its_mpu_for_nothing_new() -> None:
+    """A new name in DeepSpeed's source has to be reviewed: a missing method can mean world size 1 without an error."""
+    spec = importlib.util.find_spec("deepspeed")
+    assert spec is not None and spec.origin is not None
+    root = Path(spec.origin).parent
+    runtime = root / "runtime"
+    files = [
+        runtime / name for name in ("engine.py", "config.py", "utils.py", "bf16_optimizer.py", "base_optimizer.py")
+    ]
+    files += [root / "utils" / name for name in ("bwc.py", "groups.py")]
+    files += sorted((runtime / "zero").glob("*.py")) + sorted((runtime / "fp16").glob("*.py"))
+    asked: set[str] = set()
+    for file in files:
+        source = file.read_text()
+        asked |= set(re.findall(r"\bmpu\.(\w+)", source))
+        asked |= set(re.findall(r"(?:has|get)attr\((?:self\.)?mpu,\s*['\"](\w+)['\"]", source))
+    asked -= {"initialize_sequence_parallel"}  # a Megatron module's way of saying that it is Ulysses
+    assert asked - PROVIDED == REVIEWED
+    assert asked >= PROVIDED - {"get_tensor_model_parallel_group"}

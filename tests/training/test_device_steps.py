@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses import fake_tensor
 
 from tests.support.decoders import MODEL_TYPES
@@ -23,11 +25,13 @@ from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.checkpoint.save import _copy_to_host
 from zero_tp.models import transformer
 from zero_tp.parallel import collectives
+from zero_tp.parallel.deferred import Deferred
 from zero_tp.planning import accelerator
 from zero_tp.planning.plan_settings import Workload
 from zero_tp.process.signals import Requests
 from zero_tp.tensors.safetensors_files import Entry
 from zero_tp.trainer.batches import SampleComparison, count_labels
+from zero_tp.trainer.trainer import TensorParallel
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.guards import check_replicas
 
@@ -162,6 +166,39 @@ def found_by(watch: Callable[[], Watching]) -> list[str]:
         return [f"{error}: between host and device"]
 
 
+class ForwardOnly:
+    """This has the place of transformers' Trainer: its loss is the model's, and the calls of it are noted."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], **_: Any) -> Tensor:
+        self.events.append("forward")
+        loss: Tensor = model(**inputs).loss
+        return loss
+
+
+class StubTrainer(TensorParallel, ForwardOnly):  # type: ignore[misc]
+    """A Trainer on TP ranks that has a model and a topology, and notes when the host waits for a comparison."""
+
+    def __init__(self, engine: TrainingEngine, events: list[str]) -> None:
+        ForwardOnly.__init__(self, events)
+        self.model, self.topology, self._labelled_rows = engine.model, engine.topology, None
+        self.args = SimpleNamespace(device=engine.device)
+
+    def run_micro_batches(self, count: int) -> None:
+        """Compute losses. The comparison's result has no value on fake tensors: the ranks have the same samples."""
+        tokens = torch.zeros(2, 8, dtype=torch.long, device=self.args.device)
+
+        def read(result: Deferred) -> bool:
+            result.wait()
+            return False
+
+        with mock.patch.object(Deferred, "read", read):
+            for _ in range(count):
+                self.compute_loss(self.model, {"input_ids": tokens, "labels": tokens})
+
+
 def samples_compared(engine: TrainingEngine) -> object:
     """Start to compare two micro-batches, and count the labels of a Trainer's step."""
     tokens = torch.zeros(2, 8, dtype=torch.long, device=engine.device)
@@ -174,6 +211,22 @@ def test_comparing_and_counting_samples_starts_without_a_wait() -> None:
     seen, alone = watched_step("llama", WORKLOAD, samples_compared), watched_step("llama", WORKLOAD)
     assert not seen.found, list(seen.found)
     assert seen.collectives == alone.collectives + 3
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_trainer_waits_once_a_micro_batch_after_its_forward(tensor: int) -> None:
+    """On one TP rank it compares nothing."""
+    events: list[str] = []
+
+    def losses(engine: TrainingEngine) -> object:
+        trainer = StubTrainer(engine, events)
+        with mock.patch.object(accelerator._Stream, "synchronize", lambda _: events.append("wait")):
+            trainer.run_micro_batches(2)
+        return None
+
+    seen = watched_step("llama", replace(WORKLOAD, tensor=tensor), losses)
+    assert events == (["forward", "wait"] if tensor == 2 else ["forward"]) * 2
+    assert not seen.found, list(seen.found)
 
 
 def copied_for_a_save(engine: TrainingEngine) -> object:

@@ -89,14 +89,18 @@ def test_a_gradient_that_is_not_summed_is_named(ranks: Pools, broken: Callable[[
         ranks(2).run(broken)
 
 
-def with_a_frozen_norm() -> None:
+def with_a_frozen_norm() -> bool:
+    """Return whether two steps have trained all but the frozen norm."""
     engine = build(1)
     engine.model.transformer.layers[0].mlp_norm.requires_grad_(False)
+    before = {name: parameter.clone() for name, parameter in engine.model.named_parameters()}
     train(engine, 2)
+    same = {name for name, parameter in engine.model.named_parameters() if torch.equal(parameter, before[name])}
+    return same == {name for name in before if "layers.0.mlp_norm." in name}
 
 
 def test_a_frozen_parameter_needs_no_sum(ranks: Pools) -> None:
-    ranks(2).run(with_a_frozen_norm)
+    assert ranks(2).run(with_a_frozen_norm) == [True, True]
 
 
 # --- what data-parallel ranks hold twice ------------------------------------------------------------------------------

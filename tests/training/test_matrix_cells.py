@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.support.families import FAMILIES
 from tests.support.matrix import (
     FACTORS,
+    LEAST_CELLS,
     WORLD,
     Cell,
     Setting,
@@ -77,6 +78,16 @@ def test_the_refusals_are_these_and_no_cell_else_is_refused() -> None:
     every_refused_pair = set().union(*REFUSED.values())
     for cell in accepted:
         assert not every_refused_pair & pairs_of(cell), cell
+
+
+@THOROUGH
+def test_the_covering_array_has_enough_accepted_cells() -> None:
+    cells = covering_array()
+    assert len(cells) == len(set(cells)) >= LEAST_CELLS
+    assert set(cells) <= set(judged()[0])
+    assert {setting for cell in cells for setting in settings_of(cell)} == {
+        (factor, name) for factor, settings in FACTORS.items() for name in settings
+    }
 
 
 def test_what_does_nothing_is_known() -> None:

@@ -6,6 +6,8 @@ import io
 import json
 import math
 import os
+import resource
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -250,6 +252,27 @@ def test_a_full_disk_under_standard_output_ends_nothing(
         "standard output: 3 writes were lost",
     ]
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_disk_that_fills_up_costs_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A limit on the size of files stands for the disk: it too takes the first bytes of a line, and then none."""
+    path = tmp_path / "metrics.jsonl"
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with RunLog(tmp_path) as log:
+            log.log(record(1))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
+            log.log(record(2))
+            log.log(record(3))
+            assert [line["step"] for line in read(path)] == [1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            log.log(record(4))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [line["step"] for line in read(path)] == [1, 4]
+    told = capsys.readouterr().err
+    assert told.count("could not be written (File too large); training continues") == 1 and "2 writes were lost" in told
 
 
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from zero_tp.config.resolve import leaves
 from zero_tp.config.schedule import LENGTHS, WARMUPS
 from zero_tp.config.schema import Parallel, ZeroTP
 from zero_tp.config.typed import EntryPoint, TypedConfig, check_types
+from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError
 from zero_tp.topology import Topology
 from zero_tp.validation import ConfigErrors
@@ -183,7 +184,7 @@ def _rate_rules(config: TypedConfig) -> Iterator[Rule]:
 def _run_rules(config: TypedConfig) -> Iterator[Rule]:
     """Yield rules about the `zero_tp` block, which only a run's file has."""
     zero_tp = config.zero_tp
-    evaluation, steps = zero_tp.evaluation, zero_tp.training.steps
+    evaluation, steps, fields = zero_tp.evaluation, zero_tp.training.steps, zero_tp.model.values()
     no_corpus = not zero_tp.data.validation
     yield refused(
         "zero_tp.evaluation.tasks",
@@ -200,6 +201,11 @@ def _run_rules(config: TypedConfig) -> Iterator[Rule]:
         yield no_effect(f"zero_tp.evaluation.task_data.{task}", is_absent, "zero_tp.evaluation.tasks has no such task")
     one_document = "a sample of the masked objective is of one document"
     yield no_effect("zero_tp.data.document_attention", zero_tp.masked is not None, one_document)
+    yield note(
+        f"{MODEL_KEY}.model_type",
+        not any(type(value) is int for value in fields),
+        "no size is written, so that all are the defaults of transformers' class",
+    )
     lengths, warmups = ([f"{SCHEDULER}.{name}" for name in names] for names in (LENGTHS, WARMUPS))
     yield note(
         " ".join(lengths),

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_tp.data.corpus import TOKENIZER, BlockProcessor
+from zero_tp.data.blocks import BlockProcessor
+from zero_tp.data.corpus import TOKENIZER
 from zero_tp.data.documents import find_sources, group_records, read_blocks
 from zero_tp.data.formats import import_optional
 from zero_tp.data.parts import MANIFEST

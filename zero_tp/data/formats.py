@@ -95,6 +95,7 @@ def _json(source: Source, file: io.BufferedReader) -> Iterator[Record]:
             yield from (Record(first - 1 + place, line) for place, line in _lines(source, io.BytesIO(whole)))
         else:
             yield Record(0, whole)
+        return
 
 
 def _json_array(source: Source, file: io.BufferedReader) -> Iterator[Record]:

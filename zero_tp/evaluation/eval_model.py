@@ -149,6 +149,20 @@ class EvalModel:
         ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return np.array(ids, dtype=np.int64)
 
+    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Tokenize (context, continuation) as lm-eval does.
+
+        Both are tokenized together and split after as many tokens as the context alone has. Spaces between them belong
+        to the continuation. The context gets the tokenizer's special tokens; an empty one becomes the prefix token.
+        """
+        stripped = context.rstrip()
+        continuation = context[len(stripped) :] + continuation
+        if not stripped:
+            return [self.prefix_token], self.tokenizer.encode(continuation, add_special_tokens=False, verbose=False)
+        both = self.tokenizer.encode(stripped + continuation, verbose=False)
+        before = self.tokenizer.encode(stripped, verbose=False)
+        return before, both[len(before) :]
+
     def require_same_requests(self, requests: Iterable[bytes]) -> None:
         """Check that all ranks have the same requests: files may differ between machines. Collective.
 

@@ -40,7 +40,7 @@ class LambadaTask(Task):
 
     def figures(self, model: EvalModel) -> dict[str, Any]:
         """Compute the metrics; `truncated` counts passages longer than the model's positions."""
-        pairs = [encode_passage(model.tokenizer, passage) for passage in self.passages]
+        pairs = [model.encode_pair(context, " " + word) for context, word in self.passages]
         rows, truncated = continuation_rows(pairs, model.positions)
         scores = [scores[0] for scores in model.score(rows, self.name)]
         count, nll = len(scores), math.fsum(score.nll for score in scores)
@@ -56,13 +56,6 @@ class LambadaTask(Task):
             "tokens_computed": sum(map(len, rows)),
             "truncated": truncated,
         }
-
-
-def encode_passage(tokenizer: Any, passage: Passage) -> tuple[list[int], list[int]]:
-    """Tokenize the whole passage as lm-eval does, and split it after as many tokens as the context alone has."""
-    whole = tokenizer.encode(f"{passage.context} {passage.word}", verbose=False)
-    context = tokenizer.encode(passage.context, verbose=False)
-    return context, whole[len(context) :]
 
 
 def lambada_passages(path: Path | None, text_key: str, limit: int | None) -> tuple[list[Passage], Origin]:

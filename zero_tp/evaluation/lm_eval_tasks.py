@@ -6,9 +6,11 @@ Task files of a user's directory (`--include-path`) may run Python only with `--
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -21,7 +23,7 @@ import lm_eval.utils
 import numpy as np
 import torch
 import yaml
-from jinja2 import StrictUndefined
+from jinja2 import StrictUndefined, meta
 from jinja2.sandbox import SandboxedEnvironment
 from lm_eval import evaluator
 from lm_eval.api.registry import metric_registry
@@ -41,6 +43,7 @@ from zero_tp.evaluation.task import (
     Task,
     TaskOptions,
     hash_records,
+    require_fields,
 )
 from zero_tp.process.quiet import suppress_output
 from zero_tp.weights.weight_files import is_regular
@@ -184,6 +187,8 @@ class LMEvalTask(Task):
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
         except Exception as error:  # datasets, huggingface_hub, jinja and a task's own code raise anything
+            if file is not None:
+                require_fields(name, file, _fields_of(manager.task_index.get(name), allow_code=not self.sandbox))
             raise UserError(
                 f"{name}: lm-eval can't load it ({first_line(error)}); correct its task file or its data; without a "
                 f"network give the evaluated split's file, with all its fields, with --data {name}=FILE"
@@ -282,6 +287,24 @@ def _generated_tokens(task: Any) -> int:
     if task.OUTPUT_TYPE != "generate_until":
         return 0
     return int(normalize_gen_kwargs(task.get_config("generation_kwargs") or {})["max_gen_toks"])
+
+
+def _fields_of(entry: Entry | None, *, allow_code: bool) -> list[str]:
+    """Return the document fields that a task file's templates, and with `allow_code` its functions, read; sorted."""
+    if entry is None:
+        return list(CHOICE_FIELDS)
+    config = _yaml_loader.load_yaml(entry.yaml_path, resolve_func=allow_code)
+    parts = ("process_docs",) if config.get("process_docs") else ("doc_to_text", "doc_to_target", "doc_to_choice")
+    fields = set[str]()
+    for value in (config.get(part) for part in parts):
+        if callable(value):  # fields as in `doc["question"]`
+            fields |= set(re.findall(r"""\w\[["'](\w+)["']\]""", inspect.getsource(value)))
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and text.isidentifier():
+                fields.add(text)
+            elif isinstance(text, str):
+                fields |= meta.find_undeclared_variables(lm_eval.utils.env.parse(text))
+    return sorted(fields)
 
 
 def _check_documents(task: Any, limit: int | None) -> None:

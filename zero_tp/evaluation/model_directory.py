@@ -169,7 +169,11 @@ class ModelDirectory:
 
         from zero_tp.weights.load import open_model
 
-        model = open_model(self.path, self.config, dtype, allow_pickle=self.allow_pickle).to(device)
+        model = open_model(self.path, self.config, dtype, allow_pickle=self.allow_pickle)
+        try:
+            model.to(device)
+        except (RuntimeError, AssertionError) as error:  # too little memory
+            raise UserError(f"--device {device}: {first_line(error)}") from error
         try:
             with torch.no_grad():
                 model(torch.zeros(1, 1, dtype=torch.long, device=device))

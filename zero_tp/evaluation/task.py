@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from zero_tp.data.documents import file_sha256, read_documents
+from zero_tp.data.documents import document_kind, file_sha256, read_documents, read_objects
 from zero_tp.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -125,6 +125,20 @@ def read_texts(path: Path, text_key: str, limit: int | None = None) -> tuple[lis
     if not texts:
         raise UserError(f"{path}: it has no text")
     return texts, file_origin(path)
+
+
+def require_fields(task: str, file: Path, wanted: Sequence[str]) -> None:
+    """Check that the first record of a file of JSON lines has the fields that the task reads."""
+    if document_kind(file) != "jsonl":
+        return
+    fields = list(next((record for _, record in read_objects(file)), {}))
+    if lacking := [field for field in wanted if field not in fields]:
+        others = ", ".join(CHOICE_FIELDS)
+        hint = "" if task == MULTIPLE_CHOICE else f", or give a file with {others} as --tasks {MULTIPLE_CHOICE}"
+        raise UserError(
+            f"--data {task}={file}: no field {lacking[0]}: {task} reads {', '.join(wanted)}, the file has "
+            f"{', '.join(fields) or 'none'}; rename its fields{hint}"
+        )
 
 
 def read_hub(task: str, repository: str, name: str, file: str) -> tuple[list[dict[str, Any]], Origin]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_tp.checkpoint.manifest import versions
 from zero_tp.constants import DTYPES
-from zero_tp.data.documents import check_files, document_kind, read_objects
+from zero_tp.data.documents import check_files
 from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.lambada import LambadaTask
 from zero_tp.evaluation.model_directory import open_directory
@@ -27,6 +27,7 @@ from zero_tp.evaluation.task import (
     Task,
     TaskOptions,
     as_json,
+    require_fields,
     require_lm_eval,
 )
 from zero_tp.topology import Topology
@@ -45,9 +46,7 @@ def multiple_choice(file: Path | None, options: TaskOptions) -> Task:
     if file is None:
         raise UserError(f"{MULTIPLE_CHOICE} needs JSON lines with {needed}: --data {MULTIPLE_CHOICE}=FILE")
     require_lm_eval(MULTIPLE_CHOICE)
-    fields = next((record for _, record in read_objects(file)), {}) if document_kind(file) == "jsonl" else {}
-    if lacking := [field for field in CHOICE_FIELDS if field not in fields]:
-        raise UserError(f"--data {MULTIPLE_CHOICE}={file}: no field {lacking[0]}; each JSON line has {needed}")
+    require_fields(MULTIPLE_CHOICE, file, CHOICE_FIELDS)
     from zero_tp.evaluation.lm_eval_tasks import LMEvalTask, TaskManager
 
     return LMEvalTask(MULTIPLE_CHOICE, TaskManager(include_defaults=False), options, file)

@@ -5,6 +5,7 @@ zero/stages.py has the differences between the ZeRO stages.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -85,10 +86,11 @@ class TrainingEngine:
     ):
         self.topology, self.device = topology, torch.device(device)
         without_shared_memory_collectives()  # a script that calls no `connect_deepspeed` would wait for a compiler
+        deepspeed_config = copy.deepcopy(deepspeed_config)  # the check converts values in it
         check_deepspeed(deepspeed_config, topology, EntryPoint.ENGINE, recompute)
         self.zero = zero_engine(deepspeed_config, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
-        # DeepSpeed broadcasts the weights of the first DP rank: zero.Init as each is made, or `initialize` all of them.
+        # DeepSpeed broadcasts the weights of the first DP rank: zero.Init as each is built, or `initialize` all of them.
         source = source or ShardedSeededInit(seed, topology.data_group)
         with self.zero.construction():
             model = model or default_model_class(architecture_of(config).spec(config))

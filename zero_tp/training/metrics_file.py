@@ -39,8 +39,7 @@ class MetricsFile(Callback):
                     lines = "lines" if unreadable > 1 else "line"
                     state.print(f"{self._path}: removed {unreadable} unreadable {lines}")
             if values is not None:
-                with self._path.open("a") as file:
-                    file.write(metrics_line(values) + "\n")
+                append_line(self._path, (metrics_line(values) + "\n").encode())
 
 
 def metrics_line(values: Metrics) -> str:
@@ -86,3 +85,15 @@ def cut_metrics(path: Path, last_step: int) -> int:
     if remaining != lines:
         write_atomically(path, b"".join(remaining))
     return records.count(None)
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line whole or not at all, because the next one begins where it ends."""
+    with path.open("ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError:
+            file.truncate(end)
+            raise
