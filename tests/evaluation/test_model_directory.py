@@ -128,6 +128,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         rf"wte\.weight.* are both {FIRST}",
     ),
     "cut": (lambda d: changed(d, "config.json", n_layer=1), r"unexpected tensor transformer\.h\.1"),
+    "layers": (lambda d: changed(d, "config.json", n_layer=5000), r"its config has 5,000 layers, its files only"),
     "not tied": (
         lambda d: with_weights(d, lambda t: t.update({"lm_head.weight": t[FIRST] + 1})),
         r"differ, but its config ties them",

@@ -82,6 +82,7 @@ class PretrainedSource:
     def __init__(self, directory: Path, config: PretrainedConfig, *, allow_pickle: bool = False, seed: int = 0):
         self.directory = directory
         self.tensors = open_weights(directory, allow_pickle)
+        _check_layers(directory, config, self.tensors)
         self.weights = {weight.our_name: weight for weight in weights_of(config)}
         self.generation = generation_config(directory)
         expected = stored_shapes(native_model(config), config)
@@ -260,6 +261,7 @@ def open_model(
         allow_pickle: read pickled weights where there are no safetensors.
     """
     tensors = open_weights(directory, allow_pickle)
+    _check_layers(directory, config, tensors)
     try:
         native = native_model(config)
     except Exception as error:  # a config can make a class raise anything
@@ -291,6 +293,13 @@ def open_model(
             raise non_finite_error(directory, name, parameter)
     model.generation_config = generation or model.generation_config
     return model.eval()
+
+
+def _check_layers(directory: Path, config: PretrainedConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a config with more layers than tensors before its layers are made."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > len(tensors):
+        raise UserError(f"{directory}: its config has {layers:,} layers, its files only {len(tensors):,} tensors")
 
 
 def _check_native(directory: Path, native: Any, tensors: Mapping[str, Tensor]) -> None:
