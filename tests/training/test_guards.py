@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import experts
+from tests.support.compare import grid
+from tests.support.encoders import encoder, rows_for
+from tests.support.experts import reference_model
+from tests.support.native import parallel_model
 from tests.support.pools import Pools, RankError
 from tests.support.replicas import replica, rows
 from tests.support.settings import deepspeed_settings, gpt2_config
+from tests.support.tiny_models import bert_fields
 from tests.tiers import in_tiers
+from zero_tp.constants import IGNORE_INDEX
 from zero_tp.topology import Topology
 
 
@@ -101,6 +108,33 @@ def with_a_frozen_norm() -> bool:
 
 def test_a_frozen_parameter_needs_no_sum(ranks: Pools) -> None:
     assert ranks(2).run(with_a_frozen_norm) == [True, True]
+
+
+def without_labels(model_type: str) -> int:
+    """Return the number of sums that a micro-batch without labels runs, each of them."""
+    from zero_tp.training.guards import check_hooks
+
+    if model_type == "bert":
+        sizes = {"vocab_size": 61, "hidden_size": 24, "max_position_embeddings": 16, "type_vocab_size": 2}
+        fields = bert_fields(model_type="bert", pad_token_id=0, architectures=None, **sizes)
+        reference, batch = encoder(fields, 1), rows_for(fields, 1)
+        batch["next_sentence_label"].fill_(IGNORE_INDEX)
+        divisors: dict[str, float] = {"num_items_in_batch": 0, "num_rows_in_batch": 0}
+    else:
+        reference, batch = reference_model(experts.fields(model_type), 1), experts.inputs(61, padded=True)
+        divisors = {"num_items_in_batch": 0}
+    model = parallel_model(reference, grid(2, True)).train()
+    batch["labels"] = torch.full_like(batch["input_ids"], IGNORE_INDEX)
+    for _ in range(2):
+        model(**batch, **divisors).loss.backward()
+        check_hooks(model)
+    return len(model.gradient_hooks.sums)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "mixtral", "qwen2_moe"])
+def test_a_micro_batch_without_labels_sums_every_gradient(ranks: Pools, model_type: str) -> None:
+    first, second = ranks(2).run(without_labels, model_type)
+    assert first == second > 5
 
 
 # --- what data-parallel ranks hold twice ------------------------------------------------------------------------------

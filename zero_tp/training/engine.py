@@ -90,7 +90,7 @@ class TrainingEngine:
         check_deepspeed(deepspeed_config, topology, EntryPoint.ENGINE, recompute)
         self.zero = zero_engine(deepspeed_config, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
-        # DeepSpeed broadcasts the weights of the first DP rank: zero.Init as each is built, or `initialize` all of them.
+        # DeepSpeed broadcasts the first DP rank's weights: zero.Init as each is built, or `initialize` all of them.
         source = source or ShardedSeededInit(seed, topology.data_group)
         with self.zero.construction():
             model = model or default_model_class(architecture_of(config).spec(config))
