@@ -91,8 +91,8 @@ def expected_counts(fields: dict[str, Any], *sequences: bool) -> dict[str, int]:
 @EACH_TYPE
 @given(data=st.data())
 def test_one_process(model_type: str, data: st.DataObject) -> None:
-    fields, *case = drawn_case(data, model_type)
-    assert same_as_native(1, fields, *case) == expected_counts(fields, False)
+    fields, seed, attention = drawn_case(data, model_type)
+    assert same_as_native(1, fields, seed, attention) == expected_counts(fields, False)
 
 
 @EACH_WORLD
@@ -100,8 +100,8 @@ def test_one_process(model_type: str, data: st.DataObject) -> None:
 @hypothesis.settings(max_examples=2)
 @given(data=st.data())
 def test_logits_losses_and_every_gradient(ranks: Pools, world: int, model_type: str, data: st.DataObject) -> None:
-    fields, *case = drawn_case(data, model_type)
-    counts = ranks(world).run(same_as_native, world, fields, *case)
+    fields, seed, attention = drawn_case(data, model_type)
+    counts = ranks(world).run(same_as_native, world, fields, seed, attention)
     assert counts == [expected_counts(fields, False, True)] * world
 
 
