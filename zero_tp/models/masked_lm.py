@@ -107,13 +107,11 @@ class MaskedLM(ParallelModel):
             label_places: `labelled_positions(labels)`, [n] in b·s; if absent, the forward synchronises with the device.
             return_logits: also return both kinds of logits.
             reduction: `none` returns each token's and each row's loss, for evaluation, without gradient.
-            num_items_in_batch: divisor of the sum of the masked tokens' losses; by default their number.
-            num_rows_in_batch: likewise of the rows' losses.
+            num_items_in_batch, num_rows_in_batch: divisors of the sums of the losses; by default the losses' numbers.
 
         Returns:
             Losses are means, fp32, equal on all TP ranks; nan if every label is ignored, as in torch, but 0 with a
-            divisor. With `none`, `masked_loss` is [b, s], 0 for ignored labels, `sentence_loss` is [b], and `loss` is
-            None.
+            divisor. With `none`, `masked_loss` is [b, s], 0 for ignored labels, `sentence_loss` [b] and `loss` None.
 
         Raises:
             UserError: under SP with gradients, s is not a multiple of t; or s exceeds the positions.

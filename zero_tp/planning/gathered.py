@@ -35,12 +35,7 @@ def most_gathered(
         tied: the last module's weight is the first module's.
     """
     sizes = {(number, position): size for number, own in enumerate(modules) for position, size in enumerate(own)}
-    partitioned: list[list[ParameterId]] = [[] for _ in modules]
-    for name, size in sizes.items():
-        if size > threshold:
-            partitioned[name[0]].append(name)
-    if tied:
-        partitioned[-1] = [(0, position) for _, position in partitioned[-1]]
+    partitioned = _partitioned(modules, threshold, tied)
     order = [*range(len(modules)), *reversed(range(len(modules)))]
     passed = list(accumulate((sum(modules[number]) for number in order), initial=0))
     queue = [(step, name) for step, module in enumerate(order) for name in partitioned[module]][::-1]
@@ -80,3 +75,14 @@ def most_gathered(
             if not is_reused and prefetched_for.get(name, -1) <= step:
                 gathered.discard(name)
     return most
+
+
+def _partitioned(modules: tuple[tuple[int, ...], ...], threshold: int, tied: bool) -> list[list[ParameterId]]:
+    """Return each module's parameters above the persistence threshold; a tied last module has the first module's."""
+    partitioned = [
+        [(number, position) for position, size in enumerate(own) if size > threshold]
+        for number, own in enumerate(modules)
+    ]
+    if tied:
+        partitioned[-1] = [(0, position) for _, position in partitioned[-1]]
+    return partitioned
