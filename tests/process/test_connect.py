@@ -59,6 +59,8 @@ def init_gloo(backend: str, *, device_id: torch.device, **options: Any) -> None:
 def train_on_the_only_device(path: str, port: int, launcher: dict[str, str]) -> tuple[str, int | None, float]:
     """Connect again, as a new process of `launch/pretrain.py` does, and train a step; this rank sees one device.
 
+    Ranks that no one has given a number of threads get an equal part of the cores.
+
     Returns:
         The device, this rank's number on its machine, and the loss.
     """
@@ -71,6 +73,8 @@ def train_on_the_only_device(path: str, port: int, launcher: dict[str, str]) -> 
     os.environ.update(variables | {name: value.format(rank=rank) for name, value in launcher.items()})
     environment = RankEnvironment(rank=rank, world=2, local_rank=rank, local_world=2)
     environment.export()
+    os.environ.pop("OMP_NUM_THREADS", None)
+    torch.set_num_threads(2 * environment.cores)
     config = RunConfig.load(path, world_size=2)
     properties = SimpleNamespace(uuid=f"GPU-{rank}")
     with asynchronous(devices=1) as accelerator:
@@ -82,6 +86,7 @@ def train_on_the_only_device(path: str, port: int, launcher: dict[str, str]) -> 
             mock.patch.object(dist, "init_process_group", init_gloo),
         ):
             topology, device = connect_deepspeed(config, environment)
+        assert torch.get_num_threads() == environment.cores
         engine = TrainingEngine(config.hf_config(), topology, config.deepspeed_config(), seed=7)
         [(loss, _)] = steps_of(engine, 1, 1)
         return str(device), environment.local_rank, loss

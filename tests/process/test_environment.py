@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import psutil
 import pytest
 
 from zero_tp.process.environment import RankEnvironment
@@ -65,12 +66,18 @@ def test_a_process_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("no_launcher")
-@pytest.mark.parametrize(("cores", "ranks", "expected"), [(16, 8, "2"), (4, 8, "1"), (192, 2, "32")])
-def test_ranks_of_a_machine_share_its_cores_when_they_compile(
-    cores: int, ranks: int, expected: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("machine", "bound", "ranks", "cores", "workers"),
+    [(16, 16, 8, 2, "2"), (4, 4, 8, 1, "1"), (192, 192, 2, 96, "32"), (16, 2, 8, 2, "2"), (16, 1, 8, 1, "1")],
+)
+def test_ranks_of_a_machine_share_its_cores(
+    machine: int, bound: int, ranks: int, cores: int, workers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    """Threads and compilers of a rank use what its launcher has bound it to, or an equal part."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(bound if pid == 0 else machine)))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    RankEnvironment(rank=0, world=2 * ranks, local_rank=0, local_world=ranks).export()
-    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == expected
+    launcher = psutil.Process().parent()
+    environment = RankEnvironment(rank=0, world=2 * ranks, local_rank=0, local_world=ranks, parent=launcher)
+    environment.export()
+    assert (environment.cores, os.environ["TORCHINDUCTOR_COMPILE_THREADS"]) == (cores, workers)

@@ -46,6 +46,8 @@ def connect(
     Raises:
         UserError: this rank has no such device, or another rank has refused.
     """
+    if environment.world > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(environment.cores)  # by default each rank would start a thread for each core
     device, bound_device = torch.device("cpu"), None
     if device_type != "cpu":
         device = rank_device(environment, device_type)

@@ -72,6 +72,13 @@ class RankEnvironment:
     def name(self) -> str:
         return rank_name(self.rank)
 
+    @property
+    def cores(self) -> int:
+        """CPU cores that this rank may use: those it is bound to, or an equal part of its launcher's."""
+        own = len(os.sched_getaffinity(0))
+        launcher = len(os.sched_getaffinity(self.parent.pid)) if self.parent else own
+        return max(1, min(own, launcher // (self.local_world or self.world)))
+
     @cached_property
     def store(self) -> JobStore:
         """The job's store, which ranks use before they have a process group."""
@@ -93,8 +100,7 @@ class RankEnvironment:
         os.environ["WORLD_SIZE"] = str(self.world)
         os.environ["LOCAL_RANK"] = str(self.local_rank or 0)
         # By default each rank's torch.compile would start a worker for each of the machine's cores.
-        workers = max(1, min(32, len(os.sched_getaffinity(0)) // (self.local_world or self.world)))
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(workers))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, self.cores)))
         if self.world == 1:
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
             os.environ.setdefault("MASTER_PORT", str(free_port()))
