@@ -158,7 +158,7 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
         manager = find_task_manager(others, directory)
         for name in others:
             if name not in manager.task_index:
-                near = difflib.get_close_matches(name, [*OWN_TASKS, *manager.all_tasks])
+                near = difflib.get_close_matches(name, sorted({*OWN_TASKS, *manager.all_tasks}))
                 hint = f"did you mean {' or '.join(near)}?" if near else f"there are {TASK_NAMES}"
                 raise UserError(f"{name}: unknown task; {hint}")
         tasks |= {name: LMEvalTask(name, manager, options, data.get(name)) for name in others}
