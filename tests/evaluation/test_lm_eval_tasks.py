@@ -171,7 +171,7 @@ def test_mistakes_with_lm_evals_own_tasks(tasks: Path, tmp_path: Path, shared_fi
     assert "copa reads choice1, choice2, label, premise, question, the file has " in message
     assert "or give a file with query, choices, gold as --tasks multiple_choice" in message
     assert re.search("copa_locl: unknown task; did you mean copa_local", refusal(["copa_locl"], include_path=tasks))
-    assert re.search(r"lambda: unknown task; did you mean lambada or llama\?", refusal(["lambda"]))
+    assert re.search("lambda: unknown task; did you mean lambada or llama or ", refusal(["lambda"]))
     assert re.search(r"arc_easy: lm-eval can't load it .* --data arc_easy=FILE", refusal(["arc_easy"]))
     file = tmp_path / "x.jsonl"
     file.write_text('{"other": 1}\n')
