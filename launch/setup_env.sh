@@ -77,8 +77,9 @@ current_ops() {
     while read -r file; do [ -f "$file" ] || return 1; done < <(tail -n +2 "$ops")
 }
 if ! current_ops; then
-    command -v "${CXX:-c++}" >/dev/null ||
-        fail "there is no C++ compiler (${CXX:-c++}): install one (Debian, Ubuntu: apt-get install g++) or set CXX"
+    compiler=${CXX:-c++}
+    command -v "${compiler%% *}" >/dev/null || # "ccache g++" has two words
+        fail "there is no C++ compiler ($compiler): install one (Debian, Ubuntu: apt-get install g++) or set CXX"
     "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
         fail "Python's headers are missing: install them (Debian, Ubuntu: apt-get install python3-dev)"
     echo "set-up: compiling DeepSpeed's $builder, a minute or two"

@@ -100,6 +100,24 @@ def test_a_tracker_that_could_not_be_opened_gets_no_lines(tmp_path: Path, monkey
     assert thread.queue.empty() and len(state.printed) == 1
 
 
+def test_a_tracker_that_does_not_open_holds_few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callback, "MAX_QUEUED", 2)
+    sound, released = Recording(), threading.Event()
+
+    def late() -> Recording:
+        released.wait(60)
+        return sound
+
+    trackers, state = start({"slow": late}, tmp_path, monkeypatch)
+    for step in (1, 3, 5, 6):
+        trackers.on_log(state, {"step": step, "loss": 1.0})
+    assert trackers._threads[0].queue.qsize() == 2
+    assert state.printed == ["slow does not answer: values are lost from step 5 on; training continues"]
+    released.set()
+    trackers.on_end(state)
+    assert sound.logged == [1, 3, None] and len(state.printed) == 1
+
+
 def test_a_tracker_that_is_behind_when_the_run_ends_gets_every_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,10 +55,13 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
     (found,) = read_runs([going])
     assert found.unreadable == 1 and found.series["loss"][7] == 0.5 and found.last_step == 7
     assert [*panels([found])] == ["loss", "learning rate", "gradient norm", "lambada/accuracy"]
+    text = write_report([going])[0].read_text()
+    assert "lambada/accuracy" in text and "experts/" not in text, "a table has a row for each task, not each expert"
 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
-    one, torn, new, endless = (make_run(tmp_path / name) for name in ("one", "torn", "new", "endless"))
+    one, torn, new, endless, other = (make_run(tmp_path / name) for name in ("one", "torn", "new", "endless", "other"))
+    (other / "metrics.jsonl").write_text("time,loss\n1,2\n")
     (torn / "config.json").write_text("{")
     (new / "metrics.jsonl").write_text('{"step": 1')
     (endless / "metrics.jsonl").unlink()
@@ -69,9 +72,12 @@ def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
         ([one, tmp_path / "." / "one"], "given twice"),
         ([torn], "not a run's config"),
         ([new], "nothing was logged yet"),
+        ([other], "other/metrics.jsonl: has no line of a run's metrics"),
     ):
         with pytest.raises(UserError, match=message):
             read_runs(runs)
+    with pytest.raises(UserError, match=r"^\.: can't be written \(not a regular file\)"):
+        write_report([one], Path("."))
 
 
 def test_smoothing_is_that_of_pandas(seed: int) -> None:

@@ -35,13 +35,13 @@ def panels(runs: list[Run]) -> dict[str, dict[str, str]]:
     """Return the panels that have something to show: PANELS, then evaluations, then the objective's other figures."""
     names = dict.fromkeys(name for run in runs for name in run.series)
     drawn = {name for series in PANELS.values() for name in series} | {f"{VALIDATION}perplexity"}  # exp of the loss
-    evaluations = [name for name in names if _is_evaluation(name) and name not in drawn]
-    others = [name for name in names if name.endswith(("_accuracy", "_loss")) and not _is_evaluation(name)]
+    evaluations = [name for name in names if is_evaluation(name) and name not in drawn]
+    others = [name for name in names if name.endswith(("_accuracy", "_loss")) and not is_evaluation(name)]
     shown = PANELS | {name.replace("_", " "): {name: ""} for name in (*evaluations, *others)}
     return {title: series for title, series in shown.items() if any(_has(run, name) for run in runs for name in series)}
 
 
-def _is_evaluation(name: str) -> bool:
+def is_evaluation(name: str) -> bool:
     return ("/" in name and not name.startswith("experts/")) or name.startswith(VALIDATION)
 
 
@@ -111,12 +111,12 @@ def _draw_panel(axes: Any, runs: list[Run], units: list[float], labels: dict[str
             places = [unit * step for step in run.series[name]]
             curve = values = [(100 if name in PERCENT else 1) * value for value in run.series[name].values()]
             finite += filter(math.isfinite, values)
-            if not _is_evaluation(name) and name not in NOT_NOISY and len(values) > SPAN:
+            if not is_evaluation(name) and name not in NOT_NOISY and len(values) > SPAN:
                 if len(runs) <= MAX_RAW_CURVES:
                     axes.plot(places, values, alpha=0.3, linewidth=0.8, **style)
                 curve = smoothed(values)
             (line,) = axes.plot(places, curve, linewidth=1.2 if curve is values else 1.5, **style)
-            if _is_evaluation(name):
+            if is_evaluation(name):
                 line.set(marker="o", markersize=3.5)
             if label not in axes.get_legend_handles_labels()[1]:
                 line.set_label(label)

@@ -85,6 +85,8 @@ def _read(directory: Path, name: str) -> Run:
                     logged.setdefault(key, {})[step] = value
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from None
+    if not logged and unreadable:
+        raise UserError(f"{path}: has no line of a run's metrics; give the directory of a run")
     if not logged:
         raise UserError(f"{path}: nothing was logged yet; try again after the first step")
     try:
