@@ -2,7 +2,7 @@
 # bash launch/setup_env.sh [EXTRA…]   (data, datatrove, dev, eval, plot)
 #
 # Makes .venv in the repository, installs zero_tp with these extras at the versions of constraints.txt, and compiles the
-# DeepSpeed ops of a CPU run. Current parts are left alone. PYTHON chooses the interpreter of a new .venv.
+# DeepSpeed ops of a CPU run. Parts that are up to date are left alone. PYTHON chooses the interpreter of a new .venv.
 set -euo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -36,7 +36,7 @@ python=$environment/bin/python
     fail ".venv has $("$python" --version): remove it, Python 3.11 or newer is needed"
 
 key=$({ cat constraints.txt setup.cfg setup.py pyproject.toml tests/packages.txt && "$python" --version && pwd; } | cksum)
-installed() { # any set of extras contains the bare package
+installed() { # without extras, an earlier set-up with any extras will do
     for stamp in "$environment/installed-$extras" ${extras:-"$environment"/installed-*}; do
         if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then return 0; fi
     done

@@ -98,7 +98,7 @@ def test_what_is_no_command_is_one_line() -> None:
 def test_what_is_shipped_has_a_path() -> None:
     assert {"quickstart", "gpt2_355m", "gpt2_2.5b"} <= set(shipped.config_names())
     for name in PATHS:
-        assert shipped.shipped(PATHS[name]).exists()
+        assert shipped.shipped_path(PATHS[name]).exists()
     done = zero_tp_says("path", "gpt2_2.5b")
     assert json.loads(Path(done.stdout.rstrip("\n")).read_text())["zero_tp"]
 
@@ -106,7 +106,7 @@ def test_what_is_shipped_has_a_path() -> None:
 def test_a_config_is_found_by_its_name_where_no_file_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert RunConfig.load(shipped.find_config("gpt2_2.5b"), world_size=8).name == "gpt2_2.5b"
-    papers = shipped.shipped(shipped.CONFIGS) / "papers"
+    papers = shipped.shipped_path(shipped.CONFIGS) / "papers"
     assert {shipped.find_config(name) for name in ("gpt_22b", "papers/gpt_22b")} == {papers / "gpt_22b.json"}
     with pytest.raises(ConfigError, match=r'^lama_135m: no such file; .* did you mean "llama_135m"\?$'):
         RunConfig.load(shipped.find_config("lama_135m"))

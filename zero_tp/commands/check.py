@@ -32,7 +32,7 @@ FILE = "the run's JSON file, or the name of one that is shipped, such as quickst
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config(parser, "check", FILE)
+    add_config(parser, "file", FILE)
     parser.add_argument("--world-size", type=int, metavar="N", help="the number of ranks to check it for")
     add_settings(parser)
     add_parent(parser)
@@ -87,7 +87,7 @@ def _check(options: argparse.Namespace) -> int:
     from zero_tp.weights.weight_files import find_weights, resolve
 
     try:
-        config = RunConfig.load(options.check, options.set, options.world_size)
+        config = RunConfig.load(options.file, options.set, options.world_size)
     except ConfigErrors as errors:
         print(*map(error_line, errors.errors), sep="\n", file=sys.stderr)
         return BAD_INPUT
@@ -172,7 +172,7 @@ def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None
         *(("not here", _missing(path, config)) for path in absent),
     ]
     if absent and parent is not None:
-        lines.append(("unchecked", f"--from {parent}, before all that a run needs is here"))
+        lines.append(("unchecked", f"--from {parent}: first add the missing files"))
     return "\n".join(f"{name:<10} {text}" for name, text in lines)
 
 

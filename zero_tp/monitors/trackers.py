@@ -106,11 +106,10 @@ class Tracker:
         logger: Any = logging.getLogger(tracking.__name__)
         logger.warning_once, tracking.logger = logger.warning, logger
         run_id = run.run_id(name)
-        arguments = service.arguments(run, options, run_id).items()
-        known = {
-            key: value for key, value in arguments if value is not None or key == "run_name"
-        }  # Comet's has no default
-        tracker = tracking.LOGGER_TYPE_TO_CLASS[service.package](**known)
+        arguments = service.arguments(run, options, run_id)
+        # Comet's `run_name` has no default.
+        arguments = {key: value for key, value in arguments.items() if value is not None or key == "run_name"}
+        tracker = tracking.LOGGER_TYPE_TO_CLASS[service.package](**arguments)
         tracker.main_process_only = False  # only rank 0 opens it
         tracker.start()
         if service.setup is not None:
@@ -345,9 +344,9 @@ class Trackers(Callback):
                 self._threads[-1].start()
 
     def on_log(self, state: TrainState, values: Metrics) -> None:
-        known = {name: value for name, value in values.items() if value is not None and name != "step"}
+        numbers = {name: value for name, value in values.items() if value is not None and name != "step"}
         for thread in filter(TrackerThread.is_alive, self._threads):
-            thread.log(known, int(values["step"] or 0))
+            thread.log(numbers, int(values["step"] or 0))
 
     def on_end(self, state: TrainState) -> None:
         """Close all trackers together within 10 s. A failed run waits 1 s: its error is printed afterwards."""
