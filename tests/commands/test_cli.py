@@ -97,6 +97,11 @@ def test_reader_gone(lines: int) -> None:
     assert (process.returncode, error) == (141, "")
 
 
+def test_a_closed_standard_output_is_no_error() -> None:
+    done = subprocess.run(["bash", "-c", '"$@" >&-', "bash", *script("print('text')")], cwd=ROOT, stderr=-1, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("lines", [1, 100_000])
 def test_a_full_disk_under_standard_output_is_one_line(lines: int) -> None:
     with open("/dev/full", "w") as full:

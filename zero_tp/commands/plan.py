@@ -62,17 +62,17 @@ def main(options: argparse.Namespace) -> None:
     config = RunConfig.load(options.file, options.set, options.world_size)
     device = named_device(options.device, options.world_size)
     run_plan = plan(config, device, options.tokens and int(options.tokens))
-    from zero_tp.planning import plan_report
+    from zero_tp.planning import plan_report as report
     from zero_tp.planning.search import Search
 
     result: dict[str, Any] = run_plan.as_json()
-    lines = [plan_report.describe(run_plan)]
+    lines = [report.describe(run_plan)]
     if options.dry_run:
         dry_run, seconds = run_plan.dry_run_all_layers()
         # "true_view_bytes" is the plan's peak, under the key's old name.
         peaks = {"dry_run_bytes": dry_run.as_json(), "true_view_bytes": run_plan.peak.as_json()}
         result["dry_run"] = {"seconds": seconds, **peaks}
-        lines += plan_report.dry_run(run_plan.peak, dry_run, seconds)
+        lines += report.dry_run(run_plan.peak, dry_run, seconds)
     advice: list[str] = []
     fastest = None
     if options.search:
@@ -80,7 +80,7 @@ def main(options: argparse.Namespace) -> None:
         shown, best = search.fastest(options.set, options.top)
         result["candidates"] = [estimate.as_json() for estimate in shown]
         result["tried"], result["fitting"] = len(search.ranked), search.fitting
-        advice, fastest = plan_report.advice(search, shown, run_plan), shown[0]
+        advice, fastest = report.advice(search, shown, run_plan), shown[0]
         lines += advice
         if options.write:
             write_named(options.write, json.dumps(best, indent=2) + "\n")
