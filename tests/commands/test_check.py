@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launched import ROOT
+from tests.support.launched import ROOT, zero_tp
 from tests.support.mistakes import RIGHT, changed, written
 from zero_tp import cli
 from zero_tp.commands import check as command
@@ -52,10 +51,7 @@ TUTORIAL: dict[str, Any] = {
 
 
 def check(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "zero_tp", "check", str(path), *options]
-    return subprocess.run(
-        words, cwd=path.parent, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    return zero_tp(path.parent, "check", str(path), *options)
 
 
 def errors(tmp_path: Path, config: dict[str, Any], world_size: int | None = None) -> list[str]:

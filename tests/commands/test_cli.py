@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import default_interrupts
+from tests.support import launched
+from tests.support.launched import ROOT, default_interrupts
 from tests.support.waits import patience
-
-ROOT = Path(__file__).parents[2]
 
 
 def script(body: str, before: str = "") -> list[str]:
@@ -54,8 +53,7 @@ def test_our_own_faults_keep_their_traceback(body: str) -> None:
 
 @pytest.mark.parametrize(("option", "value"), [("tokens", -1), ("tokens", 0), ("top-k", -5), ("seed", 2**32)])
 def test_a_sample_of_no_such_size_is_one_line(tmp_path: Path, option: str, value: int) -> None:
-    words = ["--model", str(tmp_path), "--prompt", "x", f"--{option}", str(value)]
-    done = subprocess.run([sys.executable, "launch/sample.py", *words], cwd=ROOT, capture_output=True, text=True)
+    done = launched.script("launch/sample.py", tmp_path, "--model", ".", "--prompt", "x", f"--{option}", str(value))
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: --{option} {value}: from ") and done.stderr.count("\n") == 1
 
