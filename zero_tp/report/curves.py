@@ -71,7 +71,7 @@ def draw_runs(runs: list[Run], against: str) -> Any:
     ends = [run.last_step * x_scale for run, x_scale in zip(runs, x_scales, strict=True)]
     starts = [run.first_step * x_scale for run, x_scale in zip(runs, x_scales, strict=True)]
     logarithmic = max(ends) > 5 * min(ends) and min(starts) > 0
-    left, right = (0.9 * min(starts), 1.1 * max(ends)) if logarithmic else (-0.02 * max(ends), 1.02 * max(ends))
+    left, right = (0.9 * min(starts), 1.1 * max(ends)) if logarithmic else (-0.02 * max(*ends, 1), 1.02 * max(*ends, 1))
     for number, (title, labels) in enumerate(shown.items()):
         axes = style_axes(figure.add_subplot(rows, 2, number + 1), title)
         values = _draw_panel(axes, runs, x_scales, labels)
