@@ -145,6 +145,10 @@ def test_a_right_config_without_its_corpora_ends_with_1(tmp_path: Path) -> None:
     ]
     done = check(path, "--world-size", "4", "--set", "zero_tp.data.train=mine/train")
     assert done.returncode == 0 and done.stdout.startswith(f"config     {path} is right\n")
+    for output in (path, path / "run"):
+        refused = check(path, "--output-dir", str(output))
+        told = f"error: {output}: cannot be a run's directory ({path} is a file); give another --output-dir\n"
+        assert (refused.returncode, refused.stderr) == (2, told)
     # 2 ranks × 4 × 2 samples of 128 tokens, 100 times; the corpus has 4 windows.
     assert "data       mine/train: 600 tokens, 400 epochs" in done.stdout
     assert "validation mine/train: 600 tokens" in done.stdout

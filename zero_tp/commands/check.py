@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.constants import in_gib
-from zero_tp.errors import BAD_INPUT, error_line
+from zero_tp.errors import BAD_INPUT, UserError, error_line
 from zero_tp.shipped import find_config
 
 if TYPE_CHECKING:
@@ -97,6 +97,9 @@ def _check(options: argparse.Namespace) -> int:
     if config.pretrained is not None and config.pretrained not in absent:
         find_weights(resolve(config.pretrained, allow_pickle=options.allow_pickle), options.allow_pickle)
     directory = options.output_dir or Path("runs") / config.name
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"{directory}: cannot be a run's directory ({existing} is a file); give another --output-dir")
     if not absent:
         from zero_tp.training.run_inputs import RunInputs
 
