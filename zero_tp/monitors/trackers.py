@@ -27,6 +27,7 @@ from zero_tp.errors import ConfigError, first_line, one_line
 from zero_tp.files import write_atomically
 from zero_tp.strict_json import read_json
 from zero_tp.training.callback import Callback, Metrics, TrainState
+from zero_tp.training.metrics_file import append_line
 
 RUN_IDS = "monitors.json"
 """In the run directory: each service's id of this run, by which a resumed run continues it."""
@@ -250,8 +251,7 @@ class CsvFiles:
         for name, value in values.items():
             path = self.directory / _file_name(name)
             header = "" if path.exists() else f"step,{name.rsplit('/', 1)[-1]}\n"
-            with path.open("a", newline="") as file:
-                file.write(f"{header}{step},{value}\n")
+            append_line(path, f"{header}{step},{value}\n".encode())
 
     def finish(self) -> None:
         """Nothing is left to write."""
