@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ import pytest
 from tests.monitors.test_monitors import config_of, started
 from zero_tp.errors import ConfigError
 from zero_tp.monitors import trackers as callback
-from zero_tp.monitors.trackers import Trackers, check_installed
+from zero_tp.monitors.trackers import CsvFiles, RunInfo, Trackers, check_installed
 
 
 class Recording:
@@ -145,6 +146,20 @@ def test_a_failing_run_does_not_wait_for_its_trackers(tmp_path: Path, monkeypatc
     assert state.printed == ["slow: not done 0 s after the run; its last values are lost"]
     assert time.monotonic() - began < callback.CLOSE_SECONDS
     released.set()
+
+
+def test_a_full_disk_leaves_whole_lines_in_csv_files(tmp_path: Path) -> None:
+    files, limits = CsvFiles({}, RunInfo(tmp_path, config_of(tmp_path), 0)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    written = files.directory / "loss.csv"
+    for values in ({"loss": 0.125}, {"loss": 0.25}):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (14, limits[1]))  # the header and half of the line
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                files.log(values, 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        files.log(values, 1)
+    assert written.read_text() == "step,loss\n1,0.125\n1,0.25\n"
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ class CsvFiles:
     def log(self, values: Values, step: int) -> None:
         for name, value in values.items():
             path = self.directory / _file_name(name)
-            header = "" if path.exists() else f"step,{name.rsplit('/', 1)[-1]}\n"
+            header = "" if path.exists() and path.stat().st_size else f"step,{name.rsplit('/', 1)[-1]}\n"
             append_line(path, f"{header}{step},{value}\n".encode())
 
     def finish(self) -> None:
