@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from benchmarks.contenders import connected, engine_of
 from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
-from zero_tp.devices import find_device, named_device, peak_flops
+from zero_tp.devices import find_device_spec, named_device, peak_flops
 from zero_tp.errors import UserError
 from zero_tp.models.flops import model_flops, utilisation
 from zero_tp.planning.plan import plan
@@ -64,10 +64,10 @@ def planned(config: RunConfig, name: str, world: int) -> dict[str, float]:
     Raises:
         UserError: the run would not fit.
     """
-    known = find_device(name)
-    if name != "cpu" and (known is None or not known.plans):
+    known = find_device_spec(name)
+    if name != "cpu" and (known is None or not known.memory_gib):
         return {}
-    device = named_device("cpu" if known is None else next(iter(known.plans)), world)
+    device = named_device("cpu" if known is None else next(iter(known.memory_gib)), world)
     host = psutil.virtual_memory().total / GIB
     run_plan = plan(config, device.model_copy(update={"host_memory_gib": host}))
     if not run_plan.fits:

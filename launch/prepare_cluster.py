@@ -24,10 +24,11 @@ from typing import Any
 
 from zero_tp import cli
 from zero_tp.data.documents import HUB
-from zero_tp.data.settings import check_validation_size, size_and_time
+from zero_tp.data.settings import check_validation_size, find_reusable, size_and_time
 from zero_tp.data.similarity import SHINGLE
 from zero_tp.data.tokenizer import DocumentEncoder
 from zero_tp.errors import UserError
+from zero_tp.strict_json import InvalidJson, parse_object
 
 try:
     from zero_tp.data.datatrove import CorpusReader, TokenizedCorpus
@@ -64,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     )
     arguments.add_argument(
         "--executor-arguments",
-        type=json.loads,
+        type=json_object,
         default={},
         metavar="JSON",
         help="arguments of datatrove's executor; Slurm's needs partition and time",
@@ -86,6 +87,13 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--seed", type=int, default=1234, help="seed of the split (default: 1234)")
     arguments.add_argument("--validation-fraction", dest="validation", type=float, default=0.02, metavar="F|COUNT")
     return arguments
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        return parse_object(text.encode())
+    except InvalidJson as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 class Words(WhitespaceTokenizer):
@@ -170,6 +178,7 @@ def main() -> None:
     # Workers may have another working directory.
     inputs = [word if word.startswith(HUB) else os.path.abspath(word) for word in options.input]
     output = Path(os.path.abspath(options.output))
+    find_reusable(output, dict, overwrite=True)  # refuses before the work what `merge` would refuse after it
     reader = CorpusReader(inputs, options.text_key, options.documents)
     settings = {name: getattr(options, name) for name in ("text_key", "documents", "repair", "deduplicate")}
     settings["inputs"] = digest([[source.name, *size_and_time(source)] for source in reader.sources])

@@ -2,7 +2,7 @@
 # bash launch/setup_env.sh [EXTRA…]   (data, datatrove, dev, eval, plot)
 #
 # Makes .venv in the repository, installs zero_tp with these extras at the versions of constraints.txt, and compiles the
-# DeepSpeed ops of a CPU run. Current parts are left alone. PYTHON chooses the interpreter of a new .venv.
+# DeepSpeed ops of a CPU run. Parts that are up to date are left alone. PYTHON chooses the interpreter of a new .venv.
 set -euo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -36,7 +36,7 @@ python=$environment/bin/python
     fail ".venv has $("$python" --version): remove it, Python 3.11 or newer is needed"
 
 key=$({ cat constraints.txt setup.cfg setup.py pyproject.toml tests/packages.txt && "$python" --version && pwd; } | cksum)
-installed() { # any set of extras contains the bare package
+installed() { # without extras, an earlier set-up with any extras will do
     for stamp in "$environment/installed-$extras" ${extras:-"$environment"/installed-*}; do
         if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then return 0; fi
     done
@@ -77,8 +77,9 @@ current_ops() {
     while read -r file; do [ -f "$file" ] || return 1; done < <(tail -n +2 "$ops")
 }
 if ! current_ops; then
-    command -v "${CXX:-c++}" >/dev/null ||
-        fail "there is no C++ compiler (${CXX:-c++}): install one (Debian, Ubuntu: apt-get install g++) or set CXX"
+    compiler=${CXX:-c++}
+    command -v "${compiler%% *}" >/dev/null || # "ccache g++" has two words
+        fail "there is no C++ compiler ($compiler): install one (Debian, Ubuntu: apt-get install g++) or set CXX"
     "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
         fail "Python's headers are missing: install them (Debian, Ubuntu: apt-get install python3-dev)"
     echo "set-up: compiling DeepSpeed's $builder, a minute or two"

@@ -57,7 +57,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     escape_unencodable_output()
     try:
         status = main() or 0
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None: closed by the shell, `>&-`
+            sys.stdout.flush()
     except UserError as error:
         status = _refuse(error)
     except OSError as error:

@@ -81,7 +81,7 @@ class DeviceSpec(NamedTuple):
         pattern: searched in `torch.cuda.get_device_name()`.
         bf16, fp16, tf32, fp32: dense peaks [TFLOP/s]; None if the matrix units don't have the type.
         source: of the peaks.
-        plans: name for `--device` → memory that a process sees [GiB].
+        memory_gib: name for `--device` → memory that a process sees [GiB]; {} if the device can't be planned for.
         fields: the other fields of `Device`, for plans.
     """
 
@@ -91,12 +91,12 @@ class DeviceSpec(NamedTuple):
     tf32: float | None
     fp32: float
     source: str
-    plans: dict[str, float] = {}  # noqa: RUF012 - never changed
+    memory_gib: dict[str, float] = {}  # noqa: RUF012 - never changed
     fields: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
 def _fields(memory: float, intra: float, inter: float, host: float, **others: Any) -> dict[str, Any]:
-    """Return fields of `Device`: bandwidth to memory, devices of the node, other nodes and the host [GB/s]; others."""
+    """Name the bandwidths of a `Device` [GB/s]: memory, links in the node, between nodes, to the host."""
     return {"memory_gbps": memory, "intra_gbps": intra, "inter_gbps": inter, "host_gbps": host, **others}
 
 
@@ -153,7 +153,7 @@ DEVICES = (
     DeviceSpec(r"\bRTX 4090$", 165.2, 165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture whitepaper, 2022, appendix A",
           {"rtx4090-24gb": 23.6}, _fields(1008, 32, 12.5, 25, units=128)),
 )  # fmt: skip
-NAMES = (*(name for row in DEVICES for name in row.plans), "cpu")
+NAMES = (*(name for row in DEVICES for name in row.memory_gib), "cpu")
 
 
 def named_device(name: str, ranks: int = 1) -> Device:
@@ -164,14 +164,16 @@ def named_device(name: str, ranks: int = 1) -> Device:
         ranks: number of ranks of the run; CPU ranks share one machine's memory and cores.
     """
     if name.endswith(".json"):
-        return validate(Device, read_json(Path(name)), name)
+        return validate(
+            Device, read_json(Path(name), f"give the path of a device's JSON file, or one of {', '.join(NAMES)}"), name
+        )
     key = name.lower().replace("_", "-").replace("rtx-", "rtx")
     if key == "cpu":
         return _cpu_device(ranks)
-    rows = {plan: row for row in DEVICES for plan in row.plans}
+    rows = {known: row for row in DEVICES for known in row.memory_gib}
     if key == "v100":
         key = "v100-32gb"
-    candidates = [plan for plan in rows if plan.split("-")[0] == key]
+    candidates = [known for known in rows if known.split("-")[0] == key]
     key = candidates[0] if len(candidates) == 1 else key
     if key not in rows:
         hint = did_you_mean(key, NAMES)
@@ -180,7 +182,7 @@ def named_device(name: str, ranks: int = 1) -> Device:
     row = rows[key]
     return Device(
         name=key,
-        memory_gib=row.plans[key],
+        memory_gib=row.memory_gib[key],
         bf16_tflops=row.bf16,
         fp16_tflops=row.fp16,
         fp32_tflops=row.fp32,
@@ -212,7 +214,7 @@ def _cpu_device(ranks: int) -> Device:
 # ---- the device that a run computes on -------------------------------------------------------------------------------
 
 
-def find_device(name: str) -> DeviceSpec | None:
+def find_device_spec(name: str) -> DeviceSpec | None:
     """Return the table's row for a device name of torch; None for an unknown device and for a MIG slice."""
     if re.search(r"\bMIG\b", name):
         return None
@@ -227,7 +229,7 @@ def peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | Non
     Args:
         tf32: fp32 matrices are multiplied as TF32 (`torch.backends.cuda.matmul.allow_tf32`).
     """
-    row = find_device(name)
+    row = find_device_spec(name)
     if row is None:
         return None
     rates = {"bfloat16": row.bf16, "float16": row.fp16, "float32": row.tf32 if tf32 else row.fp32}

@@ -90,7 +90,7 @@ def _locked(partial: Path, output: Path) -> Iterator[int]:
         try:
             locked = lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_same_directory(descriptor, partial):
-                raise BlockingIOError  # the process that had the lock has just renamed it
+                raise BlockingIOError  # its owner has renamed it to the output in the meantime
         except BlockingIOError:
             raise UserError(
                 f"{output}: another process writes it now: wait for it, or choose another --output"

@@ -51,8 +51,8 @@ def write(path: Path, title: str, parts: Iterable[str], figures: Mapping[str, An
     name, body = html.escape(title), "\n".join(parts)
     head = f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
     text = f"{head}\n<style>{STYLE}</style></head>\n<body><h1>{name}</h1>\n{body}\n</body></html>\n"
-    pictures = {path.with_name(f"{path.stem}{suffix and '_'}{suffix}.png"): figures[suffix] for suffix in figures}
     write_named(path, text)
+    pictures = {path.with_name(f"{path.stem}{suffix and '_'}{suffix}.png"): figures[suffix] for suffix in figures}
     for picture, figure in pictures.items():
         png = io.BytesIO()
         figure.savefig(png, format="png", dpi=150)

@@ -9,7 +9,7 @@ PACKED = "_shipped"
 """The directory of shipped files in a wheel (setup.py). In a checkout they are in the repository's root."""
 
 
-def shipped(name: str) -> Path:
+def shipped_path(name: str) -> Path:
     """Return the path of a file of the repository, in a wheel or a checkout. It need not exist."""
     package = Path(__file__).resolve().parent
     packed = package / PACKED
@@ -18,7 +18,7 @@ def shipped(name: str) -> Path:
 
 def config_names() -> list[str]:
     """Return the names of the shipped configs; those of papers start with `papers/`."""
-    folder = shipped(CONFIGS)
+    folder = shipped_path(CONFIGS)
     return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.json"))
 
 
@@ -26,4 +26,4 @@ def find_config(name: str | Path) -> Path:
     """Return `name` as a path if it is a file, else the shipped config of this name, with `papers/` or without."""
     file = Path(name)
     named = [known for known in config_names() if str(name) in (known, Path(known).name)]
-    return shipped(CONFIGS) / f"{named[0]}.json" if named and not file.is_file() else file
+    return shipped_path(CONFIGS) / f"{named[0]}.json" if named and not file.is_file() else file

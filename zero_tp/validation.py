@@ -92,7 +92,7 @@ def validate(model: type[Model], raw: Any, path: str, earlier: Iterable[ConfigEr
     try:
         parsed = model(**remaining)
     except ValidationError as error:
-        # An object of a union violates a rule of its model, and is none of the other members, which says less.
+        # For a union pydantic lists an error per member: first those of our own rules, which say the most.
         details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "value_error")
         errors += (_from_pydantic(detail, raw, path) for detail in details)
     else:

@@ -13,7 +13,7 @@ from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import Layer
 from zero_tp.planning.memory import PaperView, model_in
 from zero_tp.planning.plan_settings import workload_of
-from zero_tp.shipped import CONFIGS, shipped
+from zero_tp.shipped import CONFIGS, shipped_path
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 
@@ -43,7 +43,7 @@ SMALL = (
 
 def small_config(ranks: int, *changes: str) -> RunConfig:
     """Return the config of a small GPT-2 in bf16, with keys changed."""
-    return RunConfig.load(shipped(CONFIGS) / "gpt2_124m_zero1.json", [*SMALL, *changes], ranks)
+    return RunConfig.load(shipped_path(CONFIGS) / "gpt2_124m_zero1.json", [*SMALL, *changes], ranks)
 
 
 def of_layers(layer: Layer, ranks: int, *changes: str) -> RunConfig:
@@ -57,7 +57,7 @@ def of_layers(layer: Layer, ranks: int, *changes: str) -> RunConfig:
 
 def large_config(name: str, devices: int, *changes: str) -> RunConfig:
     """Return one of ds_configs/papers, with one micro-batch on each device."""
-    return RunConfig.load(shipped(CONFIGS) / "papers" / f"{name}.json", [*ONE_MICRO_BATCH, *changes], devices)
+    return RunConfig.load(shipped_path(CONFIGS) / "papers" / f"{name}.json", [*ONE_MICRO_BATCH, *changes], devices)
 
 
 def view_of(config: RunConfig) -> PaperView:

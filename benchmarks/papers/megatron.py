@@ -22,7 +22,7 @@ from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
 from zero_tp.planning.memory import model_in
 from zero_tp.planning.plan import plan
-from zero_tp.shipped import CONFIGS, shipped
+from zero_tp.shipped import CONFIGS, shipped_path
 
 __all__ = ["learning", "norm_order", "same_model", "scaling", "sizes"]
 
@@ -60,7 +60,7 @@ def sizes(*, measured: bool) -> Reproduction:
         study.append(Row(f"{name}, MP {tensor}", "B", counted, run.model.whole / 1e9, formula / 1e9, billions))
     trained = []
     for name, (file, millions) in TRAINED.items():
-        config = RunConfig.load(shipped(CONFIGS) / f"{file}.json", ONE_MICRO_BATCH, 8)
+        config = RunConfig.load(shipped_path(CONFIGS) / f"{file}.json", ONE_MICRO_BATCH, 8)
         counted = native_parameters(config) / 1e6 if measured else None
         trained.append(Row(name, "M", counted, model_in(config).whole / 1e6, published=millions))
     tables: dict[str, Table] = {"scaling study (table 1)": study, "models that it trained": trained}

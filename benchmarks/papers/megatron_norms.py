@@ -16,12 +16,12 @@ from benchmarks.papers.runs import changes_of, metrics_of, trained
 from zero_tp.config import RunConfig
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.planning.memory import model_in
-from zero_tp.shipped import CONFIGS, shipped
+from zero_tp.shipped import CONFIGS, shipped_path
 
 ORDERS = {"original": "bert", "rearranged": "megatron-bert"}
 """The norms follow the residual sums, or stand before attention and MLP."""
 DEPTHS, HIDDEN, STEPS = (4, 12, 24), 64, 800
-LARGE = shipped(CONFIGS) / "bert_336m.json"
+LARGE = shipped_path(CONFIGS) / "bert_336m.json"
 INITIAL = 0.08
 """BERT-large's gain: 0.02 at its width of 1,024. At 0.02 a layer of 64 adds almost nothing in either order."""
 VOCABULARY, BATCH = 2048, 48
@@ -59,7 +59,7 @@ def norm_order(*, measured: bool) -> Reproduction:
 def corpus_in(folder: Path) -> tuple[Path, float]:
     """Prepare the shipped speeches; return where, and the loss of the held-out ones by word frequencies alone."""
     settings = PrepareSettings(f"wordpiece:{VOCABULARY}", sentences="en")
-    corpus = prepare([shipped("launch") / "corpus" / "sotu.jsonl.gz"], folder / "corpus", settings, progress=False)
+    corpus = prepare([shipped_path("launch") / "corpus" / "sotu.jsonl.gz"], folder / "corpus", settings, progress=False)
     report = json.loads((corpus.output / "report.json").read_text())
     return corpus.output, report["unigram"]["validation_cross_entropy"]
 
@@ -85,7 +85,7 @@ def learnt(order: str, depth: int, corpus: Path, directory: Path) -> tuple[list[
         f"train_micro_batch_size_per_gpu={BATCH // 2}",
         "zero_tp.evaluation.batches=20",
     ]
-    _, lines = trained(shipped(CONFIGS) / "bert_small.json", changes, 2, directory)
+    _, lines = trained(shipped_path(CONFIGS) / "bert_small.json", changes, 2, directory)
     each = [line["loss"] for line in lines]
     last = metrics_of(directory)[-1]
     return [

@@ -21,7 +21,7 @@ from zero_tp.data import PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
 from zero_tp.planning.memory import model_in
-from zero_tp.shipped import CONFIGS, shipped
+from zero_tp.shipped import CONFIGS, shipped_path
 
 ZERO_SHOT = {"355 M": (19.31, 45.18), "2.5 B": (12.76, 61.73), "8.3 B": (10.81, 66.51)}
 TASKS = {"WikiText-103": "perplexity", "LAMBADA": "% right"}
@@ -50,7 +50,7 @@ class Texts:
 
 def texts_in(folder: Path) -> Texts:
     """Prepare the shipped speeches."""
-    speeches = [text[:CHARACTERS] for text in read_documents(shipped("launch") / "corpus" / "sotu.jsonl.gz")]
+    speeches = [text[:CHARACTERS] for text in read_documents(shipped_path("launch") / "corpus" / "sotu.jsonl.gz")]
     held_out = speeches[::HELD_OUT]
     source, text, passages = folder / "speeches.jsonl", folder / "held_out.txt", folder / "passages.txt"
     others = (each for number, each in enumerate(speeches) if number % HELD_OUT)
@@ -77,7 +77,7 @@ def changes(size: str, texts: Texts, tensor: int, **model: Any) -> list[str]:
     ]
 
 
-QUICKSTART = shipped(CONFIGS) / "quickstart.json"
+QUICKSTART = shipped_path(CONFIGS) / "quickstart.json"
 
 
 # ---- what larger models learn ----------------------------------------------------------------------------------------

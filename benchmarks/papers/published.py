@@ -18,7 +18,7 @@ from zero_tp.planning.memory import Model, model_in
 from zero_tp.planning.plan_settings import ZeroSettings, workload_of
 from zero_tp.planning.rates import matrix_flops
 from zero_tp.planning.timing import Timing
-from zero_tp.shipped import CONFIGS, shipped
+from zero_tp.shipped import CONFIGS, shipped_path
 
 # 16 V100 at 450 W a node, of which 39 TFLOP/s are 30 %; NVSwitch; 8 InfiniBand ports of 100 Gb/s, half a port each.
 DGX_2H = named_device("v100-32gb").model_copy(
@@ -55,7 +55,7 @@ class Run:
     @cached_property
     def config(self) -> RunConfig:
         changes = ("zero_optimization.stage=0", *self.changes)
-        return RunConfig.load(shipped(CONFIGS) / self.file, changes, self.devices // self.pipeline)
+        return RunConfig.load(shipped_path(CONFIGS) / self.file, changes, self.devices // self.pipeline)
 
     @cached_property
     def model(self) -> Model:

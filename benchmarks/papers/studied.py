@@ -9,7 +9,7 @@ from typing import NamedTuple
 from benchmarks.papers.steps import Steps, measured_steps, planned_steps
 from zero_tp.config import RunConfig
 from zero_tp.planning.memory import Point
-from zero_tp.shipped import CONFIGS, shipped
+from zero_tp.shipped import CONFIGS, shipped_path
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Case(NamedTuple):
     def config(self, *changes: str) -> RunConfig:
         """Return its run with keys changed."""
         own, ranks = ((*SMALL, *self.model.small), 1) if self.small else (self.model.large, self.model.devices)
-        return RunConfig.load(shipped(CONFIGS) / self.model.file, [*own, *changes], ranks)
+        return RunConfig.load(shipped_path(CONFIGS) / self.model.file, [*own, *changes], ranks)
 
     def steps(self, *changes: str) -> dict[str, Steps]:
         """Return, by column, the points of its first step and of a later one."""

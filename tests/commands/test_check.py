@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launched import ROOT
+from tests.support.launched import ROOT, zero_tp
 from tests.support.mistakes import RIGHT, changed, written
 from zero_tp import cli
 from zero_tp.commands import check as command
@@ -52,10 +51,7 @@ TUTORIAL: dict[str, Any] = {
 
 
 def check(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "zero_tp", "check", str(path), *options]
-    return subprocess.run(
-        words, cwd=path.parent, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    return zero_tp(path.parent, "check", str(path), *options)
 
 
 def errors(tmp_path: Path, config: dict[str, Any], world_size: int | None = None) -> list[str]:
@@ -149,6 +145,10 @@ def test_a_right_config_without_its_corpora_ends_with_1(tmp_path: Path) -> None:
     ]
     done = check(path, "--world-size", "4", "--set", "zero_tp.data.train=mine/train")
     assert done.returncode == 0 and done.stdout.startswith(f"config     {path} is right\n")
+    for output in (path, path / "run"):
+        refused = check(path, "--output-dir", str(output))
+        told = f"error: {output}: cannot be a run's directory ({path} is a file); give another --output-dir\n"
+        assert (refused.returncode, refused.stderr) == (2, told)
     # 2 ranks × 4 × 2 samples of 128 tokens, 100 times; the corpus has 4 windows.
     assert "data       mine/train: 600 tokens, 400 epochs" in done.stdout
     assert "validation mine/train: 600 tokens" in done.stdout

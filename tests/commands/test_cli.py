@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import default_interrupts
+from tests.support import launched
+from tests.support.launched import ROOT, default_interrupts
 from tests.support.waits import patience
-
-ROOT = Path(__file__).parents[2]
 
 
 def script(body: str, before: str = "") -> list[str]:
@@ -54,8 +53,7 @@ def test_our_own_faults_keep_their_traceback(body: str) -> None:
 
 @pytest.mark.parametrize(("option", "value"), [("tokens", -1), ("tokens", 0), ("top-k", -5), ("seed", 2**32)])
 def test_a_sample_of_no_such_size_is_one_line(tmp_path: Path, option: str, value: int) -> None:
-    words = ["--model", str(tmp_path), "--prompt", "x", f"--{option}", str(value)]
-    done = subprocess.run([sys.executable, "launch/sample.py", *words], cwd=ROOT, capture_output=True, text=True)
+    done = launched.script("launch/sample.py", tmp_path, "--model", ".", "--prompt", "x", f"--{option}", str(value))
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: --{option} {value}: from ") and done.stderr.count("\n") == 1
 
@@ -95,6 +93,11 @@ def test_reader_gone(lines: int) -> None:
     process.stdout = None
     _, error = process.communicate("go\n", timeout=patience(30))
     assert (process.returncode, error) == (141, "")
+
+
+def test_a_closed_standard_output_is_no_error() -> None:
+    done = subprocess.run(["bash", "-c", '"$@" >&-', "bash", *script("print('text')")], cwd=ROOT, stderr=-1, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])

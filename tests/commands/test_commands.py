@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import zero_tp
+from tests.support import launched
 from tests.support.launched import ROOT
 from zero_tp import shipped
 from zero_tp.commands import COMMANDS, command_module
@@ -25,16 +25,6 @@ SCRIPTS = {**{name: f"launch/{name}.py" for name in ("pretrain", "plan", "conver
     "evaluate": "eval/zero_shot.py",
 }
 HEAVY = {"torch", "transformers", "deepspeed", "numpy", "pydantic", "psutil"}
-
-
-def zero_tp_says(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "zero_tp", *words],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
 
 
 def test_the_table_the_modules_and_the_scripts_are_the_same_commands() -> None:
@@ -78,7 +68,7 @@ def test_the_public_names_are_what_they_say() -> None:
 
 
 def test_one_version() -> None:
-    assert zero_tp_says("--version").stdout == f"zero-tp {zero_tp.__version__}\n"
+    assert launched.zero_tp(ROOT, "--version").stdout == f"zero-tp {zero_tp.__version__}\n"
     assert "version = attr: zero_tp.__version__\n" in (ROOT / "setup.cfg").read_text()
 
 
@@ -88,32 +78,32 @@ def test_uv_takes_the_versions_that_pip_takes() -> None:
 
 
 def test_what_is_no_command_is_one_line() -> None:
-    done = zero_tp_says("pretain")
+    done = launched.zero_tp(ROOT, "pretain")
     told = 'error: "pretain" is no command of python -m zero_tp: did you mean "pretrain"?\n'
     assert (done.returncode, done.stderr) == (2, told)
-    listed = zero_tp_says().stdout
+    listed = launched.zero_tp(ROOT).stdout
     assert all(re.search(rf"^    {name} ", listed, re.MULTILINE) for name in COMMANDS)
 
 
 def test_what_is_shipped_has_a_path() -> None:
     assert {"quickstart", "gpt2_355m", "gpt2_2.5b"} <= set(shipped.config_names())
     for name in PATHS:
-        assert shipped.shipped(PATHS[name]).exists()
-    done = zero_tp_says("path", "gpt2_2.5b")
+        assert shipped.shipped_path(PATHS[name]).exists()
+    done = launched.zero_tp(ROOT, "path", "gpt2_2.5b")
     assert json.loads(Path(done.stdout.rstrip("\n")).read_text())["zero_tp"]
 
 
 def test_a_config_is_found_by_its_name_where_no_file_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert RunConfig.load(shipped.find_config("gpt2_2.5b"), world_size=8).name == "gpt2_2.5b"
-    papers = shipped.shipped(shipped.CONFIGS) / "papers"
+    papers = shipped.shipped_path(shipped.CONFIGS) / "papers"
     assert {shipped.find_config(name) for name in ("gpt_22b", "papers/gpt_22b")} == {papers / "gpt_22b.json"}
     with pytest.raises(ConfigError, match=r'^lama_135m: no such file; .* did you mean "llama_135m"\?$'):
         RunConfig.load(shipped.find_config("lama_135m"))
     (tmp_path / "quickstart").write_text("{}")
     assert shipped.find_config("quickstart") == Path("quickstart")
     assert shipped.find_config("ds_configs/quickstart.json") == Path("ds_configs/quickstart.json")
-    checked = zero_tp_says("check", "gpt2_2.5", "--world-size", "8")
+    checked = launched.zero_tp(ROOT, "check", "gpt2_2.5", "--world-size", "8")
     assert checked.returncode == 2
     remedy = 'give the path of a JSON config, or a name of ds_configs: did you mean "gpt2_2.5b"?'
     assert checked.stderr == f"error: gpt2_2.5: no such file; {remedy}\n"

@@ -241,6 +241,20 @@ def test_the_script_makes_what_one_process_makes(tmp_path: Path, inputs: list[st
     assert content_of(tmp_path / "out") == content_of(one.output)
 
 
+def test_the_script_refuses_its_arguments_before_any_task(
+    tmp_path: Path, inputs: list[str | Path], tokenizer: str
+) -> None:
+    (tmp_path / "out").write_text("a person's file")
+    words = ("--input", *inputs, "--tokenizer", tokenizer, "--output", tmp_path / "out", "--tasks", 1)
+    for more, message in (
+        ((), f"error: {tmp_path / 'out'} exists and is not the output of this command"),
+        (("--executor-arguments", "[1]"), "error: argument --executor-arguments: holds [1], not an object ("),
+    ):
+        refused = start(*words, *more)
+        assert refused.returncode == 2 and refused.stderr.startswith(message) and refused.stderr.count("\n") == 1
+    assert not (tmp_path / "out.work").exists()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("tasks", [1, 3, 4])
 def test_a_start_that_was_killed_goes_on(

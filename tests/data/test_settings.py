@@ -96,7 +96,13 @@ def test_a_changed_byte_is_no_output_that_is_up_to_date(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [{"files": []}, {"files": {"train.bin": {"bytes": 1}}}, {"identity": [1]}, {"splits": {"train": None}}],
+    [
+        {"files": []},
+        {"files": {}},
+        {"files": {"train.bin": {"bytes": 1}}},
+        {"identity": [1]},
+        {"splits": {"train": None}},
+    ],
 )
 def test_an_odd_report_is_one_line(tmp_path: Path, damage: dict[str, Any]) -> None:
     first = run(tmp_path)

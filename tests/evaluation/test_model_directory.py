@@ -259,9 +259,14 @@ def of_type(directory: Path, model_type: str, **fields: Any) -> Path:
     return directory
 
 
-def sampling(directory: Path) -> str:
-    options = argparse.Namespace(model=directory, prompt="some", tokens=2, temperature=0.0, top_k=1, seed=0)
+def sampling(directory: Path, prompt: str = "some", tokens: int | None = 2) -> str:
+    options = argparse.Namespace(model=directory, prompt=prompt, tokens=tokens, temperature=0.0, top_k=1, seed=0)
     return sample.continue_prompt(options)
+
+
+def test_a_prompt_that_fills_the_model_is_refused(model: Path) -> None:
+    with pytest.raises(UserError, match=r"^--prompt: [\d,]+ tokens fill the model's \d+ positions; shorten it$"):
+        sampling(model, "some " * 300, tokens=None)
 
 
 ENCODERS = [("bert", sampling), ("bert", evaluation), ("roberta", sampling), ("roberta", evaluation)]

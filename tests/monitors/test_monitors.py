@@ -67,9 +67,17 @@ def test_every_value_has_a_csv_file_that_a_resumed_run_goes_on_in(tmp_path: Path
     CsvFiles({"output_path": tmp_path / "out"}, RunInfo(run, placed, 0)).log({"loss": 1.0}, step=9)
     assert log(placed, run, LINES[:1]) == []
     assert (tmp_path / "out" / "mine" / "loss.csv").read_text() == "step,loss\n1,2.5\n", "a new run's"
-    (tmp_path / "out" / "mine" / "own.csv").write_text("name,value\nrow,1\n")
-    CsvFiles({"output_path": tmp_path / "out"}, RunInfo(run, placed, 0))
-    assert (tmp_path / "out" / "mine" / "own.csv").read_text() == "name,value\nrow,1\n", "a person's file"
+    own = {
+        "own.csv": b"name,value\nrow,1\n",
+        "notes.csv": b"step,what\n7,more data\n",
+        "old.csv": b"\xff,\n",
+        "e.csv": b"",
+    }
+    for name, content in own.items():
+        (tmp_path / "out" / "mine" / name).write_bytes(content)
+    (tmp_path / "out" / "mine" / "plots.csv").mkdir()
+    assert log(placed, run, LINES[:1]) == []
+    assert {name: (tmp_path / "out" / "mine" / name).read_bytes() for name in own} == own, "a person's files"
 
 
 def test_deepspeed_does_not_write_beside_us(tmp_path: Path) -> None:

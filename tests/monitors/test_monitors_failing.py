@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ import pytest
 from tests.monitors.test_monitors import config_of, started
 from zero_tp.errors import ConfigError
 from zero_tp.monitors import trackers as callback
-from zero_tp.monitors.trackers import Trackers, check_installed
+from zero_tp.monitors.trackers import CsvFiles, RunInfo, Trackers, check_installed
 
 
 class Recording:
@@ -100,6 +101,24 @@ def test_a_tracker_that_could_not_be_opened_gets_no_lines(tmp_path: Path, monkey
     assert thread.queue.empty() and len(state.printed) == 1
 
 
+def test_a_tracker_that_does_not_open_holds_few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callback, "MAX_QUEUED", 2)
+    sound, released = Recording(), threading.Event()
+
+    def late() -> Recording:
+        released.wait(60)
+        return sound
+
+    trackers, state = start({"slow": late}, tmp_path, monkeypatch)
+    for step in (1, 3, 5, 6):
+        trackers.on_log(state, {"step": step, "loss": 1.0})
+    assert trackers._threads[0].queue.qsize() == 2
+    assert state.printed == ["slow does not answer: values are lost from step 5 on; training continues"]
+    released.set()
+    trackers.on_end(state)
+    assert sound.logged == [1, 3, None] and len(state.printed) == 1
+
+
 def test_a_tracker_that_is_behind_when_the_run_ends_gets_every_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +146,20 @@ def test_a_failing_run_does_not_wait_for_its_trackers(tmp_path: Path, monkeypatc
     assert state.printed == ["slow: not done 0 s after the run; its last values are lost"]
     assert time.monotonic() - began < callback.CLOSE_SECONDS
     released.set()
+
+
+def test_a_full_disk_leaves_whole_lines_in_csv_files(tmp_path: Path) -> None:
+    files, limits = CsvFiles({}, RunInfo(tmp_path, config_of(tmp_path), 0)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    written = files.directory / "loss.csv"
+    for values in ({"loss": 0.125}, {"loss": 0.25}):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (14, limits[1]))  # the header and half of the line
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                files.log(values, 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        files.log(values, 1)
+    assert written.read_text() == "step,loss\n1,0.125\n1,0.25\n"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,6 +102,16 @@ def test_a_model_is_uploaded_when_asked(
     files = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
     assert asked == [("somebody/small", True, True), ("somebody/small", files)]
     assert capsys.readouterr().out.endswith("uploaded to https://hub/somebody/small\n")
+
+
+def test_an_export_to_a_full_disk_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("zero_tp.weights.export.put_in_place", full)
+    with pytest.raises(UserError, match=r"export: can't be written \(No space left on device\); give another --output"):
+        export(run(tmp_path / "run"), tmp_path / "export")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize(("name", "says"), [("no/such/name", "no/such/name"), ("somebody/small", "127.0.0.1")])

@@ -55,11 +55,17 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
     (found,) = read_runs([going])
     assert found.unreadable == 1 and found.series["loss"][7] == 0.5 and found.last_step == 7
     assert [*panels([found])] == ["loss", "learning rate", "gradient norm", "lambada/accuracy"]
+    text = write_report([going])[0].read_text()
+    assert "lambada/accuracy" in text and "experts/" not in text, "a table has a row for each task, not each expert"
 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
-    one, torn, new, endless = (make_run(tmp_path / name) for name in ("one", "torn", "new", "endless"))
+    names = ("one", "torn", "new", "endless", "other", "folder")
+    one, torn, new, endless, other, folder = (make_run(tmp_path / name) for name in names)
+    (other / "metrics.jsonl").write_text("time,loss\n1,2\n")
     (torn / "config.json").write_text("{")
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
     (new / "metrics.jsonl").write_text('{"step": 1')
     (endless / "metrics.jsonl").unlink()
     (endless / "metrics.jsonl").symlink_to("/dev/zero")
@@ -68,10 +74,14 @@ def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
         ([tmp_path / "none"], r"none/metrics\.jsonl: cannot be read"),
         ([one, tmp_path / "." / "one"], "given twice"),
         ([torn], "not a run's config"),
+        ([folder], r"config\.json: not a run's config \(not a regular file\)$"),
         ([new], "nothing was logged yet"),
+        ([other], "other/metrics.jsonl: has no line of a run's metrics"),
     ):
         with pytest.raises(UserError, match=message):
             read_runs(runs)
+    with pytest.raises(UserError, match=r"^\.: can't be written \(not a regular file\)"):
+        write_report([one], Path("."))
 
 
 def test_smoothing_is_that_of_pandas(seed: int) -> None:
@@ -117,7 +127,7 @@ def test_runs_are_drawn_beside_each_other_with_what_sets_them_apart(tmp_path: Pa
         assert drawn.width > 1000 and len(drawn.convert("RGB").getcolors(1 << 24) or ()) > 50
 
 
-@pytest.mark.parametrize("block", ["x", {"training": {"steps": "x"}, "data": 3}])
+@pytest.mark.parametrize("block", ["x", {"training": {"steps": "x"}, "data": 3}, {"data": {"sequence_length": 0}}])
 def test_a_config_that_a_person_has_changed_tells_what_is_left(block: Any, tmp_path: Path) -> None:
     made = make_run(tmp_path / "run")
     (made / "config.json").write_text(json.dumps({"train_batch_size": 4, "zero_tp": block}))

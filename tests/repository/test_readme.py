@@ -62,7 +62,7 @@ def test_the_runs_that_are_started_have_right_configs(tmp_path: Path, monkeypatc
     sizes = []
     for launcher, words in COMMANDS_OF_PAGES:
         options = parser("zero-tp").parse_args(words)
-        config = next(filter(None, (getattr(options, name, None) for name in ("deepspeed_config", "check"))), None)
+        config = next(filter(None, (getattr(options, name, None) for name in ("deepspeed_config", "file"))), None)
         if config is not None and config.exists():
             ranks = launcher[launcher.index("--num_accelerators") + 1] if "--num_accelerators" in launcher else None
             sizes.append(RunConfig.load(config, options.set, int(ranks) if ranks else None).world_size)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.support.run_log import RunLog
-from zero_tp.devices import DEVICES, find_device, peak_flops
+from zero_tp.devices import DEVICES, find_device_spec, peak_flops
 from zero_tp.models.flops import utilisation
 from zero_tp.training.callback import Metrics
 from zero_tp.training.metrics import memory_gib
@@ -81,15 +81,15 @@ DEVICES_BY_NAME: dict[str, tuple[float | None, str | None]] = {
 
 def test_a_devices_own_name_finds_its_peak_and_its_plan() -> None:
     for name, (tflops, plan) in DEVICES_BY_NAME.items():
-        row = find_device(name)
-        assert next(iter(row.plans if row else ()), None) == plan, name
+        row = find_device_spec(name)
+        assert next(iter(row.memory_gib if row else ()), None) == plan, name
         assert peak_flops(name, torch.bfloat16) == (tflops and pytest.approx(tflops * 1e12)), name
     assert peak_flops("Tesla V100-SXM2-32GB", torch.float16) == 125e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float32) == 19.5e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float32, tf32=True) == 156e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float64) is None
     assert peak_flops("NVIDIA GeForce GTX 1080", torch.float16) is None and utilisation(1e12, 1.0, 1, None) is None
-    assert find_device("") is None and all(device.source for device in DEVICES)
+    assert find_device_spec("") is None and all(device.source for device in DEVICES)
 
 
 def test_memory_is_this_process_peak() -> None:

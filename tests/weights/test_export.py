@@ -157,10 +157,18 @@ def test_links_in_an_export_stay_and_an_export_may_be_one(tmp_path: Path) -> Non
         export(tmp_path / "loop", overwrite=True)
 
 
-@pytest.mark.parametrize("size", ["nonsense", "0", "-1GB", ""])
+@pytest.mark.parametrize("size", ["nonsense", "0", "-1GB", "", "5MiB", "1PB"])
 def test_a_shard_size_is_a_size(tmp_path: Path, size: str) -> None:
     with pytest.raises(UserError, match="max_shard_size"):
         export(tmp_path / "export", max_shard_size=size)
+
+
+def test_a_shard_size_without_a_unit_is_in_bytes(tmp_path: Path) -> None:
+    shards = []
+    for size in ("1KB", "1000"):
+        export(tmp_path / size, max_shard_size=size)
+        shards.append({path.name: path.stat().st_size for path in (tmp_path / size).glob("*.safetensors")})
+    assert shards[0] == shards[1] and len(shards[0]) > 1
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -138,6 +138,9 @@ def test_a_compilation_is_said_and_what_it_lacks_is_one_line(tmp_path: Path, mon
     with pytest.raises(UserError, match=r"needs DeepSpeed's cpu_adam, which .* no C\+\+ compiler \(/nowhere/c"):
         ops.compilation_note(offloaded, accelerator)
     assert ops.compilation_note({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, accelerator) is None
+    monkeypatch.setenv("CXX", 'c++ "')  # an unclosed quotation mark
+    with pytest.raises(UserError, match=r'there is no C\+\+ compiler \(c\+\+ ";'):
+        ops.compilation_note(offloaded, accelerator)
     monkeypatch.setenv("CXX", "env c++")  # as "ccache c++"
     assert ops.compilation_note(offloaded, accelerator) == line
     monkeypatch.delenv("CXX")

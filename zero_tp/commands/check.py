@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.constants import in_gib
-from zero_tp.errors import BAD_INPUT, error_line
+from zero_tp.errors import BAD_INPUT, UserError, error_line
 from zero_tp.shipped import find_config
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ FILE = "the run's JSON file, or the name of one that is shipped, such as quickst
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config(parser, "check", FILE)
+    add_config(parser, "file", FILE)
     parser.add_argument("--world-size", type=int, metavar="N", help="the number of ranks to check it for")
     add_settings(parser)
     add_parent(parser)
@@ -87,7 +87,7 @@ def _check(options: argparse.Namespace) -> int:
     from zero_tp.weights.weight_files import find_weights, resolve
 
     try:
-        config = RunConfig.load(options.check, options.set, options.world_size)
+        config = RunConfig.load(options.file, options.set, options.world_size)
     except ConfigErrors as errors:
         print(*map(error_line, errors.errors), sep="\n", file=sys.stderr)
         return BAD_INPUT
@@ -97,6 +97,9 @@ def _check(options: argparse.Namespace) -> int:
     if config.pretrained is not None and config.pretrained not in absent:
         find_weights(resolve(config.pretrained, allow_pickle=options.allow_pickle), options.allow_pickle)
     directory = options.output_dir or Path("runs") / config.name
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"{directory}: cannot be a run's directory ({existing} is a file); give another --output-dir")
     if not absent:
         from zero_tp.training.run_inputs import RunInputs
 
@@ -172,7 +175,7 @@ def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None
         *(("not here", _missing(path, config)) for path in absent),
     ]
     if absent and parent is not None:
-        lines.append(("unchecked", f"--from {parent}, before all that a run needs is here"))
+        lines.append(("unchecked", f"--from {parent}: first add the missing files"))
     return "\n".join(f"{name:<10} {text}" for name, text in lines)
 
 

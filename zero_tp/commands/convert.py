@@ -44,15 +44,20 @@ def to_hf(options: argparse.Namespace) -> None:
     from zero_tp.checkpoint.convert import to_huggingface
     from zero_tp.report.card import model_card
 
-    converted = to_huggingface(
-        options.source,
-        options.output,
-        dtype=getattr(torch, DTYPES[options.dtype]),
-        tokenizer=options.tokenizer,
-        max_shard_size=options.max_shard_size,
-        overwrite=options.overwrite,
-        card=model_card,
-    )
+    try:
+        converted = to_huggingface(
+            options.source,
+            options.output,
+            dtype=getattr(torch, DTYPES[options.dtype]),
+            tokenizer=options.tokenizer,
+            max_shard_size=options.max_shard_size,
+            overwrite=options.overwrite,
+            card=model_card,
+        )
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise UserError(f"{options.output}: can't be written ({error.strerror}); give another --output") from error
     print(f"{converted.checkpoint} → {options.output} ({converted.parameters:,} parameters, {options.dtype})")
     for note in converted.notes:
         print(note)

@@ -22,4 +22,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> None:
     name = options.name
-    print(shipped.shipped(PATHS[name]) if name in PATHS else shipped.find_config(name))
+    print(shipped.shipped_path(PATHS[name]) if name in PATHS else shipped.find_config(name))

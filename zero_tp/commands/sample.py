@@ -53,7 +53,9 @@ def continue_prompt(options: argparse.Namespace) -> str:
     positions = getattr(directory.config.get_text_config(), "max_position_embeddings", None)
     room = positions - length if isinstance(positions, int) else 2**32
     tokens = min(TOKENS, room) if options.tokens is None else options.tokens
-    if tokens > room or room < 1:
+    if room < 1:
+        raise UserError(f"--prompt: {length:,} tokens fill the model's {positions:,} positions; shorten it")
+    if tokens > room:
         raise UserError(f"--tokens {tokens}: the prompt has {length:,} tokens, and the model {positions:,} positions")
     model = directory.load_module("auto", "cpu", Topology()).eval()
     set_seed(options.seed)

@@ -23,7 +23,7 @@ from zero_tp.data.settings import (
     FORMAT,
     DocumentCounts,
     Prepared,
-    PreparedFile,
+    PreparedFiles,
     PrepareSettings,
     check_validation_size,
     find_damage,
@@ -55,7 +55,7 @@ class Part(ConfigModel):
     settings: dict[str, Any]
     sources: list[PartSource]
     documents: DocumentCounts
-    files: dict[str, PreparedFile]
+    files: PreparedFiles
 
 
 def merge(

@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from zero_tp.data.documents import file_sha256
 from zero_tp.data.formats import DOCUMENT_UNITS, STREAMS, import_optional
@@ -86,6 +88,10 @@ class PreparedFile(ConfigModel):
     sha256: str
 
 
+PreparedFiles = Annotated[dict[str, PreparedFile], Field(min_length=1)]
+"""By name. An empty table, which nothing writes, would pass as undamaged."""
+
+
 class DocumentCounts(ConfigModel):
     """Counts of records: read = kept + the sum of dropped, by reason; and the first problems."""
 
@@ -108,7 +114,7 @@ class Report(ConfigModel):
     seconds: dict[str, float]
     tokens_per_second: float
     versions: dict[str, str]
-    files: dict[str, PreparedFile]
+    files: PreparedFiles
 
 
 def output_identity(

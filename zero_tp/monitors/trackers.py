@@ -7,7 +7,6 @@ blocks: its own monitor writes only the learning rate, names no run and starts a
 from __future__ import annotations
 
 import contextlib
-import csv
 import json
 import logging
 import math
@@ -26,13 +25,16 @@ from zero_tp.config import RunConfig
 from zero_tp.config.resolve import leaves
 from zero_tp.errors import ConfigError, first_line, one_line
 from zero_tp.files import write_atomically
-from zero_tp.strict_json import read_object
+from zero_tp.strict_json import read_json
 from zero_tp.training.callback import Callback, Metrics, TrainState
+from zero_tp.training.metrics_file import append_line
 
 RUN_IDS = "monitors.json"
 """In the run directory: each service's id of this run, by which a resumed run continues it."""
 PROJECT = "zero_tp"
 CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR = 10.0, 1.0
+MAX_QUEUED = 10_000
+"""Most lines that wait for a tracker: a service that never answers must not fill the memory."""
 _RUN_IDS_LOCK = threading.Lock()  # each tracker is opened by a thread of its own
 
 Values = dict[str, float]
@@ -70,7 +72,7 @@ class RunInfo:
 
     def _run_ids(self) -> dict[str, Any]:
         path = self.directory / RUN_IDS
-        return read_object(path) if path.exists() else {}
+        return read_json(path, "") if path.exists() else {}
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,10 @@ class Tracker:
         logger: Any = logging.getLogger(tracking.__name__)
         logger.warning_once, tracking.logger = logger.warning, logger
         run_id = run.run_id(name)
-        arguments = service.arguments(run, options, run_id).items()
-        known = {
-            key: value for key, value in arguments if value is not None or key == "run_name"
-        }  # Comet's has no default
-        tracker = tracking.LOGGER_TYPE_TO_CLASS[service.package](**known)
+        arguments = service.arguments(run, options, run_id)
+        # Comet's `run_name` has no default.
+        arguments = {key: value for key, value in arguments.items() if value is not None or key == "run_name"}
+        tracker = tracking.LOGGER_TYPE_TO_CLASS[service.package](**arguments)
         tracker.main_process_only = False  # only rank 0 opens it
         tracker.start()
         if service.setup is not None:
@@ -238,23 +239,26 @@ class CsvFiles:
     def __init__(self, block: Options, run: RunInfo) -> None:
         self.directory = Path(block.get("output_path") or run.directory / "csv", block.get("job_name") or run.name)
         self.directory.mkdir(parents=True, exist_ok=True)
-        for path in self.directory.glob("*.csv"):
-            with path.open(newline="") as file:
-                header, *rows = list(csv.reader(file)) or [[]]
-            if header[:1] != ["step"]:
+        for path in filter(Path.is_file, self.directory.glob("*.csv")):
+            lines = path.read_text(errors="replace").splitlines(keepends=True)
+            header, *rows = [line.rstrip("\n").split(",") for line in lines if line.endswith("\n")] or [[]]
+            if len(header) != 2 or header[0] != "step" or not path.name.endswith(_file_name(header[1])):
                 continue  # a person's own file
             rows = [row for row in rows if len(row) == 2 and row[0].isdecimal() and int(row[0]) <= run.step]
             write_atomically(path, "".join(f"{','.join(row)}\n" for row in (header, *rows)))
 
     def log(self, values: Values, step: int) -> None:
         for name, value in values.items():
-            path = self.directory / f"{name.replace('/', '_').replace(' ', '_')}.csv"
-            header = "" if path.exists() else f"step,{name.rsplit('/', 1)[-1]}\n"
-            with path.open("a", newline="") as file:
-                file.write(f"{header}{step},{value}\n")
+            path = self.directory / _file_name(name)
+            header = "" if path.exists() and path.stat().st_size else f"step,{name.rsplit('/', 1)[-1]}\n"
+            append_line(path, f"{header}{step},{value}\n".encode())
 
     def finish(self) -> None:
         """Nothing is left to write."""
+
+
+def _file_name(value_name: str) -> str:
+    return f"{value_name.replace('/', '_').replace(' ', '_')}.csv"
 
 
 OpenTracker = Callable[[RunInfo], Tracker | CsvFiles]
@@ -297,8 +301,17 @@ class TrackerThread(threading.Thread):
 
     def __init__(self, key: str, open_tracker: Callable[[], Tracker | CsvFiles], report: Callable[[str], None]) -> None:
         super().__init__(name=f"tracker {key}", daemon=True)
-        self.key, self._open, self._report, self._has_failed = key, open_tracker, report, False
+        self.key, self._open, self._report = key, open_tracker, report
+        self._has_failed = self._has_dropped = False
         self.queue: queue.SimpleQueue[tuple[Values, int] | None] = queue.SimpleQueue()
+
+    def log(self, values: Values, step: int) -> None:
+        """Queue values for the tracker, or drop them and report the first time if MAX_QUEUED lines wait."""
+        if self.queue.qsize() < MAX_QUEUED:
+            self.queue.put((values, step))
+        elif not self._has_dropped:
+            self._has_dropped = True
+            self._report(f"{self.key} does not answer: values are lost from step {step} on; training continues")
 
     def run(self) -> None:
         with self._tolerate():
@@ -331,9 +344,9 @@ class Trackers(Callback):
                 self._threads[-1].start()
 
     def on_log(self, state: TrainState, values: Metrics) -> None:
-        known = {name: value for name, value in values.items() if value is not None and name != "step"}
+        numbers = {name: value for name, value in values.items() if value is not None and name != "step"}
         for thread in filter(TrackerThread.is_alive, self._threads):
-            thread.queue.put((known, int(values["step"] or 0)))
+            thread.log(numbers, int(values["step"] or 0))
 
     def on_end(self, state: TrainState) -> None:
         """Close all trackers together within 10 s. A failed run waits 1 s: its error is printed afterwards."""

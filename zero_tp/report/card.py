@@ -42,22 +42,22 @@ def _facts(manifest: Manifest) -> dict[str, str]:
     return {
         "architecture": f"`{manifest.model['model_type']}`, {parameters:,} parameters",
         "trained": trained,
-        "started from": "" if parent is None else f"{_shortened(parent.checkpoint)}, {parent.tokens:,} tokens before",
-        "objective": _listed(fixed.get("zero_tp.objective", {})),
+        "started from": "" if parent is None else f"{_shorten(parent.checkpoint)}, {parent.tokens:,} tokens before",
+        "objective": _format_settings(fixed.get("zero_tp.objective", {})),
         "corpora": ", ".join(
-            f"{_shortened(name)} (weight {weight:g})" for name, weight in fixed.get("zero_tp.data.train", [])
+            f"{_shorten(name)} (weight {weight:g})" for name, weight in fixed.get("zero_tp.data.train", [])
         ),
-        "optimizer": f"{optimizer.get('type', '')} {_listed(optimizer.get('params', {}))}".strip(),
+        "optimizer": f"{optimizer.get('type', '')} {_format_settings(optimizer.get('params', {}))}".strip(),
         "seed": str(fixed.get("zero_tp.training.seed", "")),
         "ranks": str(Parallelism.saved(manifest)),
     }
 
 
-def _shortened(path: str) -> str:
+def _shorten(path: str) -> str:
     return "/".join(Path(path).parts[-2:])
 
 
-def _listed(settings: dict[str, Any]) -> str:
+def _format_settings(settings: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in settings.items())
 
 

@@ -35,13 +35,13 @@ def panels(runs: list[Run]) -> dict[str, dict[str, str]]:
     """Return the panels that have something to show: PANELS, then evaluations, then the objective's other figures."""
     names = dict.fromkeys(name for run in runs for name in run.series)
     drawn = {name for series in PANELS.values() for name in series} | {f"{VALIDATION}perplexity"}  # exp of the loss
-    evaluations = [name for name in names if _is_evaluation(name) and name not in drawn]
-    others = [name for name in names if name.endswith(("_accuracy", "_loss")) and not _is_evaluation(name)]
+    evaluations = [name for name in names if is_evaluation(name) and name not in drawn]
+    others = [name for name in names if name.endswith(("_accuracy", "_loss")) and not is_evaluation(name)]
     shown = PANELS | {name.replace("_", " "): {name: ""} for name in (*evaluations, *others)}
     return {title: series for title, series in shown.items() if any(_has(run, name) for run in runs for name in series)}
 
 
-def _is_evaluation(name: str) -> bool:
+def is_evaluation(name: str) -> bool:
     return ("/" in name and not name.startswith("experts/")) or name.startswith(VALIDATION)
 
 
@@ -51,7 +51,7 @@ def _has(run: Run, name: str) -> bool:
 
 
 def equals_mfu(runs: list[Run], name: str) -> bool:
-    """Return whether this is HFU, and nothing was computed again: it is the MFU then."""
+    """Return whether this is the HFU, and it equals the MFU because nothing was recomputed."""
     return name == "hfu" and all(run.finite("hfu") == run.finite("mfu") for run in runs)
 
 
@@ -67,14 +67,14 @@ def draw_runs(runs: list[Run], against: str) -> Any:
     rows = -(-len(shown) // 2)
     figure = new_figure(11.0, 2.9 * rows + 0.3 + 0.25 * several * -(-len(runs) // LEGEND_COLUMNS))
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-    units = [float(run.tokens_per_step or math.nan) if against == "tokens" else 1.0 for run in runs]
-    ends = [run.last_step * unit for run, unit in zip(runs, units, strict=True)]
-    starts = [run.first_step * unit for run, unit in zip(runs, units, strict=True)]
+    x_scales = [float(run.tokens_per_step or math.nan) if against == "tokens" else 1.0 for run in runs]
+    ends = [run.last_step * x_scale for run, x_scale in zip(runs, x_scales, strict=True)]
+    starts = [run.first_step * x_scale for run, x_scale in zip(runs, x_scales, strict=True)]
     logarithmic = max(ends) > 5 * min(ends) and min(starts) > 0
-    left, right = (0.9 * min(starts), 1.1 * max(ends)) if logarithmic else (-0.02 * max(ends), 1.02 * max(ends))
+    left, right = (0.9 * min(starts), 1.1 * max(ends)) if logarithmic else (-0.02 * max(*ends, 1), 1.02 * max(*ends, 1))
     for number, (title, labels) in enumerate(shown.items()):
         axes = style_axes(figure.add_subplot(rows, 2, number + 1), title)
-        values = _draw_panel(axes, runs, units, labels)
+        values = _draw_panel(axes, runs, x_scales, labels)
         scale(axes, "y", values, logarithmic=title in LOGARITHMIC and max(values) > 0)
         scale(axes, "x", [*starts, *ends], logarithmic=logarithmic)
         axes.set_xlim(left, right)
@@ -96,33 +96,33 @@ def _line_style(number: int) -> dict[str, Any]:
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": dashes}
 
 
-def _draw_panel(axes: Any, runs: list[Run], units: list[float], labels: dict[str, str]) -> list[float]:
+def _draw_panel(axes: Any, runs: list[Run], x_scales: list[float], labels: dict[str, str]) -> list[float]:
     """Draw one run with a colour for each series, or several runs with a colour for each; return all finite values.
 
     Evaluations are joined points. A noisy series is drawn as its average over its pale raw values.
     """
     labels = {name: label for name, label in labels.items() if not equals_mfu(runs, name)}
     several, finite = len(runs) > 1, list[float]()
-    for number, (run, unit) in enumerate(zip(runs, units, strict=True)):
-        for turn, (name, label) in enumerate(labels.items()):
+    for number, (run, x_scale) in enumerate(zip(runs, x_scales, strict=True)):
+        for index, (name, label) in enumerate(labels.items()):
             if not run.finite(name):
                 continue
-            style = _line_style(number if several else turn) | ({"linestyle": "-."} if several and turn else {})
-            places = [unit * step for step in run.series[name]]
+            style = _line_style(number if several else index) | ({"linestyle": "-."} if several and index else {})
+            xs = [x_scale * step for step in run.series[name]]
             curve = values = [(100 if name in PERCENT else 1) * value for value in run.series[name].values()]
             finite += filter(math.isfinite, values)
-            if not _is_evaluation(name) and name not in NOT_NOISY and len(values) > SPAN:
+            if not is_evaluation(name) and name not in NOT_NOISY and len(values) > SPAN:
                 if len(runs) <= MAX_RAW_CURVES:
-                    axes.plot(places, values, alpha=0.3, linewidth=0.8, **style)
+                    axes.plot(xs, values, alpha=0.3, linewidth=0.8, **style)
                 curve = smoothed(values)
-            (line,) = axes.plot(places, curve, linewidth=1.2 if curve is values else 1.5, **style)
-            if _is_evaluation(name):
+            (line,) = axes.plot(xs, curve, linewidth=1.2 if curve is values else 1.5, **style)
+            if is_evaluation(name):
                 line.set(marker="o", markersize=3.5)
             if label not in axes.get_legend_handles_labels()[1]:
                 line.set_label(label)
-            what = ", ".join(part for part in (run.name if several else "", label) if part)
+            series = ", ".join(part for part in (run.name if several else "", label) if part)
             texts = [
-                (unit * step, height, f"{what}: {value:.6g} at step {step:,}".removeprefix(": "))
+                (x_scale * step, height, f"{series}: {value:.6g} at step {step:,}".removeprefix(": "))
                 for step, value, height in zip(run.series[name], values, curve, strict=True)
                 if math.isfinite(value)
             ]

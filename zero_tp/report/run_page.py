@@ -11,7 +11,7 @@ from pathlib import Path
 from zero_tp import page
 from zero_tp.checkpoint.run_directory import CONFIG
 from zero_tp.errors import UserError
-from zero_tp.report.curves import draw_runs, equals_mfu
+from zero_tp.report.curves import draw_runs, equals_mfu, is_evaluation
 from zero_tp.report.runs import VALIDATION, Run, Series, config_differences, read_runs
 from zero_tp.training.metrics_file import METRICS_FILE
 
@@ -62,7 +62,7 @@ def _key_numbers(runs: list[Run]) -> list[tuple[str, ...]]:
         return (label, *(summary(series) if (series := run.finite(name)) else "" for run in runs))
 
     steps = [f"{run.last_step:,}" + (f" of {end:,}" if (end := run.integer(STEPS)) else "") for run in runs]
-    tasks = dict.fromkeys(name for run in runs for name in run.series if "/" in name)
+    tasks = dict.fromkeys(name for run in runs for name in run.series if "/" in name and is_evaluation(name))
     rows: list[tuple[str, ...]] = [
         ("step", *steps),
         ("tokens", *(f"{run.last_step * size:,}" if (size := run.tokens_per_step) else "" for run in runs)),

@@ -44,7 +44,7 @@ class Run:
     @property
     def tokens_per_step(self) -> int | None:
         length, batch = self.integer("zero_tp.data.sequence_length"), self.integer("train_batch_size")
-        return None if length is None or batch is None else length * batch
+        return (length or 0) * (batch or 0) or None  # 0: of a config that was edited
 
     def integer(self, key: str) -> int | None:
         """Return an integer of the config; None if the key is missing or holds something else."""
@@ -85,6 +85,8 @@ def _read(directory: Path, name: str) -> Run:
                     logged.setdefault(key, {})[step] = value
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from None
+    if not logged and unreadable:
+        raise UserError(f"{path}: has no line of a run's metrics; give the directory of a run")
     if not logged:
         raise UserError(f"{path}: nothing was logged yet; try again after the first step")
     try:
@@ -92,7 +94,8 @@ def _read(directory: Path, name: str) -> Run:
     except FileNotFoundError:
         config = {}
     except (InvalidJson, OSError) as error:
-        raise UserError(f"{directory / CONFIG}: not a run's config ({error})") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{directory / CONFIG}: not a run's config ({reason})") from None
     return Run(
         name, directory, {key: dict(sorted(series.items())) for key, series in logged.items()}, config, unreadable
     )

@@ -105,14 +105,14 @@ def live_entries(
 
 def plan_shards(entries: Iterable[Entry], max_shard_size: str) -> dict[str, list[Entry]]:
     """Return file name → its tensors, packed as transformers does."""
-    if not re.fullmatch(r"0*[1-9]\d*([KMGTP]i?B)?", max_shard_size, re.IGNORECASE):
+    if not re.fullmatch(r"0*[1-9]\d*([KMGT]B)?", max_shard_size, re.IGNORECASE):
         raise UserError(f"max_shard_size: {max_shard_size!r} is not a positive size such as 5GB or 500MB")
     by_name = {entry.name: entry for entry in entries}
     split = split_state_dict_into_shards_factory(
         by_name,
         get_storage_size=lambda entry: entry.size,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_size,
+        max_shard_size=int(max_shard_size) if max_shard_size.isdecimal() else max_shard_size,
     )
     return {file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()}
 

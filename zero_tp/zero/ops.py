@@ -78,7 +78,11 @@ def _missing_compiler(on_cuda: bool) -> str | None:
     from torch.utils import cpp_extension
 
     compiler = os.environ.get("CXX", "c++")
-    if not all(map(shutil.which, shlex.split(compiler)[:1] or [""])):  # "ccache g++" has two words
+    try:
+        words = shlex.split(compiler)  # "ccache g++" has two
+    except ValueError:  # an unclosed quotation mark
+        words = []
+    if not words or shutil.which(words[0]) is None:
         return f"C++ compiler ({compiler}; Debian, Ubuntu: g++)"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return "Python.h (Debian, Ubuntu: python3-dev)"
