@@ -133,6 +133,14 @@ def test_memory_is_that_of_one_parameter(tmp_path: Path) -> None:
     assert peak.grown < 2 * 12 * 4 * 512 * 512 + 60e6, f"{peak.grown / 1e6:.0f} MB"
 
 
+def test_an_output_that_exists_is_refused_before_the_checkpoint_is_read(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "run", config())
+    next(checkpoint.glob("*.safetensors")).unlink()
+    (tmp_path / "export").mkdir()
+    with pytest.raises(UserError, match="export: exists already"):
+        to_huggingface(tmp_path / "run", tmp_path / "export")
+
+
 def test_a_parameter_that_is_missing_is_named(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "run", config())
     with rewritten(checkpoint) as manifest:

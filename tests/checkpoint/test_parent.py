@@ -206,6 +206,11 @@ def test_what_is_no_parent_is_one_line(tmp_path: Path, parent: Path) -> None:
     amsgrad = config_of(tmp_path, params={"torch_adam": True, "amsgrad": True})
     with pytest.raises(UserError, match=r"^optimizer\.params\.amsgrad: true has other states than false"):
         find_parent(parent, amsgrad, amsgrad.hf_config())
+    offload = f'{{"device": "nvme", "nvme_path": "{tmp_path}"}}'
+    on_nvme = ["zero_optimization.stage=3", f"zero_optimization.offload_optimizer={offload}"]
+    nvme = RunConfig.load(tmp_path / "run.json", on_nvme, 1)
+    with pytest.raises(UserError, match=r"^zero_optimization\.offload_optimizer\.device: a run cannot be .* started"):
+        find_parent(parent, nvme, nvme.hf_config())
     manifest = read_manifest(step_directory(parent, 1))
     with rewritten(step_directory(parent, 1)) as changed:
         del changed["fixed"]["optimizer"]

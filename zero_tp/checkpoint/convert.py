@@ -18,7 +18,7 @@ from zero_tp.architectures import architecture_of
 from zero_tp.checkpoint.directory import check_content, find_checkpoint, passed_over, read_manifest
 from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.checkpoint.reader import CheckpointReader
-from zero_tp.weights.export import MAX_SHARD_SIZE, native_entries, write_native
+from zero_tp.weights.export import MAX_SHARD_SIZE, check_target, native_entries, write_native
 from zero_tp.weights.weight_files import tokenizer_of
 
 
@@ -65,6 +65,7 @@ def to_huggingface(
     manifest = read_manifest(checkpoint)
     tokenizer = tokenizer_of(tokenizer, manifest.tokenizer)
     config = config_of(manifest)
+    check_target(output, overwrite)  # before a long read
     check_content(checkpoint, manifest.files)
     reader = CheckpointReader(checkpoint, manifest)
     shapes = {name: parameter.shape for name, parameter in reader.parameters.items()}

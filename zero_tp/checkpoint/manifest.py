@@ -243,12 +243,7 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
 
     Corpora may have moved; `RunInputs.check_resumed` compares their content.
     """
-    if "offload_optimizer" in config.nvme_paths:
-        raise UserError(
-            "zero_optimization.offload_optimizer.device: a run cannot be resumed with its optimizer on NVMe, where "
-            'DeepSpeed does not restore its states; use "cpu"'
-        )
-    check_states(checkpoint, manifest)
+    check_states(checkpoint, manifest, config)
     check_saved_by_run(checkpoint, manifest)
     train = config.zero_tp.data.train
     for key, value in fixed_of(config).items():
@@ -276,8 +271,13 @@ def check_saved_by_run(checkpoint: Path, manifest: Manifest) -> None:
         )
 
 
-def check_states(checkpoint: Path, manifest: Manifest) -> None:
-    """Refuse a checkpoint whose optimizer counts updates but whose states were not saved. SGD may have no states."""
+def check_states(checkpoint: Path, manifest: Manifest, config: RunConfig) -> None:
+    """Check that the optimizer's states were saved and can be restored. SGD may have no states."""
+    if "offload_optimizer" in config.nvme_paths:
+        raise UserError(
+            "zero_optimization.offload_optimizer.device: a run cannot be resumed or started from a checkpoint with its "
+            'optimizer on NVMe, where DeepSpeed does not restore its states; use "cpu"'
+        )
     if len(manifest.kinds) == 1 and manifest.progress.optimizer_steps is not None:
         raise UserError(
             f"{checkpoint}: saved with the optimizer on NVMe, without its states, so it cannot be resumed; export it "

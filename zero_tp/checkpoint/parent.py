@@ -38,7 +38,7 @@ def find_parent(source: Path, config: RunConfig, model: PretrainedConfig) -> Res
     """
     parent = open_checkpoint(source)
     assert parent.checkpoint is not None and parent.manifest is not None
-    check_states(parent.checkpoint, parent.manifest)
+    check_states(parent.checkpoint, parent.manifest, config)
     _check_model(parent.checkpoint, parent.manifest, model)
     _check_optimizer(parent.checkpoint, parent.manifest, config)
     return parent
@@ -90,7 +90,7 @@ def check_child(source: Path, run: Path, manifest: Manifest) -> None:
 def init_from_parent(zero: ZeroEngine, checkpoint: Path) -> None:
     """Load masters, moments and their update counts; everything else stays as in a new run. Collective."""
     manifest = restore_states(zero, checkpoint)
-    zero.restore_updates(manifest.progress.model_dump())
+    zero.restore_update_count(manifest.progress.model_dump())
 
 
 def describe_parent(

@@ -22,7 +22,8 @@ from torch import Tensor
 
 VERSION = "0.19.8"
 """The DeepSpeed version whose functions are patched."""
-_wait_by_ranks, _reduce_by_ranks = AllGatherCoalescedHandle.wait, coalesced_collectives.reduce_scatter_coalesced
+_original_wait = AllGatherCoalescedHandle.wait
+_original_reduce_scatter = coalesced_collectives.reduce_scatter_coalesced
 
 
 def patch_zero3_loops() -> list[str]:
@@ -48,7 +49,7 @@ def wait(handle: Any, handle_dependency: bool = True) -> None:
         handle_dependency: let the current stream use the gathered data; else it lives until DeepSpeed frees it.
     """
     if handle.complete or handle.quantization or handle.use_secondary_tensor:
-        _wait_by_ranks(handle, handle_dependency)
+        _original_wait(handle, handle_dependency)
         return
     handle.allgather_handle.wait()
     first, offset = handle.partitions[0], 0
@@ -56,8 +57,10 @@ def wait(handle: Any, handle_dependency: bool = True) -> None:
     for param in handle.params:
         assert param.ds_status == ZeroParamStatus.INFLIGHT, param.ds_summary()
         size = param.ds_tensor.ds_numel
-        whole = rows[:, offset : offset + size].clone(memory_format=torch.contiguous_format).view(-1)[: param.ds_numel]
-        param.data = whole.view(param.ds_shape).to(param.ds_tensor.dtype)
+        gathered = (
+            rows[:, offset : offset + size].clone(memory_format=torch.contiguous_format).view(-1)[: param.ds_numel]
+        )
+        param.data = gathered.view(param.ds_shape).to(param.ds_tensor.dtype)
         param.ds_status = ZeroParamStatus.AVAILABLE
         offset += size
     if not get_accelerator().is_synchronized_device():
@@ -76,8 +79,8 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if len({tensor.dtype for tensor in tensors}) != 1:
-        by_ranks: list[Tensor] = _reduce_by_ranks(tensors, group)
-        return by_ranks
+        own_parts: list[Tensor] = _original_reduce_scatter(tensors, group)
+        return own_parts
     sizes = [-(-tensor.numel() // ranks) for tensor in tensors]
     if len(tensors) == 1 and tensors[0].numel() % ranks == 0:
         rows = tensors[0].view(ranks, sizes[0])
