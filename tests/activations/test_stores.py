@@ -274,7 +274,7 @@ def test_more_checkpoints_than_a_buffer_has_slots_for_are_refused() -> None:
     handle = buffer.put(torch.ones(4))
     with pytest.raises(UserError, match=r"^activation_checkpointing\.number_checkpoints: all 1 slots are taken"):
         buffer.put(torch.ones(4))
-    with pytest.raises(UserError, match="a checkpoint of 5 torch.float32 elements does not fit the slots of 4"):
+    with pytest.raises(UserError, match=r"a checkpoint of 5 torch\.float32 elements does not fit the slots of 4"):
         buffer.put(torch.ones(5))
     del handle
     buffer.put(torch.ones(5))

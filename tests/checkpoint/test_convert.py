@@ -19,7 +19,7 @@ from tests.support.memory import PeakMemory
 from tests.support.native import to_ours, to_theirs
 from zero_tp import commands
 from zero_tp.checkpoint.convert import to_huggingface
-from zero_tp.checkpoint.directory import MANIFEST, find_checkpoint, passed_over
+from zero_tp.checkpoint.directory import MANIFEST, find_checkpoint, incomplete_after
 from zero_tp.checkpoint.inspect import inspect
 from zero_tp.checkpoint.resume_point import open_checkpoint
 from zero_tp.errors import UserError
@@ -204,4 +204,4 @@ def test_a_newest_checkpoint_without_its_manifest_is_named_wherever_an_older_one
         assert model_directory.open_directory(source, tokenizer=tmp_path).note == "".join(notes)
         assert open_checkpoint(source).notes == notes
     (lost / MANIFEST).write_bytes((older / MANIFEST).read_bytes())
-    assert passed_over(run, 1) == ()
+    assert incomplete_after(run, 1) == ()

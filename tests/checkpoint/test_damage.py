@@ -18,7 +18,7 @@ from tests.support.pools import Pools
 from zero_tp.checkpoint.directory import (
     MANIFEST,
     Damaged,
-    checkpoints_of,
+    checkpoints_directory,
     complete_steps,
     read_manifest,
     step_directory,
@@ -130,7 +130,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_offered(
     for problem, _ in ranks(2).run(start, str(path), str(tmp_path / "other"), str(step_directory(run, 2))):
         assert re.match(pattern, problem), problem
     assert ranks(2).run(start, str(path), str(run), str(before)) == [(str(before), [])] * 2
-    tolerant, aside = changed(path, on_corrupt="previous"), checkpoints_of(run) / "damaged_step_00000002"
+    tolerant, aside = changed(path, on_corrupt="previous"), checkpoints_directory(run) / "damaged_step_00000002"
     for resumed, notes in ranks(2).run(start, str(tolerant), str(run)):
         assert resumed == str(before)
         assert len(notes) == 1 and re.search(words, notes[0]) and f"; set aside as {aside}, " in notes[0]

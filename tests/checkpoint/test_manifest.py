@@ -18,7 +18,7 @@ from transformers import GPT2Config
 from tests.support.checkpoints import rewritten, write_checkpoint
 from zero_tp.checkpoint import convert, directory
 from zero_tp.checkpoint.directory import MANIFEST, Damaged, check_content, read_manifest, step_directory
-from zero_tp.checkpoint.manifest import OWN_HASH, content_hash, differences, fixed_of, versions
+from zero_tp.checkpoint.manifest import OWN_HASH, content_hash, differences, fixed_settings, versions
 from zero_tp.checkpoint.resume_point import ResumePoint, find_resume_point
 from zero_tp.checkpoint.run_directory import saved_start
 from zero_tp.config import RunConfig
@@ -134,7 +134,7 @@ def test_a_file_that_cannot_be_read_now_is_not_damaged(
         raise OSError(number, os.strerror(number), str(path))
 
     monkeypatch.setattr(directory, "read_regular", fail)
-    monkeypatch.setattr(files, "read_hashed", fail)
+    monkeypatch.setattr(files, "hash_file", fail)
     for read in (partial(read_manifest, checkpoint), partial(check_content, checkpoint, manifest.files)):
         with pytest.raises(UserError) as error:
             read()
@@ -187,7 +187,7 @@ def run(checkpoint: Path, tmp_path: Path) -> Path:
     """A run of `config_of`."""
     config = config_of(tmp_path)
     with rewritten(checkpoint) as manifest:
-        manifest |= {"fixed": fixed_of(config), "config": config.resolved(), "versions": versions()}
+        manifest |= {"fixed": fixed_settings(config), "config": config.resolved(), "versions": versions()}
     return checkpoint.parents[1]
 
 

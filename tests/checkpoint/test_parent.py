@@ -20,7 +20,14 @@ from tests.support.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.checkpoint.directory import read_manifest, step_directory
 from zero_tp.checkpoint.manifest import Parent
-from zero_tp.checkpoint.parent import CHANGES, _shorten, check_child, describe_parent, find_parent, init_from_parent
+from zero_tp.checkpoint.parent import (
+    MAX_CHANGE_LINES,
+    _shorten,
+    check_child,
+    describe_parent,
+    find_parent,
+    init_from_parent,
+)
 from zero_tp.checkpoint.resume_point import ResumePoint
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
@@ -227,6 +234,6 @@ def test_what_is_no_parent_is_one_line(tmp_path: Path, parent: Path) -> None:
 
 def test_what_differs_from_the_parent_is_five_lines_and_names_every_key() -> None:
     changes = [f"key{number}: 1, was 2" for number in range(8)]
-    assert _shorten(changes[:CHANGES]) == changes[:CHANGES]
+    assert _shorten(changes[:MAX_CHANGE_LINES]) == changes[:MAX_CHANGE_LINES]
     *listed, last = _shorten(changes)
     assert listed == changes[:4] and last.endswith(": key4, key5, key6, key7")

@@ -21,7 +21,7 @@ from zero_tp.errors import UserError
 from zero_tp.files import partial_directory
 from zero_tp.tensors.safetensors_files import Entry
 from zero_tp.weights.export import write_native
-from zero_tp.weights.weight_files import INDEX, SINGLE, tokenizer_of
+from zero_tp.weights.weight_files import INDEX, SINGLE, resolve_tokenizer
 
 TINY = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)
 
@@ -186,9 +186,9 @@ def test_a_shard_size_is_a_size(tmp_path: Path, size: str) -> None:
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no tokenizer"):
-        tokenizer_of(tmp_path, None)
+        resolve_tokenizer(tmp_path, None)
     (tmp_path / "tokenizer.json").touch()
-    assert tokenizer_of(tmp_path, None) == tmp_path
+    assert resolve_tokenizer(tmp_path, None) == tmp_path
 
 
 def test_an_exports_tokenizer_knows_the_models_positions(tmp_path: Path) -> None:

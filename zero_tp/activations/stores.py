@@ -103,8 +103,8 @@ class ContiguousBuffer:
         self._ensure_buffer(tensor)
         if not self._free:
             raise UserError(
-                f"activation_checkpointing.number_checkpoints: all {self.slots} slots are taken, as by two forwards before "
-                "a backward; use a larger number, or leave contiguous_memory_optimization out"
+                f"activation_checkpointing.number_checkpoints: all {self.slots} slots are taken, as by two forwards "
+                "before a backward; use a larger number, or leave contiguous_memory_optimization out"
             )
         slot = _Slot(self._free.pop(), tensor.shape)
         weakref.finalize(slot, self._free.append, slot.index)

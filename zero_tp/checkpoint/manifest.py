@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: one JSON file with a schema and the hash of its own content.
 
-It records the keys that no resume may change (`fixed_of`) and the parallelism, which any resume may change.
+It records the keys that no resume may change (`fixed_settings`) and the parallelism, which any resume may change.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Manifest(ConfigModel):
         tensor … dtype: see `Parallelism`.
         model, generation: Hugging Face's configs.
         kinds: names of each parameter's tensors: the master and the optimizer's states.
-        fixed, corpora: the keys and corpora that no resume may change (see `fixed_of`).
+        fixed, corpora: the keys and corpora that no resume may change (see `fixed_settings`).
         config: the resolved config that the run was started with.
         sha256: of the manifest's content (see `content_hash`).
     """
@@ -173,7 +173,7 @@ class Parallelism(NamedTuple):
         return cls(parallel.tensor, config.data_parallel, parallel.sequence, config.zero_stage, config.dtype)
 
     @classmethod
-    def saved(cls, manifest: Manifest) -> Parallelism:
+    def from_manifest(cls, manifest: Manifest) -> Parallelism:
         return cls(*(getattr(manifest, name) for name in cls._fields))
 
     def __str__(self) -> str:
@@ -182,7 +182,7 @@ class Parallelism(NamedTuple):
         return f"TP {self.tensor} × DP {self.data}{sequence}, ZeRO-{self.zero_stage}, {self.dtype}"
 
 
-def fixed_of(config: RunConfig) -> dict[str, Any]:
+def fixed_settings(config: RunConfig) -> dict[str, Any]:
     """Return the keys of a config that no resume may change."""
     block, optimizer = config.zero_tp, config.deepspeed_config()["optimizer"]
     params = optimizer["params"]
@@ -246,15 +246,15 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
     check_states(checkpoint, manifest, config)
     check_saved_by_run(checkpoint, manifest)
     train = config.zero_tp.data.train
-    for key, value in fixed_of(config).items():
+    for key, value in fixed_settings(config).items():
         if key not in manifest.fixed:
             raise UserError(f"{checkpoint}: its manifest lacks fixed.{key}; the checkpoint is damaged")
         before = manifest.fixed[key]
-        # The saved prefixes with this config's weights: equal if only the corpora's paths have changed.
-        with_old_prefixes = [[prefix, weight] for prefix, weight in zip(manifest.corpora, train.values(), strict=False)]
-        has_moved = key == "zero_tp.data.train" and len(with_old_prefixes) == len(train) and before == with_old_prefixes
+        # Corpora may have moved: only their number, order and weights are compared.
+        moved = [[prefix, weight] for prefix, weight in zip(manifest.corpora, train.values(), strict=False)]
+        has_moved = key == "zero_tp.data.train" and len(moved) == len(train) and before == moved
         if before != value and not has_moved:
-            # Absent and null are alike to `_differing`; in a model's block they are not.
+            # `_differing` takes null for absent; in a model's block the two differ.
             key, now, old = next(_differing(key, value, before), (key, shown(value), shown(before)))
             raise UserError(
                 f"{key}: {now}, but the run of {checkpoint} was started with {old}; "

@@ -230,11 +230,11 @@ def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
         write_tensors(directory / file, checked, {"format": "pt"}, hashed=False)
     if len(shards) == 1:
         return
-    every = [entry for entries in shards.values() for entry in entries]
+    all_entries = [entry for entries in shards.values() for entry in entries]
     index = {
         "metadata": {
-            "total_parameters": sum(math.prod(entry.shape) for entry in every),
-            "total_size": sum(entry.size for entry in every),
+            "total_parameters": sum(math.prod(entry.shape) for entry in all_entries),
+            "total_size": sum(entry.size for entry in all_entries),
         },
         "weight_map": {entry.name: file for file, entries in shards.items() for entry in entries},
     }
