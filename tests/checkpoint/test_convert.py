@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from tests.support.checkpoints import drawn, rewritten, write_checkpoint
+from tests.support.checkpoints import drawn, flip_bit, rewritten, write_checkpoint
 from tests.support.memory import PeakMemory
 from tests.support.native import to_ours, to_theirs
 from zero_tp import commands
@@ -169,9 +169,7 @@ def test_inspect_describes_a_run_and_verifies_its_files(tmp_path: Path) -> None:
     ):
         assert row in rows
     damaged = checkpoint / "states_tp00_dp0001.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(content)
+    flip_bit(damaged, -1)
     text = inspect(checkpoint)
     assert "TP 2 × DP 2, SP, ZeRO-2, fp32" in text and "n_layer 2" in text
     assert all(path.name in text for path in checkpoint.glob("*.safetensors"))

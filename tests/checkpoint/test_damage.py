@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.checkpoint.test_checkpoint import build, changed, masters_of, steps_of, straight, write_config
+from tests.support.checkpoints import flip_bit
 from tests.support.pools import Pools
 from zero_tp.checkpoint.directory import (
     MANIFEST,
@@ -28,9 +29,7 @@ from zero_tp.checkpoint.reader import CheckpointReader
 
 
 def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_bit(file, file.stat().st_size // 2)
 
 
 def truncate(file: Path) -> None:

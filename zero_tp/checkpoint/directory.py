@@ -180,8 +180,8 @@ def commit(
     for name, written in files.items():
         path = temporary / name
         if not wait_until_visible(partial(_has_size, path, written.size), run):
-            raise RuntimeError(
-                f"{path}: missing or incomplete on rank 0's node; is the run directory on shared storage?"
+            raise UserError(
+                f"{path}: missing or incomplete on rank 0's node; put the run directory on storage that all nodes share"
             )
     listed = {
         name: {"bytes": written.size, "sha256": written.sha256, "parts": list(written.parts)}

@@ -19,9 +19,7 @@ import torch
 from safetensors.torch import _TYPES
 from torch import Tensor
 
-from zero_tp.files import MOST_BYTES
 from zero_tp.parallel.agreement import tensor_bytes
-from zero_tp.strict_json import parse_json
 
 PART_BYTES = 8 * 2**20
 HASHING_THREADS = 2
@@ -140,15 +138,3 @@ def hash_file(path: Path) -> FileDigest:
             hasher.update(memoryview(part))
             size += len(part)
         return FileDigest.of_parts(size, hasher.digests())
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header (tensor → dtype, shape, data_offsets; `__metadata__`), and the byte where the data begin."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(path.stat().st_size, MOST_BYTES):
-            raise ValueError(f"its header of {length} bytes is longer than the file or than {MOST_BYTES} bytes")
-        header = parse_json(file.read(length))
-    if not isinstance(header, dict):
-        raise ValueError("its header is not a JSON object")
-    return header, 8 + length
