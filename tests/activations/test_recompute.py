@@ -17,6 +17,7 @@ from tests.tiers import THOROUGH, in_tiers
 from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.data.batch import MaskedBatch
+from zero_tp.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
@@ -184,6 +185,12 @@ def test_frozen_layers_have_no_gradients_to_recompute(name: str) -> None:
     assert 0 < len(trained) < len(expected)
     assert all(torch.equal(found.pop(name), gradient) for name, gradient in trained.items())
     assert not any(gradient is not None for gradient in found.values())
+
+
+def test_a_policy_for_more_layers_than_there_are_is_refused() -> None:
+    model = ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), device="meta")
+    with pytest.raises(UserError, match=r"^zero_tp\.recompute\.layers: 4, but the model has 3; use a smaller one"):
+        ActivationMemory(model, RecomputePolicy(mode="full", layers=4), {}, torch.device("cpu"))
 
 
 def compare(ranks: Pools, kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> None:

@@ -79,19 +79,21 @@ def batch_of(step: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(step))
 
 
-def build(path: str) -> tuple[Any, RunConfig]:
+def build(path: str | Path) -> tuple[Any, RunConfig]:
     import torch.distributed as dist
 
     from zero_tp.topology import Topology
     from zero_tp.training.engine import TrainingEngine
+    from zero_tp.weights.load import PretrainedSource
 
     config = RunConfig.load(path, world_size=dist.get_world_size())
-    parallel = config.zero_tp.parallel
+    parallel, hf_config = config.zero_tp.parallel, config.hf_config()
     engine = TrainingEngine(
-        config.hf_config(),
+        hf_config,
         Topology(parallel.tensor, parallel.sequence),
         config.deepspeed_config(),
         seed=config.zero_tp.training.seed,
+        source=None if config.pretrained is None else PretrainedSource(config.pretrained, hf_config),
     )
     return engine, config
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.recompute import Forward, RecomputedOutput, recomputed
 from zero_tp.activations.stores import ContiguousBuffer, HostStore, InPlaceStore, PartitionedStore, Store
+from zero_tp.errors import UserError
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.models.transformer import TransformerLayer
 from zero_tp.topology import Topology
@@ -35,9 +36,12 @@ class ActivationMemory:
     def __init__(
         self, model: ParallelModel, policy: RecomputePolicy, settings: Mapping[str, Any], device: torch.device
     ):
+        layers = model.spec.layers
+        if (policy.layers or 0) > layers:
+            raise UserError(f"zero_tp.recompute.layers: {policy.layers}, but the model has {layers}; use a smaller one")
         self.policy = policy
         self.notes: list[str] = []
-        self.layers = policy.recomputed_layers(model.spec.layers)
+        self.layers = policy.recomputed_layers(layers)
         self._streams = model.streams
         self._store = self._make_store(settings, model.topology, device) if policy.mode == "full" else InPlaceStore()
         self._recomputes = True  # until a step counts its micro-batches
