@@ -36,12 +36,12 @@ class ActivationMemory:
     def __init__(
         self, model: ParallelModel, policy: RecomputePolicy, settings: Mapping[str, Any], device: torch.device
     ):
-        layers = model.spec.layers
-        if (policy.layers or 0) > layers:
-            raise UserError(f"zero_tp.recompute.layers: {policy.layers}, but the model has {layers}; use a smaller one")
         self.policy = policy
         self.notes: list[str] = []
-        self.layers = policy.recomputed_layers(layers)
+        self.layers = policy.recomputed_layers(model.spec.layers)
+        if self.layers and self.layers[-1] >= model.spec.layers:
+            problem = f"{policy.layers}, but the model has {model.spec.layers}"
+            raise UserError(f"zero_tp.recompute.layers: {problem}; use a smaller one")
         self._streams = model.streams
         self._store = self._make_store(settings, model.topology, device) if policy.mode == "full" else InPlaceStore()
         self._recomputes = True  # until a step counts its micro-batches
