@@ -1,9 +1,10 @@
 """Patches two loops of DeepSpeed 0.19.8's ZeRO-3: gathers and reductions become matrices with one row per rank.
 
 DeepSpeed loops in Python over each rank's part of each parameter, at each gather and reduction: a million views a step
-at 4,096 ranks for a model of 8 B. These functions give the same bits with a few copies per parameter. On a fake world
-of 512 ranks (`python -m benchmarks.scale --worlds 512 --cases tp1-zero3`) a step takes 0.7 to 1.0 s of a busy CPU core
-instead of 2.0 to 2.4 s (2026-11-27, three runs in turns), and 0.42 to 0.48 s of an idle one instead of 1.18 to 1.21 s.
+at 4,096 ranks for a model of 8 B. These functions give the same bits with a few copies per parameter.
+
+Measured 2026-11-27 on a fake world of 512 ranks (the case `tp1-zero3` of `benchmarks.scale`), three runs in turns: a
+step takes 0.7 to 1.0 s of a busy CPU core instead of 2.0 to 2.4 s. An idle one took 0.4 to 0.5 s instead of 1.2 s.
 """
 
 from __future__ import annotations
