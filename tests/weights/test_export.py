@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -148,11 +148,19 @@ def test_an_output_that_was_about_to_be_replaced_is_put_back(tmp_path: Path, mon
 
 def test_two_processes_finish_the_same_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that has renamed its directory has no lock any more; the next one may just have started."""
-    target, replaced, replace, rmtree = tmp_path / "model", tmp_path / ".model.replaced", os.replace, shutil.rmtree
+    target, replaced = tmp_path / "model", tmp_path / ".model.replaced"
     target.mkdir()
     (replaced / "figures").mkdir(parents=True)
-    monkeypatch.setattr(os, "replace", lambda *paths: [replace(*paths) for _ in range(2)])
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **options: [rmtree(path, **options) for _ in range(2)])
+
+    def twice(work: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any, **options: Any) -> None:
+            work(*arguments, **options)
+            work(*arguments, **options)
+
+        return run
+
+    monkeypatch.setattr(os, "replace", twice(os.replace))
+    monkeypatch.setattr(shutil, "rmtree", twice(shutil.rmtree))
     with partial_directory(target):
         assert (target / "figures").is_dir() and not replaced.exists()
 
