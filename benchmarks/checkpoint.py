@@ -38,7 +38,7 @@ from zero_tp.checkpoint.save import run_saver
 from zero_tp.config import RunConfig
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
-from zero_tp.zero.ops import without_shared_memory_collectives
+from zero_tp.zero.ops import disable_shared_memory_collectives
 
 WARM_UP = 4  # until saves remove old checkpoints
 CHUNK = 2**20  # of plain writing and reading: larger ones are slower, they leave the processor's cache
@@ -285,7 +285,7 @@ def main() -> None:
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})
     os.environ.setdefault("MASTER_PORT", "29712")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    without_shared_memory_collectives()
+    disable_shared_memory_collectives()
     deepspeed.init_distributed("gloo", verbose=False)
     try:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:

@@ -186,9 +186,9 @@ def with_deepspeed(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
     import deepspeed
     import torch.distributed as dist
 
-    from zero_tp.zero.ops import without_shared_memory_collectives
+    from zero_tp.zero.ops import disable_shared_memory_collectives
 
-    without_shared_memory_collectives()  # which its inference alone uses
+    disable_shared_memory_collectives()  # which its inference alone uses
     deepspeed.init_distributed("gloo", verbose=False)
     tensor = options.get("tensor", 1)
     data = dist.get_world_size() // tensor

@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
 
-from zero_tp.zero.ops import without_shared_memory_collectives
+from zero_tp.zero.ops import disable_shared_memory_collectives
 
 COUNTED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "objects": (dist, ("all_gather_object", "broadcast_object_list")),
@@ -174,7 +174,7 @@ def fake_world(ranks: int, rank: int, folder: Path) -> Iterator[tuple[Clocks, Co
         stack.enter_context(mock.patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": "0"}))
         dist.init_process_group("fake", store=store, rank=rank, world_size=ranks)
         stack.callback(dist.destroy_process_group)
-        without_shared_memory_collectives()
+        disable_shared_memory_collectives()
         deepspeed.init_distributed("fake", verbose=False)
         for name, stand_in in STAND_INS.items():
             called = getattr(dist, name)

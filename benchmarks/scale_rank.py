@@ -38,7 +38,7 @@ from zero_tp.parallel.agreement import require_same_on_all_ranks
 from zero_tp.process.hang_report import RankStatus
 from zero_tp.process.signals import Requests
 from zero_tp.process.watch import Watchdog
-from zero_tp.tensors.safetensors_files import PART_BYTES, Written
+from zero_tp.tensors.safetensors_files import PART_BYTES, FileDigest
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.guards import check_duplicates, check_replicas
@@ -89,7 +89,7 @@ def simulate(world: World, folder: Path) -> dict[str, Any]:
         file, run = furnish(world, folder), folder / "run"
         with clocks.part("config"):
             config = RunConfig.load(file, (), world.ranks, saved_start(run, None))
-        directory.checkpoints_of(run).mkdir(parents=True, exist_ok=True)
+        directory.checkpoints_directory(run).mkdir(parents=True, exist_ok=True)
         with clocks.part("corpora, model config"):
             prepared = RunInputs(config, run, whole=world.rank % 8 == 0)
         with clocks.part("groups"):
@@ -186,7 +186,7 @@ def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any
     """Save; the first rank finds the files and hears the words of all others, of a model of `parameters`."""
     size = world.parameters * STATES // world.ranks
     digest = "0" * 64
-    written = Written(size, digest, (digest,) * -(-size // PART_BYTES))
+    written = FileDigest(size, digest, (digest,) * -(-size // PART_BYTES))
     begin, stub = directory.begin, run / "stub"
     with stub.open("wb") as file:
         file.truncate(size)
@@ -225,7 +225,7 @@ def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any
             saver._finish(kept["manifest"])
     else:
         names = [states_file(*divmod(rank, world.data)) for rank in range(world.ranks)]
-        files = dict.fromkeys(names, written) | {own["file"]: Written(own["size"], own["sha256"], own["parts"])}
+        files = dict.fromkeys(names, written) | {own["file"]: FileDigest(own["size"], own["sha256"], own["parts"])}
         directory.commit(run, temporary, 1, saver._describe(), files)
     manifest = directory.step_directory(run, 1) / directory.MANIFEST
     return {"manifest_bytes": manifest.stat().st_size, "told_bytes": len(json.dumps(vars(written)))}
@@ -241,7 +241,7 @@ def go_on(clocks: Clocks, name: str, run: Path, config: RunConfig, engine: Train
         resume(engine.zero, resume_point.checkpoint, 1)
 
 
-def written(file: Path, lengths: dict[str, int], starts: dict[str, int]) -> Written:
+def written(file: Path, lengths: dict[str, int], starts: dict[str, int]) -> FileDigest:
     """Write a file of states that are zero, sooner than a save does, which makes a tensor of each."""
     header: dict[str, Any] = {"__metadata__": {STARTS: json.dumps(starts)}}
     at = 0
@@ -251,7 +251,7 @@ def written(file: Path, lengths: dict[str, int], starts: dict[str, int]) -> Writ
     encoded = json.dumps(header).encode()
     whole = len(encoded).to_bytes(8, "little") + encoded + bytes(at)
     file.write_bytes(whole)
-    return Written.of(
+    return FileDigest.of_parts(
         len(whole), [hashlib.sha256(whole[at : at + PART_BYTES]).digest() for at in range(0, len(whole), PART_BYTES)]
     )
 
@@ -269,7 +269,7 @@ def moves(world: World) -> dict[str, tuple[int, int]]:
 def write_moved(run: Path, saver: Saver, tensor: int, data: int) -> None:
     """Write what `tensor` × `data` ranks have saved: the files of this TP rank, and small ones for the others."""
     described = {name: ParameterLayout.of(parameter) for name, parameter in saver.zero.model.named_parameters()}
-    temporary, files = directory.begin(run), dict[str, Written]()
+    temporary, files = directory.begin(run), dict[str, FileDigest]()
     numels = {name: math.prod(one.layout.local_shape(one.shape, tensor)) for name, one in described.items()}
     kinds, own = saver.zero.states().kinds(), saver.topology.tensor_rank % tensor
     for data_rank in range(data):

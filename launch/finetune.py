@@ -31,7 +31,7 @@ from zero_tp.files import read_regular
 from zero_tp.process.node import die_with
 from zero_tp.process.quiet import quiet_libraries
 from zero_tp.strict_json import read_object
-from zero_tp.zero.ops import without_shared_memory_collectives
+from zero_tp.zero.ops import disable_shared_memory_collectives
 
 Record = dict[str, Any]  # one example of a file, or one tokenized row
 Split = tuple[list[Record], list[Record]]  # examples, rows; Trainer drops the fields that `forward` does not take
@@ -207,7 +207,7 @@ def train_variant(options: argparse.Namespace) -> None:
     task, tokenizer, (variant, result) = TASKS[options.task], open_padding_tokenizer(options.model), options.variant
     train, validation, labels = load_splits(options, tokenizer)
     transformers.set_seed(options.seed)
-    without_shared_memory_collectives()
+    disable_shared_memory_collectives()
     names = {"label2id": labels, "id2label": dict(enumerate(labels))} if labels else {}
     config = transformers.AutoConfig.from_pretrained(options.model, **names)
     config.pad_token_id = tokenizer.pad_token_id  # a decoder's head reads the last token before the padding

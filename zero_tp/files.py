@@ -164,15 +164,22 @@ def replace_directory(written: Path, output: Path) -> None:
 
 
 def _finish_replacing(output: Path, own: Collection[str]) -> None:
-    """Put a replaced directory back if there is no new one; else move the user's own directories to the new one."""
+    """Put a replaced directory back if there is no new one; else move the user's own directories to the new one.
+
+    A process that has renamed its partial directory has lost its lock: another one may do the same at the same time.
+    """
     replaced = hidden_sibling(output, "replaced")
-    if replaced.is_dir() and not output.exists():
-        os.replace(replaced, output)
-    elif replaced.is_dir():
+    if not replaced.is_dir():
+        return
+    with contextlib.suppress(FileNotFoundError):  # the other process has moved or removed it
+        if not output.exists():
+            os.replace(replaced, output)
+            return
         for directory in replaced.iterdir():
             is_users = directory.is_dir() and not directory.is_symlink() and directory.name not in own
             if is_users and not (output / directory.name).exists():
-                os.replace(directory, output / directory.name)
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(directory, output / directory.name)
         shutil.rmtree(replaced)
 
 

@@ -16,7 +16,7 @@ import torch.multiprocessing as multiprocessing
 from zero_tp.errors import UserError
 from zero_tp.process.environment import free_port
 from zero_tp.process.quiet import suppress_output
-from zero_tp.zero.ops import without_shared_memory_collectives
+from zero_tp.zero.ops import disable_shared_memory_collectives
 
 T = TypeVar("T")
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -93,7 +93,7 @@ def _rank(
     import deepspeed
 
     dist.init_process_group("gloo")
-    without_shared_memory_collectives()
+    disable_shared_memory_collectives()
     with suppress_output():
         deepspeed.init_distributed("gloo", verbose=False)
     try:

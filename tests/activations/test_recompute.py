@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, PretrainedConfig
 
+from tests.support.compare import grid
 from tests.support.encoders import config_of, rows_for
 from tests.support.pools import Pools
 from tests.support.tiny_models import bert_fields
 from tests.tiers import THOROUGH, in_tiers
+from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.data.batch import MaskedBatch
+from zero_tp.errors import UserError
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
 STEPS, ACCUMULATION, BATCH, SEQUENCE = 2, 2, 8, 12
@@ -163,6 +167,30 @@ def test_recomputing_changes_no_bit(ranks: Pools, seed: int, tensor: int, sequen
 @pytest.mark.parametrize("kind", ["bert", "megatron-bert"])
 def test_recomputing_an_encoder_changes_no_bit(ranks: Pools, seed: int, kind: str, sequence: bool) -> None:
     compare(ranks, kind, seed, 2, sequence, 2)
+
+
+@pytest.mark.parametrize("name", ["attention_core", "all modules", "full"])
+def test_frozen_layers_have_no_gradients_to_recompute(name: str) -> None:
+    def gradients(name: str) -> dict[str, Any]:
+        model = ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), seed=1).train()
+        for parameter, values in model.named_parameters():
+            values.requires_grad_("layers.2" in parameter or "final" in parameter)
+        ActivationMemory(model, RecomputePolicy(**POLICIES[name][0]), {}, torch.device("cpu"))
+        tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE)
+        model(tokens, labels=tokens).loss.backward()
+        return {name: values.grad for name, values in model.named_parameters()}
+
+    found, expected = gradients(name), gradients("none")
+    trained = {name: gradient for name, gradient in expected.items() if gradient is not None}
+    assert 0 < len(trained) < len(expected)
+    assert all(torch.equal(found.pop(name), gradient) for name, gradient in trained.items())
+    assert not any(gradient is not None for gradient in found.values())
+
+
+def test_a_policy_for_more_layers_than_there_are_is_refused() -> None:
+    model = ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), device="meta")
+    with pytest.raises(UserError, match=r"^zero_tp\.recompute\.layers: 4, but the model has 3; use a smaller one"):
+        ActivationMemory(model, RecomputePolicy(mode="full", layers=4), {}, torch.device("cpu"))
 
 
 def compare(ranks: Pools, kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> None:

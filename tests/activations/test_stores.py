@@ -27,7 +27,15 @@ from tests.support.streams import computing_accelerator
 from tests.tiers import THOROUGH
 from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.activations.stores import LEAVING, ContiguousBuffer, Host, InPlace, Partitioned, Store
+from zero_tp.activations.stores import (
+    MAX_COPIES_OUT,
+    ContiguousBuffer,
+    HostStore,
+    InPlaceStore,
+    PartitionedStore,
+    Store,
+)
+from zero_tp.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 
 WORLD = 2
@@ -127,7 +135,7 @@ def expected_bytes(settings: dict[str, Any], leave: int, tensor: int, sequence: 
     buffer = (settings.get("number_checkpoints") or leave) * piece if BUFFER in settings else 0
     kept, whole = buffer or leave * piece, leave * numel
     if HOST in settings:
-        return [(4 * (min(LEAVING, leave) * piece - whole), 4 * kept), (0, 4 * buffer)]
+        return [(4 * (min(MAX_COPIES_OUT, leave) * piece - whole), 4 * kept), (0, 4 * buffer)]
     return [(4 * (kept - whole), 0), (4 * buffer, 0)]
 
 
@@ -192,12 +200,14 @@ def round_trips(tensor: int, copies: str) -> int:
         given = [torch.randn(shape).to(dtype) for shape in SHAPES]
         expected = [(each * 3).transpose(0, -1) for each in given]
         stores: dict[str, Store] = {
-            "in place": InPlace(),
-            "partitioned": Partitioned(group, InPlace()),
-            "contiguous": Partitioned(group, ContiguousBuffer(len(SHAPES))),
-            "host": Host(),
-            "partitioned on the host": Partitioned(group, Host()),
-            "contiguous on the host": Partitioned(group, Host(ContiguousBuffer(len(SHAPES), on_host, pinned=True))),
+            "in place": InPlaceStore(),
+            "partitioned": PartitionedStore(group, InPlaceStore()),
+            "contiguous": PartitionedStore(group, ContiguousBuffer(len(SHAPES))),
+            "host": HostStore(),
+            "partitioned on the host": PartitionedStore(group, HostStore()),
+            "contiguous on the host": PartitionedStore(
+                group, HostStore(ContiguousBuffer(len(SHAPES), on_host, pinned=True))
+            ),
         }
         for name, store in stores.items():
             with computing_accelerator(copies) as computing:
@@ -231,7 +241,7 @@ def test_the_device_has_memory_for_what_is_on_its_way(copies: str) -> None:
     """
     count, numel = 12, 100
     with computing_accelerator(copies) as computing:
-        store, tokens = Host(), []
+        store, tokens = HostStore(), []
         tensor = torch.zeros(numel, device=computing.device)
         for _ in range(count):
             tokens.append(store.put(tensor))
@@ -250,12 +260,24 @@ def test_the_device_has_memory_for_what_is_on_its_way(copies: str) -> None:
 def test_memory_is_free_after_a_copy_that_nobody_takes() -> None:
     """As after an error in backward: a checkpoint has been fetched and is dropped."""
     with computing_accelerator("late") as computing:
-        store = Host()
+        store = HostStore()
         tokens = [store.put(torch.zeros(4, device=computing.device)) for _ in range(2)]
         store.take(tokens[1])
         assert computing.moved == 3, "two out, one back"
         tokens.clear()
         assert computing.moved == 4
+
+
+def test_more_checkpoints_than_a_buffer_has_slots_for_are_refused() -> None:
+    """As of two forwards before a backward, the second with longer sequences or not."""
+    buffer = ContiguousBuffer(1)
+    handle = buffer.put(torch.ones(4))
+    with pytest.raises(UserError, match=r"^activation_checkpointing\.number_checkpoints: all 1 slots are taken"):
+        buffer.put(torch.ones(4))
+    with pytest.raises(UserError, match=r"a checkpoint of 5 torch\.float32 elements does not fit the slots of 4"):
+        buffer.put(torch.ones(5))
+    del handle
+    buffer.put(torch.ones(5))
 
 
 def test_a_buffer_is_made_once() -> None:

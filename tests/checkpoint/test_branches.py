@@ -20,7 +20,7 @@ from tests.support.run_log import RunLog
 from zero_tp.checkpoint.directory import (
     LATEST,
     MANIFEST,
-    checkpoints_of,
+    checkpoints_directory,
     complete_steps,
     read_manifest,
     set_aside,
@@ -50,7 +50,7 @@ def copied(saved: Path, tmp_path: Path) -> tuple[Path, Path]:
 
 
 def latest(run: Path) -> Path:
-    return checkpoints_of(run) / (checkpoints_of(run) / LATEST).read_text().strip()
+    return checkpoints_directory(run) / (checkpoints_directory(run) / LATEST).read_text().strip()
 
 
 def go_back(path: str, run: str, to: int, last: int) -> tuple[list[str], list[int]]:
@@ -80,7 +80,7 @@ def test_going_back_starts_a_branch_and_loses_nothing(ranks: Pools, copied: tupl
     assert removed == [1], "what was just saved stays"
     assert len(notes) == 2
     for step, note in zip((2, 3), notes, strict=True):
-        aside = checkpoints_of(run) / f"abandoned_step_{step:08d}"
+        aside = checkpoints_directory(run) / f"abandoned_step_{step:08d}"
         assert (aside / MANIFEST).read_bytes() == contents[step] and read_manifest(aside).step == step
         assert note == f"step {step} belongs to the branch abandoned at step 1: set aside as {aside}"
     assert ranks(2).run(go_back, str(path), str(run), 2, 4)[0] == ([], [2, 3])
@@ -145,7 +145,7 @@ def test_what_is_set_aside_replaces_nothing(copied: tuple[Path, Path]) -> None:
     assert names == [f"damaged_step_00000003{ending}" for ending in ("", ".2", ".3")]
     for step in (3, 2, 1):
         set_aside(step_directory(run, step), "abandoned")
-    assert not (checkpoints_of(run) / LATEST).exists(), "it would name a missing step"
+    assert not (checkpoints_directory(run) / LATEST).exists(), "it would name a missing step"
 
 
 UNREADABLE = "/run/manifest.json"

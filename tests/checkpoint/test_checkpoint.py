@@ -15,7 +15,7 @@ from tests.support.half_precision import fp16_supported
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.checkpoint.convert import to_huggingface
-from zero_tp.checkpoint.directory import LATEST, checkpoints_of, complete_steps, prune, step_directory
+from zero_tp.checkpoint.directory import LATEST, checkpoints_directory, complete_steps, prune, step_directory
 from zero_tp.checkpoint.resume_point import find_resume_point
 from zero_tp.config import RunConfig
 
@@ -79,19 +79,21 @@ def batch_of(step: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(step))
 
 
-def build(path: str) -> tuple[Any, RunConfig]:
+def build(path: str | Path) -> tuple[Any, RunConfig]:
     import torch.distributed as dist
 
     from zero_tp.topology import Topology
     from zero_tp.training.engine import TrainingEngine
+    from zero_tp.weights.load import PretrainedSource
 
     config = RunConfig.load(path, world_size=dist.get_world_size())
-    parallel = config.zero_tp.parallel
+    parallel, hf_config = config.zero_tp.parallel, config.hf_config()
     engine = TrainingEngine(
-        config.hf_config(),
+        hf_config,
         Topology(parallel.tensor, parallel.sequence),
         config.deepspeed_config(),
         seed=config.zero_tp.training.seed,
+        source=None if config.pretrained is None else PretrainedSource(config.pretrained, hf_config),
     )
     return engine, config
 
@@ -259,8 +261,8 @@ def test_the_newest_and_milestones_stay_and_latest_names_the_last(
     path, run = changed(write_config(tmp_path / "run.json", 1, "fp32", 1), **settings), tmp_path / "run"
     ranks(2).run(straight, str(path), str(run), [1, 2, 3], 3)
     assert complete_steps(run) == kept
-    assert (checkpoints_of(run) / LATEST).read_text().strip() == step_directory(run, 3).name
+    assert (checkpoints_directory(run) / LATEST).read_text().strip() == step_directory(run, 3).name
     names = [LATEST, *(step_directory(run, step).name for step in kept)]
-    assert sorted(p.name for p in checkpoints_of(run).iterdir()) == names
+    assert sorted(p.name for p in checkpoints_directory(run).iterdir()) == names
     prune(run, 1)
     assert complete_steps(run) == [3]

@@ -14,12 +14,12 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from tests.support.checkpoints import drawn, rewritten, write_checkpoint
+from tests.support.checkpoints import drawn, flip_bit, rewritten, write_checkpoint
 from tests.support.memory import PeakMemory
 from tests.support.native import to_ours, to_theirs
 from zero_tp import commands
 from zero_tp.checkpoint.convert import to_huggingface
-from zero_tp.checkpoint.directory import MANIFEST, find_checkpoint, passed_over
+from zero_tp.checkpoint.directory import MANIFEST, find_checkpoint, incomplete_after
 from zero_tp.checkpoint.inspect import inspect
 from zero_tp.checkpoint.resume_point import open_checkpoint
 from zero_tp.errors import UserError
@@ -133,6 +133,14 @@ def test_memory_is_that_of_one_parameter(tmp_path: Path) -> None:
     assert peak.grown < 2 * 12 * 4 * 512 * 512 + 60e6, f"{peak.grown / 1e6:.0f} MB"
 
 
+def test_an_output_that_exists_is_refused_before_the_checkpoint_is_read(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "run", config())
+    next(checkpoint.glob("*.safetensors")).unlink()
+    (tmp_path / "export").mkdir()
+    with pytest.raises(UserError, match="export: exists already"):
+        to_huggingface(tmp_path / "run", tmp_path / "export")
+
+
 def test_a_parameter_that_is_missing_is_named(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "run", config())
     with rewritten(checkpoint) as manifest:
@@ -161,9 +169,7 @@ def test_inspect_describes_a_run_and_verifies_its_files(tmp_path: Path) -> None:
     ):
         assert row in rows
     damaged = checkpoint / "states_tp00_dp0001.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(content)
+    flip_bit(damaged, -1)
     text = inspect(checkpoint)
     assert "TP 2 × DP 2, SP, ZeRO-2, fp32" in text and "n_layer 2" in text
     assert all(path.name in text for path in checkpoint.glob("*.safetensors"))
@@ -196,4 +202,4 @@ def test_a_newest_checkpoint_without_its_manifest_is_named_wherever_an_older_one
         assert model_directory.open_directory(source, tokenizer=tmp_path).note == "".join(notes)
         assert open_checkpoint(source).notes == notes
     (lost / MANIFEST).write_bytes((older / MANIFEST).read_bytes())
-    assert passed_over(run, 1) == ()
+    assert incomplete_after(run, 1) == ()

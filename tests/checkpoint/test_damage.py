@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from tests.checkpoint.test_checkpoint import build, changed, masters_of, steps_of, straight, write_config
+from tests.support.checkpoints import flip_bit
 from tests.support.pools import Pools
 from zero_tp.checkpoint.directory import (
     MANIFEST,
     Damaged,
-    checkpoints_of,
+    checkpoints_directory,
     complete_steps,
     read_manifest,
     step_directory,
@@ -28,9 +29,7 @@ from zero_tp.checkpoint.reader import CheckpointReader
 
 
 def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_bit(file, file.stat().st_size // 2)
 
 
 def truncate(file: Path) -> None:
@@ -130,7 +129,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_offered(
     for problem, _ in ranks(2).run(start, str(path), str(tmp_path / "other"), str(step_directory(run, 2))):
         assert re.match(pattern, problem), problem
     assert ranks(2).run(start, str(path), str(run), str(before)) == [(str(before), [])] * 2
-    tolerant, aside = changed(path, on_corrupt="previous"), checkpoints_of(run) / "damaged_step_00000002"
+    tolerant, aside = changed(path, on_corrupt="previous"), checkpoints_directory(run) / "damaged_step_00000002"
     for resumed, notes in ranks(2).run(start, str(tolerant), str(run)):
         assert resumed == str(before)
         assert len(notes) == 1 and re.search(words, notes[0]) and f"; set aside as {aside}, " in notes[0]

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 from transformers import GPT2Config
 
-from tests.support.checkpoints import rewritten, write_checkpoint
+from tests.support.checkpoints import flip_bit, flip_master, rewritten, write_checkpoint
 from zero_tp.checkpoint import convert, directory
 from zero_tp.checkpoint.directory import MANIFEST, Damaged, check_content, read_manifest, step_directory
-from zero_tp.checkpoint.manifest import OWN_HASH, content_hash, differences, fixed_of, versions
+from zero_tp.checkpoint.manifest import OWN_HASH, content_hash, differences, fixed_settings, versions
 from zero_tp.checkpoint.resume_point import ResumePoint, find_resume_point
 from zero_tp.checkpoint.run_directory import saved_start
 from zero_tp.config import RunConfig
@@ -36,18 +35,12 @@ def checkpoint(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "run", TINY, tensor=2, data=2)
 
 
-def flip(file: Path, at: int, bit: int = 0) -> None:
-    content = bytearray(file.read_bytes())
-    content[at] ^= 1 << bit
-    file.write_bytes(content)
-
-
 def test_a_flipped_bit_of_the_manifest_is_found_or_means_the_same(checkpoint: Path, seed: int) -> None:
     path, chance = checkpoint / MANIFEST, random.Random(seed)
     whole, text = read_manifest(checkpoint), path.read_bytes()
     found = 0
     for _ in range(300):
-        flip(path, chance.randrange(len(text)), chance.randrange(8))
+        flip_bit(path, chance.randrange(len(text)), chance.randrange(8))
         try:
             assert read_manifest(checkpoint) == whole
         except UserError as error:
@@ -114,11 +107,11 @@ def test_any_flipped_bit_of_any_file_is_found(checkpoint: Path, monkeypatch: pyt
     for _ in range(40):
         file = checkpoint / chance.choice(sorted(manifest.files))
         at, bit = chance.randrange(file.stat().st_size), chance.randrange(8)
-        flip(file, at, bit)
+        flip_bit(file, at, bit)
         with pytest.raises(Damaged) as damage:
             check_content(checkpoint, manifest.files)
         assert damage.value.file == file
-        flip(file, at, bit)
+        flip_bit(file, at, bit)
     check_content(checkpoint, manifest.files)
 
 
@@ -134,7 +127,7 @@ def test_a_file_that_cannot_be_read_now_is_not_damaged(
         raise OSError(number, os.strerror(number), str(path))
 
     monkeypatch.setattr(directory, "read_regular", fail)
-    monkeypatch.setattr(files, "read_hashed", fail)
+    monkeypatch.setattr(files, "hash_file", fail)
     for read in (partial(read_manifest, checkpoint), partial(check_content, checkpoint, manifest.files)):
         with pytest.raises(UserError) as error:
             read()
@@ -143,10 +136,7 @@ def test_a_file_that_cannot_be_read_now_is_not_damaged(
 
 def test_an_export_of_damaged_masters_is_no_export(checkpoint: Path, tmp_path: Path) -> None:
     file = checkpoint / "states_tp01_dp0001.safetensors"
-    with safe_open(file, framework="pt") as opened:
-        name = next(key for key in opened.keys() if key.endswith("/master"))  # noqa: SIM118 - not a mapping
-    header, base = files.read_header(file)
-    flip(file, base + header[name]["data_offsets"][0])
+    flip_master(file)
     with pytest.raises(Damaged, match=r"states_tp01_dp0001\.safetensors: SHA-256 is"):
         convert.to_huggingface(checkpoint, tmp_path / "export")
     assert not (tmp_path / "export").exists()
@@ -187,7 +177,7 @@ def run(checkpoint: Path, tmp_path: Path) -> Path:
     """A run of `config_of`."""
     config = config_of(tmp_path)
     with rewritten(checkpoint) as manifest:
-        manifest |= {"fixed": fixed_of(config), "config": config.resolved(), "versions": versions()}
+        manifest |= {"fixed": fixed_settings(config), "config": config.resolved(), "versions": versions()}
     return checkpoint.parents[1]
 
 

@@ -20,7 +20,14 @@ from tests.support.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.checkpoint.directory import read_manifest, step_directory
 from zero_tp.checkpoint.manifest import Parent
-from zero_tp.checkpoint.parent import CHANGES, _shorten, check_child, describe_parent, find_parent, init_from_parent
+from zero_tp.checkpoint.parent import (
+    MAX_CHANGE_LINES,
+    _shorten,
+    check_child,
+    describe_parent,
+    find_parent,
+    init_from_parent,
+)
 from zero_tp.checkpoint.resume_point import ResumePoint
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
@@ -206,6 +213,11 @@ def test_what_is_no_parent_is_one_line(tmp_path: Path, parent: Path) -> None:
     amsgrad = config_of(tmp_path, params={"torch_adam": True, "amsgrad": True})
     with pytest.raises(UserError, match=r"^optimizer\.params\.amsgrad: true has other states than false"):
         find_parent(parent, amsgrad, amsgrad.hf_config())
+    offload = f'{{"device": "nvme", "nvme_path": "{tmp_path}"}}'
+    on_nvme = ["zero_optimization.stage=3", f"zero_optimization.offload_optimizer={offload}"]
+    nvme = RunConfig.load(tmp_path / "run.json", on_nvme, 1)
+    with pytest.raises(UserError, match=r"^zero_optimization\.offload_optimizer\.device: a run cannot be .* started"):
+        find_parent(parent, nvme, nvme.hf_config())
     manifest = read_manifest(step_directory(parent, 1))
     with rewritten(step_directory(parent, 1)) as changed:
         del changed["fixed"]["optimizer"]
@@ -222,6 +234,6 @@ def test_what_is_no_parent_is_one_line(tmp_path: Path, parent: Path) -> None:
 
 def test_what_differs_from_the_parent_is_five_lines_and_names_every_key() -> None:
     changes = [f"key{number}: 1, was 2" for number in range(8)]
-    assert _shorten(changes[:CHANGES]) == changes[:CHANGES]
+    assert _shorten(changes[:MAX_CHANGE_LINES]) == changes[:MAX_CHANGE_LINES]
     *listed, last = _shorten(changes)
     assert listed == changes[:4] and last.endswith(": key4, key5, key6, key7")

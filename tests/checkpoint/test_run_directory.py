@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from zero_tp.checkpoint.directory import MANIFEST, begin, complete_steps, prune, step_directory
+from zero_tp.checkpoint.directory import MANIFEST, begin, commit, complete_steps, prune, step_directory
 from zero_tp.checkpoint.run_directory import OWNER, OwnerChanged, run_directory
 from zero_tp.errors import UserError
+from zero_tp.tensors.safetensors_files import FileDigest
 
 
 def test_a_run_holds_its_directory(tmp_path: Path) -> None:
@@ -61,6 +62,15 @@ def test_a_checkpoint_that_is_half_removed_is_not_complete(tmp_path: Path, monke
     begin(tmp_path)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {".writing", "step_00000002"}
     assert len(list((tmp_path / "checkpoints" / ".writing").iterdir())) == 1
+
+
+def test_a_file_that_only_its_own_node_sees_fails_the_save(tmp_path: Path) -> None:
+    temporary = begin(tmp_path)
+    with pytest.raises(
+        UserError, match=rf"^{temporary}/states: missing or incomplete .* storage that all nodes share$"
+    ):
+        commit(tmp_path, temporary, 1, {}, {"states": FileDigest(5, "")})
+    assert complete_steps(tmp_path) == []
 
 
 @pytest.mark.parametrize("put", [Path.touch, Path.mkdir, lambda path: path.symlink_to(path.parent)])

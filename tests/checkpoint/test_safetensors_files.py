@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from zero_tp.tensors import safetensors_files as files
-from zero_tp.tensors.safetensors_files import Entry, read_hashed, write_tensors
+from zero_tp.tensors.safetensors_files import Entry, hash_file, write_tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
 
@@ -38,7 +38,7 @@ def test_safetensors_reads_what_was_written(
     assert written.size == len(content)
     digests = [hashlib.sha256(content[at : at + part]).digest() for at in range(0, len(content), part)]
     assert written.sha256 == hashlib.sha256(b"".join(digests)).hexdigest()
-    assert read_hashed(tmp_path / "file") == written
+    assert hash_file(tmp_path / "file") == written
     with safe_open(tmp_path / "file", framework="pt") as file:
         assert file.metadata() == {"starts": "{}"}
         assert set(file.keys()) == set(tensors)

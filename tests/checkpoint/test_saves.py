@@ -21,7 +21,7 @@ from tests.support.waits import patience
 from zero_tp.checkpoint.directory import (
     TEMPORARY,
     check_content,
-    checkpoints_of,
+    checkpoints_directory,
     complete_steps,
     read_manifest,
     step_directory,
@@ -52,7 +52,7 @@ def disk_full() -> Iterator[None]:
 @contextlib.contextmanager
 def no_directory(run: Path) -> Iterator[None]:
     """Put a file in the place of the directory of checkpoints."""
-    checkpoints = checkpoints_of(run)
+    checkpoints = checkpoints_directory(run)
     aside = checkpoints.rename(checkpoints.with_name("aside"))
     checkpoints.touch()
     yield
@@ -85,7 +85,7 @@ def test_a_failed_save_costs_one_checkpoint(
 ) -> None:
     path = changed(write_config(tmp_path / "run.json", 2, "bf16", 1), async_=background)
     run = tmp_path / "run"
-    temporary = checkpoints_of(run) / TEMPORARY
+    temporary = checkpoints_directory(run) / TEMPORARY
     words = f"Not a directory ({temporary})" if full_rank is None else f"rank {full_rank}: File too large ("
     for first, second, third in ranks(2).run(three_saves, str(path), str(run), full_rank, timeout=60):
         assert first == (1, "") and third == (3, "")
@@ -102,7 +102,7 @@ def taken_over(path: str, run: str, when: str) -> tuple[int, str]:
     from zero_tp.checkpoint import directory
     from zero_tp.checkpoint.run_directory import OwnerChanged, RunOwner
 
-    checkpoints_of(Path(run)).mkdir(parents=True, exist_ok=True)
+    checkpoints_directory(Path(run)).mkdir(parents=True, exist_ok=True)
     first = RunOwner(Path(run)) if dist.get_rank() == 0 else None
     _, saver = saver_of(path, run, check_owner=first.check if first else lambda: None)
     saver.save(1)
@@ -136,8 +136,8 @@ def test_a_run_that_was_taken_over_writes_nothing_more(
     for saved, error in ranks(2).run(taken_over, str(path), str(run), when):
         assert saved == 1 and error.startswith(f"{run}: another launch (process "), error
         assert error.endswith(") has taken the run over; this one writes nothing more")
-    assert (checkpoints_of(run) / "latest").read_text() == "step_00000001\n"
-    assert not list(checkpoints_of(run).glob(f"{TEMPORARY}/*"))
+    assert (checkpoints_directory(run) / "latest").read_text() == "step_00000001\n"
+    assert not list(checkpoints_directory(run).glob(f"{TEMPORARY}/*"))
 
 
 def saves_with_later_failures(path: str, run: str) -> list[tuple[tuple[int, str] | None, list[str]]]:
@@ -150,7 +150,7 @@ def saves_with_later_failures(path: str, run: str) -> list[tuple[tuple[int, str]
 
     from zero_tp.checkpoint import directory
 
-    sync, latest = directory.sync, checkpoints_of(Path(run)) / directory.LATEST
+    sync, latest = directory.sync, checkpoints_directory(Path(run)) / directory.LATEST
 
     def failing(synced: Path, *, below: bool = True) -> None:
         if synced == latest.parent:
@@ -179,7 +179,7 @@ def test_a_checkpoint_that_is_complete_is_saved_whatever_fails_after(ranks: Pool
     assert (
         [outcome for outcome, _ in first] == [outcome for outcome, _ in other] == [(step, "") for step in (1, 2, 3, 4)]
     )
-    checkpoints = checkpoints_of(run)
+    checkpoints = checkpoints_directory(run)
     assert [notes for _, notes in first] == [
         [],
         ["older checkpoints could not be removed: Device or resource busy (step_00000001)"],
@@ -211,7 +211,7 @@ def test_a_full_disk_leaves_nothing_of_trainers_checkpoint(ranks: Pools, tmp_pat
     path = write_config(tmp_path / "run.json", 1, "fp32", 1)
     for told in ranks(2).run(trainers_full_disk, str(path), str(tmp_path), 1):
         assert told.startswith(f"{tmp_path}: step 1 was not saved: rank 1: File too large (")
-    assert not complete_steps(tmp_path) and not (checkpoints_of(tmp_path) / TEMPORARY).exists()
+    assert not complete_steps(tmp_path) and not (checkpoints_directory(tmp_path) / TEMPORARY).exists()
 
 
 @contextlib.contextmanager
@@ -256,7 +256,7 @@ def test_a_disk_that_hangs_ends_the_save_on_every_rank(ranks: Pools, tmp_path: P
     remedy = rf"in time; look at the disk of {run}, or raise {setting}"
     first, second = ranks(2).run(hanging, str(path), str(run), timeout=60)
     assert re.fullmatch(rf"outcome: \(1, '.*saving step 1: rank 1 has not written {remedy}.*'\)", first), first
-    hung = checkpoints_of(run) / TEMPORARY / "[0-9a-f]{16}" / states_file(0, 1)
+    hung = checkpoints_directory(run) / TEMPORARY / "[0-9a-f]{16}" / states_file(0, 1)
     assert re.fullmatch(rf"error: saving step 1: writing {hung} has not ended {remedy}", second), second
     assert complete_steps(run) == []
 

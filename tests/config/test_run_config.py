@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.mistakes import MISTAKES, RIGHT, WORLD_SIZE, Mistake, changed, written
-from zero_tp.checkpoint.manifest import fixed_of
+from zero_tp.checkpoint.manifest import fixed_settings
 from zero_tp.commands.check import describe
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.config.config_file import ConfigFile
@@ -60,8 +60,8 @@ def test_a_model_from_a_directory(tmp_path: Path) -> None:
     assert (found.attn_pdrop, found.resid_pdrop, found.embd_pdrop) == (0.2, 0.0, 0.1)
     again = RunConfig.load(written(tmp_path, config.resolved(), "config.json"), world_size=4)
     assert again.resolved() == config.resolved()
-    assert fixed_of(again) == fixed_of(config)
-    assert fixed_of(config)["zero_tp.model"] == raw["zero_tp"]["model"]
+    assert fixed_settings(again) == fixed_settings(config)
+    assert fixed_settings(config)["zero_tp.model"] == raw["zero_tp"]["model"]
     raw["zero_tp"]["data"]["sequence_length"] = 65
     with pytest.raises(ConfigError, match=r"sequence_length: 65 tokens.*use another model"):
         RunConfig.load(written(tmp_path, raw), world_size=4)

@@ -9,7 +9,7 @@ from transformers import GPT2Config
 
 from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.activations.stores import ContiguousBuffer, Host
+from zero_tp.activations.stores import ContiguousBuffer, HostStore
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.training.guards import deterministic_algorithms
 
@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_tensors_come_back_bit_for_bit_while_their_memory_is_used_again(contiguous: bool) -> None:
-    store = Host(ContiguousBuffer(8, torch.device("cpu"), pinned=True) if contiguous else None)
+    store = HostStore(ContiguousBuffer(8, torch.device("cpu"), pinned=True) if contiguous else None)
     for _ in range(3):
         generator = torch.Generator(DEVICE).manual_seed(1)
         made = [torch.randn(1 << 22, device=DEVICE, generator=generator) for _ in range(8)]

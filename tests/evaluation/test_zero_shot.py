@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Regex, normalizers
 from transformers import AutoConfig
 
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import flip_master, write_checkpoint
 from tests.support.tiny_models import tiny_gpt2
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.manifest import states_file
@@ -23,8 +23,6 @@ from zero_tp.errors import BAD_INPUT, UserError
 from zero_tp.evaluation.evaluation_report import table, write_samples
 from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, make_tasks, parse_data, parse_tasks
-from zero_tp.tensors.safetensors_files import read_header
-from zero_tp.zero.states import MASTER
 
 SETTINGS = EvaluationSettings(device="cpu", batch_size=3)
 
@@ -64,11 +62,7 @@ def test_a_damaged_run_is_not_evaluated(model: Path, data: dict[str, Path], tmp_
     config = AutoConfig.from_pretrained(str(model))
     checkpoint = write_checkpoint(tmp_path / "run", config, tokenizer=model)
     file = checkpoint / states_file(0, 0)
-    header, base = read_header(file)
-    name = next(name for name in header if name.endswith(f"/{MASTER}"))
-    content = bytearray(file.read_bytes())
-    content[base + header[name]["data_offsets"][0]] ^= 1
-    file.write_bytes(content)
+    flip_master(file)
     with pytest.raises(UserError, match=rf"{file.name}: SHA-256 is"):
         evaluate(tmp_path / "run", ["perplexity"], {"perplexity": data["perplexity"]}, SETTINGS)
 

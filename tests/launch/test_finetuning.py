@@ -249,7 +249,7 @@ def test_a_model_that_cannot_be_fine_tuned_is_one_line(tmp_path: Path, monkeypat
     refuses("nowhere", "--model", "nowhere")
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-4])
-    refuses(r"model\.safetensors: not a readable safetensors file")
+    refuses(r"model\.safetensors: its weights can.t be read: not a safetensors file")
     weights.write_bytes(whole)
     refuses(r"rows\.jsonl: can't be written \(File exists\)", "--save", str(tmp_path / "rows.jsonl"))
     changed(config, model_type="mine", auto_map={"AutoConfig": "code.Config"})

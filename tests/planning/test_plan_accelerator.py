@@ -13,7 +13,7 @@ from transformers import GPT2Config
 from tests.support.plan_configs import DOCUMENTS, WIDE, WINDOWS, family, load
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.activations.stores import LEAVING
+from zero_tp.activations.stores import MAX_COPIES_OUT
 from zero_tp.models import norm
 from zero_tp.parallel import elementwise
 from zero_tp.planning.dryrun import dry_run
@@ -53,7 +53,7 @@ def test_an_accelerator_takes_the_branches_of_its_type() -> None:
     checkpoints = ["zero_tp.recompute=full", "zero_tp.parallel.tensor=1", *WIDE]
     on_host = [*checkpoints, 'activation_checkpointing={"cpu_checkpointing":true}']
     stream = 4 * 256 * 256 * 2
-    assert kept(checkpoints, False) - kept(on_host, False) == pytest.approx((3 - LEAVING) * stream, rel=0.01)
+    assert kept(checkpoints, False) - kept(on_host, False) == pytest.approx((3 - MAX_COPIES_OUT) * stream, rel=0.01)
     assert kept(checkpoints, True) == kept(on_host, True)
     assert kept(WIDE, False) < 0.7 * kept(WIDE, True)
 

@@ -89,6 +89,21 @@ def write_checkpoint(
     return directory.step_directory(run, step)
 
 
+def flip_bit(file: Path, at: int, bit: int = 0) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1 << bit
+    file.write_bytes(content)
+
+
+def flip_master(file: Path) -> None:
+    """Flip a bit of the first master in a rank's file."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    name = next(name for name in header if name.endswith("/master"))
+    flip_bit(file, 8 + length + header[name]["data_offsets"][0])
+
+
 @contextmanager
 def rewritten(checkpoint: Path) -> Iterator[dict[str, Any]]:
     """Give a checkpoint's manifest to change; it is written as if it had been saved so."""

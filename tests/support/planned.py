@@ -135,10 +135,10 @@ def main() -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from zero_tp.zero.ops import without_shared_memory_collectives
+    from zero_tp.zero.ops import disable_shared_memory_collectives
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    without_shared_memory_collectives()
+    disable_shared_memory_collectives()
     deepspeed.init_distributed("fake", verbose=False)
     for overrides in json.load(sys.stdin):
         print("RESULT", json.dumps(measure(overrides, world)), flush=True)

@@ -115,7 +115,7 @@ def _join_group(rank: int, world: int) -> None:
 
     import deepspeed
 
-    from zero_tp.zero.ops import without_shared_memory_collectives
+    from zero_tp.zero.ops import disable_shared_memory_collectives
 
     torch.set_num_threads(1)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -124,7 +124,7 @@ def _join_group(rank: int, world: int) -> None:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(address, port, is_master=False, wait_for_workers=False)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    without_shared_memory_collectives()
+    disable_shared_memory_collectives()
     deepspeed.init_distributed("gloo", verbose=False)  # finds the group and puts deepspeed.comm on it
 
 

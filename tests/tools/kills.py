@@ -38,7 +38,7 @@ from tests.tools.fuzz import commands
 from zero_tp.checkpoint.directory import (
     TEMPORARY,
     check_content,
-    checkpoints_of,
+    checkpoints_directory,
     complete_steps,
     read_manifest,
     step_directory,
@@ -130,7 +130,7 @@ def wait_for(moment: str, ranks: Ranks, run: Path, chance: random.Random, start_
     if moment == "step":
         time.sleep(chance.random() * 0.3)
     elif moment == "save":
-        wait((checkpoints_of(run) / TEMPORARY).exists, "save")
+        wait((checkpoints_directory(run) / TEMPORARY).exists, "save")
         time.sleep(chance.random() * 0.03)
     else:
         before = newest()
@@ -269,7 +269,7 @@ def kill_and_compare(workplace: Path, kills: int, chance: random.Random) -> None
             ranks = Ranks(workplace, settings(killed, 10**6, **{"zero_tp.checkpoint.async": background}))
             wait_for(moment, ranks, killed, chance, start_seconds)
             ranks.kill(chance)
-            inside += (checkpoints_of(killed) / TEMPORARY).exists()
+            inside += (checkpoints_directory(killed) / TEMPORARY).exists()
             checkpoint_digests(step_directory(killed, complete_steps(killed)[-1]))
             what = f"{moment}, saving in the {'background' if background else 'foreground'}"
         counted[what] += 1

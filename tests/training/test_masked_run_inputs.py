@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.settings import deepspeed_settings
 from tests.support.tiny_models import bert_fields, prepared_speeches, write_corpus
-from zero_tp.checkpoint.manifest import check_same_run, fixed_of
+from zero_tp.checkpoint.manifest import check_same_run, fixed_settings
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.data.masked import MaskedSamples, MaskedValidation
 from zero_tp.errors import UserError
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path, corpus: Path, options: di
 
 def test_a_resumed_run_has_the_same_objective_and_the_same_words(tmp_path: Path, corpus: Path) -> None:
     before = run_of(tmp_path, corpus)
-    saved = {"fixed": fixed_of(before.config), "kinds": ["a", "b"], "corpora": before.corpora, "model": {}}
+    saved = {"fixed": fixed_settings(before.config), "kinds": ["a", "b"], "corpora": before.corpora, "model": {}}
     manifest: Any = SimpleNamespace(**json.loads(json.dumps(saved)))
     check_same_run(tmp_path, manifest, before.config)
     before.check_resumed(tmp_path, manifest)

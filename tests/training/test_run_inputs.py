@@ -20,7 +20,7 @@ from tests.support.corpora import run
 from tests.support.run_log import train_state
 from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.support.tiny_models import write_corpus
-from zero_tp.checkpoint.manifest import check_same_run, fixed_of
+from zero_tp.checkpoint.manifest import check_same_run, fixed_settings
 from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedCorpus, bin_path, content_path
 from zero_tp.data.tokenizer_training import train_bpe
@@ -78,7 +78,7 @@ def test_a_corpus_that_moved_is_the_same(tmp_path: Path, seed: int) -> None:
 
     shares = {"a": 0.25, "b": 0.75}
     before = run_of(tmp_path, train={str(tmp_path / "data" / name): each for name, each in shares.items()})
-    manifest = saved_of(before, fixed=fixed_of(before.config), kinds=["a", "b"])
+    manifest = saved_of(before, fixed=fixed_settings(before.config), kinds=["a", "b"])
     (tmp_path / "data").rename(tmp_path / "moved")
     resumed("moved", shares)
     for changed in ({"a": 0.5, "b": 0.5}, {"a": 0.25}):

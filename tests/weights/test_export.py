@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.tiers import in_tiers
@@ -18,16 +21,15 @@ from zero_tp.errors import UserError
 from zero_tp.files import partial_directory
 from zero_tp.tensors.safetensors_files import Entry
 from zero_tp.weights.export import write_native
-from zero_tp.weights.weight_files import INDEX, SINGLE, tokenizer_of
+from zero_tp.weights.weight_files import INDEX, SINGLE, resolve_tokenizer
 
 TINY = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)
 
 
-def export(directory: Path, **options: Any) -> None:
-    model = GPT2LMHeadModel(TINY)
+def export(directory: Path, *, weights: Mapping[str, Tensor] | None = None, **options: Any) -> None:
     entries = [
         Entry(name, tuple(tensor.shape), tensor.dtype, partial(torch.clone, tensor))
-        for name, tensor in model.state_dict().items()
+        for name, tensor in (weights or GPT2LMHeadModel(TINY).state_dict()).items()
         if name != "lm_head.weight"
     ]
     write_native(directory, TINY, entries, **options)
@@ -144,6 +146,33 @@ def test_an_output_that_was_about_to_be_replaced_is_put_back(tmp_path: Path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_two_processes_finish_the_same_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that has renamed its directory has no lock any more; the next one may just have started."""
+    target, replaced = tmp_path / "model", tmp_path / ".model.replaced"
+    target.mkdir()
+    (replaced / "figures").mkdir(parents=True)
+
+    def twice(work: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any, **options: Any) -> None:
+            work(*arguments, **options)
+            work(*arguments, **options)
+
+        return run
+
+    monkeypatch.setattr(os, "replace", twice(os.replace))
+    monkeypatch.setattr(shutil, "rmtree", twice(shutil.rmtree))
+    with partial_directory(target):
+        assert (target / "figures").is_dir() and not replaced.exists()
+
+
+def test_weights_beyond_fp16_are_refused(tmp_path: Path) -> None:
+    weights = GPT2LMHeadModel(TINY).half().state_dict()
+    weights["transformer.wpe.weight"][1, 2] = float("inf")
+    with pytest.raises(UserError, match=r"^tensor transformer\.wpe\.weight has values beyond fp16's range"):
+        export(tmp_path / "model", weights=weights)
+    assert not any(tmp_path.iterdir())
+
+
 def test_links_in_an_export_stay_and_an_export_may_be_one(tmp_path: Path) -> None:
     target, link = tmp_path / "model", tmp_path / "link"
     export(target)
@@ -173,9 +202,9 @@ def test_a_shard_size_without_a_unit_is_in_bytes(tmp_path: Path) -> None:
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no tokenizer"):
-        tokenizer_of(tmp_path, None)
+        resolve_tokenizer(tmp_path, None)
     (tmp_path / "tokenizer.json").touch()
-    assert tokenizer_of(tmp_path, None) == tmp_path
+    assert resolve_tokenizer(tmp_path, None) == tmp_path
 
 
 def test_an_exports_tokenizer_knows_the_models_positions(tmp_path: Path) -> None:

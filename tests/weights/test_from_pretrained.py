@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.checkpoint.test_checkpoint import OFFLOADS
+from tests.checkpoint.test_checkpoint import OFFLOADS, build
 from tests.models.test_model import NO_DROPOUT
 from tests.support.compare import grid
 from tests.support.launched import pretrain, run, script
@@ -26,7 +26,6 @@ from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.directory import read_manifest, step_directory
 from zero_tp.checkpoint.inspect import inspect
 from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 32, "vocab_size": 509}
@@ -57,22 +56,8 @@ def config_file(path: Path, directory: str) -> Path:
 
 def weights_in_the_engine(path: str) -> tuple[dict[str, Tensor], float]:
     """(the weights that the engine starts with, its loss)."""
-    import torch.distributed as dist
-
-    from zero_tp.config import RunConfig
-    from zero_tp.training.engine import TrainingEngine
-    from zero_tp.weights.load import PretrainedSource
-
-    config = RunConfig.load(path, world_size=dist.get_world_size())
-    parallel, hf_config = config.zero_tp.parallel, config.hf_config()
+    engine, config = build(path)
     assert config.pretrained is not None
-    engine = TrainingEngine(
-        hf_config,
-        Topology(parallel.tensor, parallel.sequence),
-        config.deepspeed_config(),
-        seed=1,
-        source=PretrainedSource(config.pretrained, hf_config),
-    )
     weights = {name: tensor.clone() for name, tensor in native_tensors(engine.model)}
     tokens = torch.arange(2 * 33).view(2, 33) % 509
     return weights, engine.evaluate([(tokens[:, :-1], tokens[:, 1:])])["loss"]

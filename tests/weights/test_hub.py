@@ -18,7 +18,7 @@ import torch
 
 from tests.support.tiny_models import tiny_gpt2
 from tests.tiers import THOROUGH
-from zero_tp.weights.weight_files import is_name, pin_commit, pin_to_first_start
+from zero_tp.weights.weight_files import is_hub_name, pin_commit, pin_to_first_start
 
 NAME, COMMIT = "somebody/tiny", "0123456789abcdef0123456789abcdef01234567"
 TEXTS = ["the cat sat on the mat and looked at the moon"] * 20
@@ -58,9 +58,9 @@ def write_config(path: Path, **others: Any) -> None:
 def test_a_path_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    assert is_name("somebody/tiny") and is_name("somebody/tiny@v1.0") and is_name("somebody/tiny@refs/pr/1")
+    assert is_hub_name("somebody/tiny") and is_hub_name("somebody/tiny@v1.0") and is_hub_name("somebody/tiny@refs/pr/1")
     for path in ("tiny", "runs/tiny", "./somebody/tiny", "/somebody/tiny", "a/b/c", "somebody/", "bpe:8192", ""):
-        assert not is_name(path), path
+        assert not is_hub_name(path), path
 
 
 def test_a_run_that_goes_on_keeps_its_commit() -> None:
@@ -89,13 +89,13 @@ def test_the_model_in_python_and_in_a_config(model: Path, cache: Path, tmp_path:
     """From the cache, without a network. In the config the name stands with its commit, of the model and of the
     tokenizer; exports take such a name too."""
     script = (
-        "from pathlib import Path; from zero_tp.weights.weight_files import tokenizer_of;"
+        "from pathlib import Path; from zero_tp.weights.weight_files import resolve_tokenizer;"
         "from zero_tp import ZeroTPForCausalLM; from zero_tp.config import RunConfig;"
         f"print(ZeroTPForCausalLM.from_pretrained('{NAME}').num_parameters());"
         "config = RunConfig.load('config.json'); print(config.zero_tp.tokenizer, *map(str, config.missing_files()));"
         "block = config.with_pinned_tokenizer().resolved()['zero_tp'];"
         "print(block['model']['from_pretrained'], block['tokenizer']);"
-        f"print(tokenizer_of(None, block['tokenizer']), tokenizer_of(Path('{NAME}'), None));"
+        f"print(resolve_tokenizer(None, block['tokenizer']), resolve_tokenizer(Path('{NAME}'), None));"
         "RunConfig.load('config.json', ['zero_tp.model.from_pretrained=somebody/else@v2'])"
     )
     write_config(tmp_path / "config.json", tokenizer=NAME)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.checkpoint.test_checkpoint import build
 from tests.support.compare import grid
 from tests.support.pools import Pools
 from tests.support.smollm2 import with_heads
@@ -175,20 +176,8 @@ STEP: dict[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_d
 
 def trained(path: Path, tokens: Tensor, steps: int) -> list[float]:
     """Losses of a run that starts from a directory."""
-    from zero_tp.config import RunConfig
-    from zero_tp.training.engine import TrainingEngine
-    from zero_tp.weights.load import PretrainedSource
-
-    config = RunConfig.load(path, world_size=torch.distributed.get_world_size())
-    hf_config, parallel = config.hf_config(), config.zero_tp.parallel
+    engine, config = build(path)
     assert config.pretrained is not None
-    engine = TrainingEngine(
-        hf_config,
-        Topology(parallel.tensor, parallel.sequence),
-        config.deepspeed_config(),
-        seed=1,
-        source=PretrainedSource(config.pretrained, hf_config),
-    )
     return [engine.train_step([(tokens[:, :-1], tokens[:, 1:])]) for _ in range(steps)]
 
 

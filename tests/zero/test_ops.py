@@ -46,7 +46,7 @@ def test_init_distributed_compiles_nothing(monkeypatch: pytest.MonkeyPatch, caps
 
     monkeypatch.delitem(vars(deepspeed.ops), "__compatible_ops__", raising=False)
     monkeypatch.setattr(deepspeed.ops, "_probe_compatible_ops", probe)
-    ops.without_shared_memory_collectives()
+    ops.disable_shared_memory_collectives()
     assert backend.build_shm_op() is None
     assert capsys.readouterr() == ("", "")
     assert "__compatible_ops__" in inspect.getsource(backend.build_shm_op)

@@ -70,7 +70,7 @@ def test_gathers_are_deepspeeds(ranks: int, seed: int) -> None:
         assert handle.complete
         return params
 
-    for ours, theirs in zip(gathered(rows.wait), gathered(rows._wait_by_ranks), strict=True):
+    for ours, theirs in zip(gathered(rows.wait), gathered(rows._original_wait), strict=True):
         assert ours.ds_status == theirs.ds_status == ZeroParamStatus.AVAILABLE
         assert ours.data.dtype == theirs.data.dtype and torch.equal(ours.data, theirs.data)
         assert ours.data.data_ptr() != flat.data_ptr()
@@ -81,7 +81,7 @@ def test_stage_3_takes_them_whoever_makes_it_from_the_version_that_is_known(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script's engine and Trainer's make it as a run does."""
-    monkeypatch.setattr(AllGatherCoalescedHandle, "wait", rows._wait_by_ranks)
+    monkeypatch.setattr(AllGatherCoalescedHandle, "wait", rows._original_wait)
     monkeypatch.setattr(stage3, "reduce_scatter_coalesced", reduce_scatter_coalesced)
     monkeypatch.setattr("deepspeed.__version__", version)
     engine = zero_engine({"zero_optimization": {"stage": 3}}, Topology())

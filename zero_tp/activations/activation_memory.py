@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.recompute import Forward, RecomputedOutput, recomputed
-from zero_tp.activations.stores import ContiguousBuffer, Host, InPlace, Partitioned, Store
+from zero_tp.activations.stores import ContiguousBuffer, HostStore, InPlaceStore, PartitionedStore, Store
+from zero_tp.errors import UserError
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.models.transformer import TransformerLayer
 from zero_tp.topology import Topology
@@ -38,17 +39,19 @@ class ActivationMemory:
         self.policy = policy
         self.notes: list[str] = []
         self.layers = policy.recomputed_layers(model.spec.layers)
+        if self.layers and self.layers[-1] >= model.spec.layers:
+            problem = f"{policy.layers}, but the model has {model.spec.layers}"
+            raise UserError(f"zero_tp.recompute.layers: {problem}; use a smaller one")
         self._streams = model.streams
-        self._store = self._make_store(settings, model.topology, device) if policy.mode == "full" else InPlace()
-        self._recomputes = True
+        self._store = self._make_store(settings, model.topology, device) if policy.mode == "full" else InPlaceStore()
+        self._recomputes = True  # until a step counts its micro-batches
         self._wrapped: list[nn.Module] = []
-        parts = {"none": (), "full": ("layer",), "selective": policy.chosen_modules}[policy.mode]
-        for number in self.layers:
-            for name in parts:
-                layer = model.transformer.layers[number]
+        modules = {"none": (), "full": ("layer",), "selective": policy.chosen_modules}[policy.mode]
+        for index in self.layers:
+            for name in modules:
+                layer = model.transformer.layers[index]
                 assert isinstance(layer, TransformerLayer)
-                self._wrap_part(layer, name)
-        self.begin_micro_batch(policy.keep_micro_batches)  # recompute until a step counts its micro-batches
+                self._wrap_module(layer, name)
 
     def begin_micro_batch(self, index: int) -> None:
         """Begin micro-batch `index` of a step; the first `keep_micro_batches` keep all their activations."""
@@ -60,21 +63,21 @@ class ActivationMemory:
             del module.forward
         self._wrapped.clear()
 
-    def _wrap_part(self, layer: TransformerLayer, name: str) -> None:
+    def _wrap_module(self, layer: TransformerLayer, name: str) -> None:
         if name in RECOMPUTED_MODULES:
             module = layer.get_submodule(RECOMPUTED_MODULES[name])
             self._wrap(module, recomputed(module.forward, self._streams, self._store))
             return
         mlps = ["mlp"] if getattr(layer.mlp, "shared", None) is None else ["mlp", "mlp.shared"]
         activations = [(f"{mlp}.activation", f"{mlp}.down") for mlp in mlps]
-        for producer, consumer in layer.recomputed_norms if name == "norm" else activations:
-            first, second = layer.get_submodule(producer), layer.get_submodule(consumer)
-            output = RecomputedOutput(first, second)
-            self._wrap(first, output.produce)
-            self._wrap(second, output.consume)
+        for names in layer.recomputed_norms if name == "norm" else activations:
+            producer, consumer = map(layer.get_submodule, names)
+            output = RecomputedOutput(producer, consumer)
+            self._wrap(producer, output.produce)
+            self._wrap(consumer, output.consume)
 
     def _wrap(self, module: nn.Module, recomputing: Forward) -> None:
-        """Replace the forward in micro-batches that recompute. Modules and parameters keep their names."""
+        """Replace a module's forward in micro-batches that recompute. Modules and parameters keep their names."""
         plain: Forward = module.forward
 
         def forward(*inputs: Any, **options: Any) -> Tensor:
@@ -89,11 +92,11 @@ class ActivationMemory:
         if settings.get("contiguous_memory_optimization"):
             slots = settings.get("number_checkpoints") or len(self.layers)
             buffer = ContiguousBuffer(slots, torch.device("cpu") if to_host else None, pinned=to_host)
-        store: Store = Host(buffer) if to_host else buffer or InPlace()
+        store: Store = HostStore(buffer) if to_host else buffer or InPlaceStore()
         if not settings.get("partition_activations"):
             return store
         if topology.sequence or topology.tensor == 1:
             reason = "sequence parallelism has split the checkpoints already" if topology.sequence else "tensor is 1"
             self.notes.append(f"activation_checkpointing.partition_activations: nothing to partition, {reason}")
             return store
-        return Partitioned(topology.tensor_group, store)
+        return PartitionedStore(topology.tensor_group, store)

@@ -52,7 +52,8 @@ class _Recompute(torch.autograd.Function):
         inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(inputs, needed, strict=True)]
         with torch.enable_grad(), ctx.streams.replaying(ctx.states):
             output = ctx.function(*inputs)
-        torch.autograd.backward(output, gradient)
+        if output.requires_grad:  # not so if everything up to here is frozen
+            torch.autograd.backward(output, gradient)
         return (None, None, None, None, *(tensor.grad for tensor in inputs))
 
 

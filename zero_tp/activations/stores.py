@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Size, Tensor
 
+from zero_tp.errors import UserError
 from zero_tp.parallel.collectives import Group, all_gather, group_rank, group_size
 
-LEAVING = 2
+MAX_COPIES_OUT = 2
 """Maximum number of tensors that are being copied to host memory at a time."""
 
 
@@ -30,7 +31,7 @@ class Store(Protocol):
         """Return the tensor of a handle, bit for bit, on its device."""
 
 
-class InPlace:
+class InPlaceStore:
     """Keep the tensor itself."""
 
     def put(self, tensor: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ class InPlace:
         return handle
 
 
-class Partitioned:
+class PartitionedStore:
     """P_a: keep one t-th of each tensor in another store, and gather the whole before use (arXiv 1910.02054, 6.1).
 
     Correct only for tensors that are equal on all TP ranks: the residual stream without sequence parallelism.
@@ -99,25 +100,26 @@ class ContiguousBuffer:
 
     def slot_for(self, tensor: Tensor) -> tuple[Any, Tensor]:
         """Return a free slot and its view, shaped like the tensor."""
-        self._fit(tensor)
+        self._ensure_buffer(tensor)
         if not self._free:
-            raise RuntimeError(
-                f"activation_checkpointing.number_checkpoints: all {self.slots} slots are taken; raise it, or leave "
-                "it out"
+            raise UserError(
+                f"activation_checkpointing.number_checkpoints: all {self.slots} slots are taken, as by two forwards "
+                "before a backward; use a larger number, or leave contiguous_memory_optimization out"
             )
         slot = _Slot(self._free.pop(), tensor.shape)
         weakref.finalize(slot, self._free.append, slot.index)
         return slot, self.take(slot)
 
-    def _fit(self, tensor: Tensor) -> None:
+    def _ensure_buffer(self, tensor: Tensor) -> None:
         """Make the buffer, or a larger one if no slot is taken."""
         buffer = self.buffer
         if buffer is not None and buffer.dtype == tensor.dtype and buffer.shape[1] >= tensor.numel():
             return
         if buffer is not None and len(self._free) < self.slots:
-            raise RuntimeError(
-                f"activation_checkpointing.contiguous_memory_optimization: a checkpoint of {tensor.numel()} elements "
-                f"does not fit the slots of {buffer.shape[1]} made for the others of this step"
+            raise UserError(
+                f"activation_checkpointing.contiguous_memory_optimization: a checkpoint of {tensor.numel()} "
+                f"{tensor.dtype} elements does not fit the slots of {buffer.shape[1]} {buffer.dtype} elements in use; "
+                "leave it out"
             )
         self.buffer = buffer = None  # freed before the larger one is made
         shape, device = (self.slots, tensor.numel()), self.device or tensor.device
@@ -132,22 +134,22 @@ class _HostTensor:
         self.host, self.slot, self.device = host, slot, device
         self.previous = weakref.ref(previous) if previous is not None else lambda: None
         self.device_copy: Tensor | None = None
-        self.copied_back: Any = None  # event: the copy to the device is done
+        self.copy_back_done: Any = None  # an event
 
     def __del__(self) -> None:
         if self.device_copy is not None:  # never taken: the copy must end before its memory is reused
-            torch.get_device_module(self.device).current_stream(self.device).wait_event(self.copied_back)
+            torch.get_device_module(self.device).current_stream(self.device).wait_event(self.copy_back_done)
 
 
-class Host:
+class HostStore:
     """P_a+cpu: keep tensors of an accelerator in host memory (arXiv 1910.02054, section 6.1).
 
     Copies run on streams of their own and through page-locked memory: out during the next layer's forward, back one
     layer ahead of backward.
 
-    The compute stream waits for a tensor's copy out before its memory is freed: at most `LEAVING` copies are under way.
-    `record_stream` is no alternative: the host runs ahead of the device, and torch's allocator would take new memory
-    for each checkpoint whose copy has not ended.
+    The compute stream waits for a tensor's copy out before the tensor is freed, so at most `MAX_COPIES_OUT` copies
+    are under way. With `record_stream`, torch's allocator would take new memory for each checkpoint whose copy has not
+    ended, because the host runs ahead of the device.
 
     Args:
         buffer: preallocated host memory; by default each tensor gets page-locked memory from torch's pool.
@@ -173,7 +175,7 @@ class Host:
         handle = _HostTensor(host, slot, device, self._last() if self._last is not None else None)
         self._last = weakref.ref(handle)
         self._copies_out.append((tensor, out.record_event()))
-        self._free_all_but_last(LEAVING, device)
+        self._free_all_but_last(MAX_COPIES_OUT, device)
         return handle
 
     def take(self, handle: _HostTensor) -> Tensor:
@@ -182,7 +184,7 @@ class Host:
         previous = handle.previous()
         if previous is not None:
             self._fetch(previous)  # backward needs it next
-        torch.get_device_module(handle.device).current_stream(handle.device).wait_event(handle.copied_back)
+        torch.get_device_module(handle.device).current_stream(handle.device).wait_event(handle.copy_back_done)
         tensor, handle.device_copy = handle.device_copy, None
         assert tensor is not None
         return tensor
@@ -202,7 +204,7 @@ class Host:
         back.wait_stream(runtime.current_stream(handle.device))  # which may still use this memory
         with runtime.stream(back):
             handle.device_copy.copy_(handle.host, non_blocking=True)
-        handle.copied_back = back.record_event()
+        handle.copy_back_done = back.record_event()
 
     def _copy_streams(self, device: torch.device) -> tuple[Any, Any]:
         if self._streams is None:

@@ -15,21 +15,21 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from zero_tp.architectures import architecture_of
-from zero_tp.checkpoint.directory import check_content, find_checkpoint, passed_over, read_manifest
+from zero_tp.checkpoint.directory import check_content, find_checkpoint, incomplete_after, read_manifest
 from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.checkpoint.reader import CheckpointReader
-from zero_tp.weights.export import MAX_SHARD_SIZE, native_entries, write_native
-from zero_tp.weights.weight_files import tokenizer_of
+from zero_tp.weights.export import MAX_SHARD_SIZE, check_target, native_entries, write_native
+from zero_tp.weights.weight_files import resolve_tokenizer
 
 
 @dataclass(frozen=True)
-class Converted:
+class ExportResult:
     """The result of an export.
 
     Attributes:
         tokenizer: the directory that was copied, or None.
         causal: whether the model is a causal language model.
-        notes: see `passed_over`.
+        notes: see `incomplete_after`.
     """
 
     checkpoint: Path
@@ -54,7 +54,7 @@ def to_huggingface(
     max_shard_size: str = MAX_SHARD_SIZE,
     overwrite: bool = False,
     card: Callable[[Path, Manifest], str] | None = None,
-) -> Converted:
+) -> ExportResult:
     """Export the fp32 masters of `source`, a run or a checkpoint, to a Hugging Face model.
 
     Args:
@@ -63,8 +63,9 @@ def to_huggingface(
     """
     checkpoint = find_checkpoint(source)
     manifest = read_manifest(checkpoint)
-    tokenizer = tokenizer_of(tokenizer, manifest.tokenizer)
+    tokenizer = resolve_tokenizer(tokenizer, manifest.tokenizer)
     config = config_of(manifest)
+    check_target(output, overwrite)  # before a long read
     check_content(checkpoint, manifest.files)
     reader = CheckpointReader(checkpoint, manifest)
     shapes = {name: parameter.shape for name, parameter in reader.parameters.items()}
@@ -81,4 +82,4 @@ def to_huggingface(
     )
     parameters = sum(math.prod(entry.shape) for entry in entries)
     causal = architecture_of(config).spec(config).causal
-    return Converted(checkpoint, parameters, tokenizer, causal, passed_over(source, manifest.step))
+    return ExportResult(checkpoint, parameters, tokenizer, causal, incomplete_after(source, manifest.step))

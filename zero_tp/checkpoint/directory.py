@@ -27,11 +27,11 @@ from zero_tp.files import read_regular, remove, sync, wait_until_visible, write_
 from zero_tp.strict_json import InvalidJson, parse_json, parse_object
 
 if TYPE_CHECKING:
-    from zero_tp.tensors.safetensors_files import Written
+    from zero_tp.tensors.safetensors_files import FileDigest
 
 MANIFEST, LATEST, TEMPORARY = "manifest.json", "latest", ".writing"
-DAMAGE = (errno.EBADMSG, errno.EFBIG, errno.EINVAL, errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN)
-"""Errors of reading that come from the file. Others, such as a lost file server or no permission, may pass."""
+DAMAGE_ERRNOS = (errno.EBADMSG, errno.EFBIG, errno.EINVAL, errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN)
+"""Errors of reading that mean damage. Others, such as a lost file server or no permission, may pass."""
 _STEP = re.compile(r"step_(\d{8,})")
 
 
@@ -46,12 +46,12 @@ class Damaged(UserError):
         return Damaged, (self.file, self.problem)
 
 
-def checkpoints_of(run: Path) -> Path:
+def checkpoints_directory(run: Path) -> Path:
     return run / "checkpoints"
 
 
 def step_directory(run: Path, step: int) -> Path:
-    return checkpoints_of(run) / _name(step)
+    return checkpoints_directory(run) / _name(step)
 
 
 def _name(step: int) -> str:
@@ -68,19 +68,19 @@ def refresh_view(run: Path) -> None:
 
     An NFS client may cache a directory for `files.VIEW_SECONDS`; creating a file there makes it ask the server.
     """
-    if checkpoints_of(run).is_dir():
-        tempfile.NamedTemporaryFile(dir=checkpoints_of(run), prefix=".probe.").close()
+    if checkpoints_directory(run).is_dir():
+        tempfile.NamedTemporaryFile(dir=checkpoints_directory(run), prefix=".probe.").close()
 
 
-def passed_over(source: Path, step: int) -> tuple[str, ...]:
-    """Describe each directory without a manifest that is newer than `step`; () if `source` is itself a checkpoint."""
+def incomplete_after(source: Path, step: int) -> tuple[str, ...]:
+    """Describe each incomplete checkpoint of the run `source` that is newer than `step`."""
     newer = [step_directory(source, number) for number in _steps(source) if number > step]
     incomplete = [path for path in newer if not (path / MANIFEST).is_file()]
     return tuple(f"{path}: not a checkpoint (no {MANIFEST})" for path in incomplete)
 
 
 def _steps(run: Path) -> list[int]:
-    matches = [_STEP.fullmatch(path.name) for path in checkpoints_of(run).glob("step_*")]
+    matches = [_STEP.fullmatch(path.name) for path in checkpoints_directory(run).glob("step_*")]
     return sorted(int(match[1]) for match in matches if match and match[0] == _name(int(match[1])))
 
 
@@ -124,7 +124,7 @@ def check_content(checkpoint: Path, files: Mapping[str, ManifestFile], *, progre
     Raises:
         Damaged: a file is missing, cannot be read, or has another size or content.
     """
-    from zero_tp.tensors.safetensors_files import read_hashed
+    from zero_tp.tensors.safetensors_files import hash_file
 
     check_sizes(checkpoint, files)
     total = sum(listed.bytes for listed in files.values())
@@ -133,7 +133,7 @@ def check_content(checkpoint: Path, files: Mapping[str, ManifestFile], *, progre
         for name, listed in sorted(files.items()):
             file = checkpoint / name
             try:
-                sha256 = read_hashed(file).sha256
+                sha256 = hash_file(file).sha256
             except OSError as error:
                 raise _read_error(file, error) from error
             if sha256 != listed.sha256:
@@ -144,7 +144,7 @@ def check_content(checkpoint: Path, files: Mapping[str, ManifestFile], *, progre
 def _read_error(file: Path, error: OSError) -> UserError:
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return Damaged(file, "is missing")
-    if error.errno in DAMAGE:
+    if error.errno in DAMAGE_ERRNOS:
         return Damaged(file, f"cannot be read ({error.strerror})")
     return UserError(f"{file}: cannot be read now ({error.strerror}); the file may be intact, start again")
 
@@ -154,8 +154,8 @@ def begin(run: Path) -> Path:
 
     The name is random: another machine's cache may resolve an old name to the previous save's directory.
     """
-    remove(checkpoints_of(run) / TEMPORARY)
-    temporary = checkpoints_of(run) / TEMPORARY / secrets.token_hex(8)
+    remove(checkpoints_directory(run) / TEMPORARY)
+    temporary = checkpoints_directory(run) / TEMPORARY / secrets.token_hex(8)
     temporary.mkdir(parents=True)
     return temporary
 
@@ -165,7 +165,7 @@ def commit(
     temporary: Path,
     step: int,
     manifest: dict[str, Any],
-    files: dict[str, Written],
+    files: dict[str, FileDigest],
     check_owner: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Write the manifest and rename the temporary directory. Rank 0 calls it, after all ranks have written.
@@ -180,8 +180,8 @@ def commit(
     for name, written in files.items():
         path = temporary / name
         if not wait_until_visible(partial(_has_size, path, written.size), run):
-            raise RuntimeError(
-                f"{path}: missing or incomplete on rank 0's node; is the run directory on shared storage?"
+            raise UserError(
+                f"{path}: missing or incomplete on rank 0's node; put the run directory on storage that all nodes share"
             )
     listed = {
         name: {"bytes": written.size, "sha256": written.sha256, "parts": list(written.parts)}
@@ -202,8 +202,8 @@ def commit(
     check_owner()
     try:
         temporary.parent.rmdir()
-        sync(checkpoints_of(run), below=False)
-        write_atomically(checkpoints_of(run) / LATEST, final.name + "\n")
+        sync(checkpoints_directory(run), below=False)
+        write_atomically(checkpoints_directory(run) / LATEST, final.name + "\n")
     except OSError as error:
         return [f"{final} is complete, but {error.filename or run}: {error.strerror}"]
     return []
@@ -232,7 +232,7 @@ def _remove(checkpoint: Path) -> None:
 
 def prune(run: Path, keep: int, keep_every: int | None = None) -> list[int]:
     """Remove all checkpoints but the newest `keep` and multiples of `keep_every`; return the removed steps."""
-    sync(checkpoints_of(run), below=False)  # flush the names of the remaining checkpoints first
+    sync(checkpoints_directory(run), below=False)  # flush the names of the remaining checkpoints first
     removed = []
     for step in complete_steps(run)[:-keep]:
         if keep_every is None or step % keep_every:
@@ -242,7 +242,7 @@ def prune(run: Path, keep: int, keep_every: int | None = None) -> list[int]:
 
 
 def start_branch(run: Path, step: int) -> list[str]:
-    """Set aside the checkpoints that are newer than `step`, where the run resumes; return a line on each.
+    """Set aside the checkpoints that are newer than `step`, from which the run resumes; return a line on each.
 
     Rank 0 calls it before the run's logs are truncated at `step`. The newest is moved last, so a run that is killed in
     between still resumes from it.
@@ -263,9 +263,9 @@ def set_aside(checkpoint: Path, reason: str = "damaged") -> Path:
     run = checkpoint.parent.parent
     others = [step for step in complete_steps(run) if step_directory(run, step) != checkpoint]
     if others:
-        write_atomically(checkpoints_of(run) / LATEST, _name(others[-1]) + "\n")
+        write_atomically(checkpoints_directory(run) / LATEST, _name(others[-1]) + "\n")
     else:
-        (checkpoints_of(run) / LATEST).unlink(missing_ok=True)
+        (checkpoints_directory(run) / LATEST).unlink(missing_ok=True)
     aside, count = checkpoint.with_name(f"{reason}_{checkpoint.name}"), 1
     while os.path.lexists(aside):
         count += 1
@@ -277,7 +277,7 @@ def set_aside(checkpoint: Path, reason: str = "damaged") -> Path:
 
 def is_run(path: Path) -> bool:
     """Return whether a directory is a run or a complete checkpoint."""
-    return checkpoints_of(path).is_dir() or (path / MANIFEST).is_file()
+    return checkpoints_directory(path).is_dir() or (path / MANIFEST).is_file()
 
 
 def find_checkpoint(path: Path) -> Path:

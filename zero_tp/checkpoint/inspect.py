@@ -10,7 +10,7 @@ from zero_tp.checkpoint.directory import (
     check_sizes,
     complete_steps,
     find_checkpoint,
-    passed_over,
+    incomplete_after,
     read_manifest,
 )
 from zero_tp.checkpoint.manifest import Parallelism
@@ -31,7 +31,7 @@ def inspect(source: Path, *, verify: bool = False) -> str:
     """
     checkpoint = find_checkpoint(source)
     manifest = read_manifest(checkpoint)
-    steps, incomplete, parent = complete_steps(source), passed_over(source, manifest.step), manifest.parent
+    steps, incomplete, parent = complete_steps(source), incomplete_after(source, manifest.step), manifest.parent
     if verify and incomplete:
         raise UserError(incomplete[-1])
     check = check_content if verify else check_sizes
@@ -41,7 +41,7 @@ def inspect(source: Path, *, verify: bool = False) -> str:
         ("checkpoint", str(checkpoint)),
         *([("complete", "steps " + ", ".join(f"{step:,}" for step in steps))] if steps else []),
         ("step", f"{manifest.step:,}"),
-        ("saved at", str(Parallelism.saved(manifest))),
+        ("saved at", str(Parallelism.from_manifest(manifest))),
         *([("parent", f"{parent.checkpoint}, trained on {parent.tokens:,} tokens")] if parent else []),
         ("model", f"{model['model_type']}: " + ", ".join(f"{name} {model[name]:,}" for name in SIZES if name in model)),
         ("parameters", f"{sum(math.prod(entry.shape) for entry in manifest.parameters.values()):,}"),

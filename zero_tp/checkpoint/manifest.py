@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: one JSON file with a schema and the hash of its own content.
 
-It records the keys that no resume may change (`fixed_of`) and the parallelism, which any resume may change.
+It records the keys that no resume may change (`fixed_settings`) and the parallelism, which any resume may change.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Manifest(ConfigModel):
         tensor … dtype: see `Parallelism`.
         model, generation: Hugging Face's configs.
         kinds: names of each parameter's tensors: the master and the optimizer's states.
-        fixed, corpora: the keys and corpora that no resume may change (see `fixed_of`).
+        fixed, corpora: the keys and corpora that no resume may change (see `fixed_settings`).
         config: the resolved config that the run was started with.
         sha256: of the manifest's content (see `content_hash`).
     """
@@ -173,7 +173,7 @@ class Parallelism(NamedTuple):
         return cls(parallel.tensor, config.data_parallel, parallel.sequence, config.zero_stage, config.dtype)
 
     @classmethod
-    def saved(cls, manifest: Manifest) -> Parallelism:
+    def from_manifest(cls, manifest: Manifest) -> Parallelism:
         return cls(*(getattr(manifest, name) for name in cls._fields))
 
     def __str__(self) -> str:
@@ -182,7 +182,7 @@ class Parallelism(NamedTuple):
         return f"TP {self.tensor} × DP {self.data}{sequence}, ZeRO-{self.zero_stage}, {self.dtype}"
 
 
-def fixed_of(config: RunConfig) -> dict[str, Any]:
+def fixed_settings(config: RunConfig) -> dict[str, Any]:
     """Return the keys of a config that no resume may change."""
     block, optimizer = config.zero_tp, config.deepspeed_config()["optimizer"]
     params = optimizer["params"]
@@ -243,23 +243,18 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
 
     Corpora may have moved; `RunInputs.check_resumed` compares their content.
     """
-    if "offload_optimizer" in config.nvme_paths:
-        raise UserError(
-            "zero_optimization.offload_optimizer.device: a run cannot be resumed with its optimizer on NVMe, where "
-            'DeepSpeed does not restore its states; use "cpu"'
-        )
-    check_states(checkpoint, manifest)
+    check_states(checkpoint, manifest, config)
     check_saved_by_run(checkpoint, manifest)
     train = config.zero_tp.data.train
-    for key, value in fixed_of(config).items():
+    for key, value in fixed_settings(config).items():
         if key not in manifest.fixed:
             raise UserError(f"{checkpoint}: its manifest lacks fixed.{key}; the checkpoint is damaged")
         before = manifest.fixed[key]
-        # The saved prefixes with this config's weights: equal if only the corpora's paths have changed.
-        with_old_prefixes = [[prefix, weight] for prefix, weight in zip(manifest.corpora, train.values(), strict=False)]
-        has_moved = key == "zero_tp.data.train" and len(with_old_prefixes) == len(train) and before == with_old_prefixes
+        # Corpora may have moved: only their number, order and weights are compared.
+        moved = [[prefix, weight] for prefix, weight in zip(manifest.corpora, train.values(), strict=False)]
+        has_moved = key == "zero_tp.data.train" and len(moved) == len(train) and before == moved
         if before != value and not has_moved:
-            # Absent and null are alike to `_differing`; in a model's block they are not.
+            # `_differing` takes null for absent; in a model's block the two differ.
             key, now, old = next(_differing(key, value, before), (key, shown(value), shown(before)))
             raise UserError(
                 f"{key}: {now}, but the run of {checkpoint} was started with {old}; "
@@ -276,8 +271,13 @@ def check_saved_by_run(checkpoint: Path, manifest: Manifest) -> None:
         )
 
 
-def check_states(checkpoint: Path, manifest: Manifest) -> None:
-    """Refuse a checkpoint whose optimizer counts updates but whose states were not saved. SGD may have no states."""
+def check_states(checkpoint: Path, manifest: Manifest, config: RunConfig) -> None:
+    """Check that the optimizer's states were saved and can be restored. SGD may have no states."""
+    if "offload_optimizer" in config.nvme_paths:
+        raise UserError(
+            "zero_optimization.offload_optimizer.device: a run cannot be resumed or started from a checkpoint with its "
+            'optimizer on NVMe, where DeepSpeed does not restore its states; use "cpu"'
+        )
     if len(manifest.kinds) == 1 and manifest.progress.optimizer_steps is not None:
         raise UserError(
             f"{checkpoint}: saved with the optimizer on NVMe, without its states, so it cannot be resumed; export it "

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 SAMPLE_ORDER = ("training.seed", "data.sequence_length")
 """With the corpora and their weights, these keys decide the order of the samples."""
-CHANGES = 5
+MAX_CHANGE_LINES = 5
 """Most lines that a new run prints on differences from its parent."""
 INHERITED = "kept: weights, moments, the optimizer's count of updates, and in fp16 the loss scale"
 RESTARTED = "restarted: the schedule, the samples and dropout, from step 1"
@@ -38,7 +38,7 @@ def find_parent(source: Path, config: RunConfig, model: PretrainedConfig) -> Res
     """
     parent = open_checkpoint(source)
     assert parent.checkpoint is not None and parent.manifest is not None
-    check_states(parent.checkpoint, parent.manifest)
+    check_states(parent.checkpoint, parent.manifest, config)
     _check_model(parent.checkpoint, parent.manifest, model)
     _check_optimizer(parent.checkpoint, parent.manifest, config)
     return parent
@@ -90,7 +90,7 @@ def check_child(source: Path, run: Path, manifest: Manifest) -> None:
 def init_from_parent(zero: ZeroEngine, checkpoint: Path) -> None:
     """Load masters, moments and their update counts; everything else stays as in a new run. Collective."""
     manifest = restore_states(zero, checkpoint)
-    zero.restore_updates(manifest.progress.model_dump())
+    zero.restore_update_count(manifest.progress.model_dump())
 
 
 def describe_parent(
@@ -103,7 +103,7 @@ def describe_parent(
     """
     checkpoint, manifest = parent.checkpoint, parent.manifest
     assert checkpoint is not None and manifest is not None
-    before, now = Parallelism.saved(manifest), Parallelism.of(config)
+    before, now = Parallelism.from_manifest(manifest), Parallelism.of(config)
     tokens = Parent.of(checkpoint, manifest).tokens
     moved = "" if before == now else f", saved at {before} → {now}"
     lines = [f"started from {checkpoint}, {tokens:,} tokens{moved}", *parent.notes, INHERITED, RESTARTED]
@@ -118,8 +118,8 @@ def describe_parent(
 
 
 def _shorten(changes: list[str]) -> list[str]:
-    """Return at most `CHANGES` lines; the last one names the keys of the changes that it replaces."""
-    if len(changes) <= CHANGES:
+    """Return at most `MAX_CHANGE_LINES` lines; the last one names the keys of the changes that it replaces."""
+    if len(changes) <= MAX_CHANGE_LINES:
         return changes
-    others = ", ".join(change.partition(": ")[0] for change in changes[CHANGES - 1 :])
-    return [*changes[: CHANGES - 1], f"also changed (config.json of both runs has the values): {others}"]
+    others = ", ".join(change.partition(": ")[0] for change in changes[MAX_CHANGE_LINES - 1 :])
+    return [*changes[: MAX_CHANGE_LINES - 1], f"also changed (config.json of both runs has the values): {others}"]

@@ -74,7 +74,7 @@ class StatesFile:
             raise Damaged(path, f"cannot be read ({first_line(error)})") from error
 
     def elements(self, parameter: str, kind: str, start: int, stop: int) -> Tensor:
-        """Return a view of the TP shard's [start, stop), cut at this file's last element; empty if it lacks `start`."""
+        """Return the elements of the TP shard's [start, stop) that this file has; empty if it lacks `start`."""
         first = self.starts.get(parameter)
         if first is None or start < first:
             return torch.empty(0)
@@ -211,7 +211,7 @@ class CheckpointReader:
 
 
 def _row_ranges(parameter: ParameterLayout, dim: int, rank: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, first): rows [start, stop) of the whole parameter are those of the shard from `first` on."""
+    """Yield (start, stop, first): the shard's rows from `first` on are rows [start, stop) of the whole parameter."""
     if isinstance(parameter.layout, Replicated):
         yield 0, parameter.shape[dim], 0
         return

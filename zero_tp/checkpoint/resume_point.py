@@ -50,7 +50,7 @@ def find_resume_point(run: Path, config: RunConfig, resume_from: Path | None = N
     if resume_from is None:
         directory.refresh_view(run)
         if not directory.complete_steps(run):
-            return ResumePoint(notes=directory.passed_over(run, 0))
+            return ResumePoint(notes=directory.incomplete_after(run, 0))
     point = open_checkpoint(resume_from or run)
     assert point.checkpoint is not None and point.manifest is not None
     check_same_run(point.checkpoint, point.manifest, config)
@@ -61,7 +61,7 @@ def open_checkpoint(source: Path) -> ResumePoint:
     """Return `source` if it is a checkpoint, else the newest checkpoint of the run `source`. Files are not verified."""
     checkpoint = directory.find_checkpoint(source)
     manifest = read_manifest(checkpoint)
-    return ResumePoint(checkpoint, manifest, directory.passed_over(source, manifest.step))
+    return ResumePoint(checkpoint, manifest, directory.incomplete_after(source, manifest.step))
 
 
 def broadcast_resume_point(

@@ -12,7 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zero_tp.checkpoint.directory import checkpoints_of, complete_steps, find_checkpoint, read_manifest, step_directory
+from zero_tp.checkpoint.directory import (
+    checkpoints_directory,
+    complete_steps,
+    find_checkpoint,
+    read_manifest,
+    step_directory,
+)
 from zero_tp.config.resolve import SavedStart
 from zero_tp.errors import UserError
 from zero_tp.files import lock, sync, write_atomically
@@ -78,7 +84,7 @@ def run_directory(run: Path) -> Iterator[RunOwner]:
     """Make a run's directory, own it and write `rank0.pid` (for signals). Rank 0 enters it before ranks connect."""
     with contextlib.ExitStack() as stack:
         try:
-            checkpoints_of(run).mkdir(parents=True, exist_ok=True)
+            checkpoints_directory(run).mkdir(parents=True, exist_ok=True)
             lock(stack.enter_context((run / LOCK).open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
             owner = RunOwner(run)
             # Replaced, not opened: this machine may still see a file that another machine has removed.

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.manifest import Parallelism, Parent, fixed_of, states_file, versions
+from zero_tp.checkpoint.manifest import Parallelism, Parent, fixed_settings, states_file, versions
 from zero_tp.checkpoint.reader import RANDOM, STARTS, ParameterLayout, tensor_name
 from zero_tp.checkpoint.run_directory import OwnerChanged
 from zero_tp.config import RunConfig
 from zero_tp.config.schema import Checkpoint
 from zero_tp.errors import UserError
 from zero_tp.parallel.deferred import Deferred
-from zero_tp.tensors.safetensors_files import Entry, Written, write_tensors
+from zero_tp.tensors.safetensors_files import Entry, FileDigest, write_tensors
 from zero_tp.zero.states import Fragment, OptimizerStates
 from zero_tp.zero.zero_engine import ZeroEngine
 
@@ -88,7 +88,7 @@ class Saver:
                 self._post("outcome", begin)
             return
         name = states_file(self.topology.tensor_rank, self.topology.data_rank)
-        self._file = directory.checkpoints_of(self.run) / directory.TEMPORARY / begin["directory"] / name
+        self._file = directory.checkpoints_directory(self.run) / directory.TEMPORARY / begin["directory"] / name
         entries, metadata = own_entries(self.zero)
         background = self._settings is not None and self._settings.async_
         if background:
@@ -108,14 +108,14 @@ class Saver:
     def wait(self) -> None:
         """Wait until the last save has ended on all ranks. UserError: that took longer than twice `timeout_minutes`.
 
-        The first limit is for this rank's own write, the second for the other ranks' messages.
+        One limit is for this rank's own write, another for the other ranks' messages.
         """
         if self._thread is None:
             return
         deadline = self._deadline(2)
         self._thread.join(deadline - time.monotonic())
         if self._thread.is_alive():
-            raise self._late(f"writing {self._file} has not ended")
+            raise self._timeout_error(f"writing {self._file} has not ended")
         self._thread = None
         self._collect("outcome", deadline)
 
@@ -139,7 +139,7 @@ class Saver:
     def _deadline(self, limits: int = 1) -> float:
         return time.monotonic() + limits * 60 * self._minutes
 
-    def _late(self, what: str) -> UserError:
+    def _timeout_error(self, what: str) -> UserError:
         return UserError(
             f"saving step {self._step}: {what} in time; look at the disk of {self.run}, or raise "
             f"zero_tp.training.timeout_minutes ({self._minutes:g}), of Trainer ddp_timeout"
@@ -154,7 +154,7 @@ class Saver:
         while not self._store.check([path]):
             waited = time.monotonic() - start
             if start + waited > deadline:
-                raise self._late(
+                raise self._timeout_error(
                     f"rank {key} has not written" if key.isdigit() else f"rank 0 has not reported its {key}"
                 )
             time.sleep(max(POLL_SECONDS, min(LONGEST_POLL_SECONDS, waited / 20)))  # a thousand ranks poll one store
@@ -180,14 +180,14 @@ class Saver:
             return {"error": describe_problem(error, self.run), "taken_over": isinstance(error, OwnerChanged)}
 
     def _finish(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        files: dict[str, Written] = {}
+        files: dict[str, FileDigest] = {}
         deadline = self._deadline()
         for rank in range(self.topology.world):
             written = self._collect(str(rank), deadline)
             self._store.delete_key(f"{self._count}/{rank}")  # only rank 0 reads it
             if "error" in written:
                 raise OSError(0, f"rank {rank}: {written['error']}")
-            files[written["file"]] = Written(written["size"], written["sha256"], written["parts"])
+            files[written["file"]] = FileDigest(written["size"], written["sha256"], written["parts"])
         self.notes += directory.commit(self.run, self._file.parent, self._step, manifest, files, self._check_owner)
         if self._settings is not None:
             keep, keep_every = self._settings.keep, self._settings.keep_every
@@ -222,7 +222,7 @@ def run_saver(
         return {
             **Parallelism.of(config)._asdict(),
             **describe_model(zero),
-            "fixed": fixed_of(config),
+            "fixed": fixed_settings(config),
             "corpora": corpora or {},
             "validation": validation or {},
             "tokenizer": tokenizer,

@@ -34,7 +34,7 @@ from zero_tp.shipped import config_names
 from zero_tp.strict_json import read_json
 from zero_tp.topology import data_parallel_size
 from zero_tp.validation import ErrorCollector, validate
-from zero_tp.weights.weight_files import is_cached, is_name, pin_commit, pin_to_first_start
+from zero_tp.weights.weight_files import is_cached, is_hub_name, pin_commit, pin_to_first_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -165,7 +165,7 @@ class RunConfig:
     def hub_names(self) -> dict[str, bool]:
         """Return the hub names that a run reads, and whether it reads their weights."""
         names = {self.zero_tp.tokenizer: False, self.zero_tp.model.get(FROM): True}
-        return {name: weights for name, weights in names.items() if name is not None and is_name(name)}
+        return {name: weights for name, weights in names.items() if name is not None and is_hub_name(name)}
 
     @property
     def dtype(self) -> str:
@@ -241,7 +241,7 @@ def _check_keys(
         with collector:
             batch = resolve_batch(values, data)
     model = look_up(block, "model")
-    if not (collector.errors and isinstance(model, dict) and is_name(model.get(FROM, ""))):  # no download in vain
+    if not (collector.errors and isinstance(model, dict) and is_hub_name(model.get(FROM, ""))):  # no download in vain
         with collector:
             if zero_tp is not None:
                 zero_tp, hf_config = _pin_hub_names(zero_tp, saved)

@@ -19,7 +19,7 @@ from zero_tp.data.indexed import token_dtype
 from zero_tp.errors import UserError, first_line
 from zero_tp.files import read_regular
 from zero_tp.strict_json import read_json
-from zero_tp.weights.weight_files import TOKENIZER_FILES, holds_tokenizer, is_regular, resolve
+from zero_tp.weights.weight_files import TOKENIZER_FILES, has_tokenizer, is_regular, resolve
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -282,5 +282,5 @@ def check_same_tokens(data: Path, model: Path) -> None:
 
 def _tokens(directory: Path) -> dict[int, str]:
     """Return id → token; empty without a tokenizer in the directory."""
-    vocabulary = open_tokenizer(directory).get_vocab() if holds_tokenizer(directory) else {}
+    vocabulary = open_tokenizer(directory).get_vocab() if has_tokenizer(directory) else {}
     return {number: token for token, number in vocabulary.items()}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero_tp.errors import UserError
-from zero_tp.weights.weight_files import TOKENIZER_FILES, holds_tokenizer, resolve
+from zero_tp.weights.weight_files import TOKENIZER_FILES, has_tokenizer, resolve
 
 if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer
@@ -51,7 +51,7 @@ class TokenizerSpec:
         if not os.path.isdir(path):
             kinds = ", ".join(f"{kind}:SIZE" for kind in SMALLEST)
             raise UserError(f"tokenizer {text!r}: neither a directory nor {kinds} such as bpe:8192")
-        if not holds_tokenizer(path):
+        if not has_tokenizer(path):
             raise UserError(f"tokenizer {text}: the directory holds neither {' nor '.join(TOKENIZER_FILES[:2])}")
         return cls(directory=path)
 

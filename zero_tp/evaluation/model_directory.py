@@ -10,10 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from zero_tp.checkpoint.directory import check_sizes, find_checkpoint, is_run, passed_over, read_manifest
+from zero_tp.checkpoint.directory import check_sizes, find_checkpoint, incomplete_after, is_run, read_manifest
 from zero_tp.errors import UserError, first_line
 from zero_tp.topology import Topology
-from zero_tp.weights.weight_files import find_weights, resolve, tokenizer_of
+from zero_tp.weights.weight_files import find_weights, resolve, resolve_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -37,17 +37,17 @@ def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | 
         checkpoint = find_checkpoint(path)
         manifest = read_manifest(checkpoint)
         check_sizes(checkpoint, manifest.files)
-        tokenizer = tokenizer_of(tokenizer, manifest.tokenizer)
+        tokenizer = resolve_tokenizer(tokenizer, manifest.tokenizer)
         if tokenizer is None:
             raise UserError(f"--model {path}: the run has no tokenizer; give one with --tokenizer DIR")
-        return ModelDirectory(checkpoint, manifest, tokenizer, note="; ".join(passed_over(path, manifest.step)))
+        return ModelDirectory(checkpoint, manifest, tokenizer, note="; ".join(incomplete_after(path, manifest.step)))
     if not (path / "config.json").is_file():
         raise UserError(
             f"--model {path}: no config.json and no complete checkpoint there; give a Hugging Face directory, "
             "a run, or RUN/checkpoints/step_N"
         )
     find_weights(path, allow_pickle)
-    return ModelDirectory(path, None, tokenizer_of(tokenizer, None) or path, allow_pickle=allow_pickle)
+    return ModelDirectory(path, None, resolve_tokenizer(tokenizer, None) or path, allow_pickle=allow_pickle)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ModelDirectory:
         path: a Hugging Face directory, or a checkpoint's.
         manifest: the checkpoint's; None for a Hugging Face directory.
         tokenizer_path: directory of the tokenizer.
-        note: a line to print with the results (see `passed_over`), or "".
+        note: a line to print with the results (see `incomplete_after`), or "".
         allow_pickle: accept pickled weights.
     """
 

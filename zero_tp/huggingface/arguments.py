@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from zero_tp.errors import UserError, shown
-from zero_tp.weights.weight_files import is_name
+from zero_tp.weights.weight_files import is_hub_name
 
 UNSUPPORTED_IN_FORWARD = {
     "inputs_embeds": "each rank looks up the tokens whose embeddings it holds; give input_ids",
@@ -71,7 +71,7 @@ def append_revision(model: str | os.PathLike[str], revision: str | None) -> str:
     name = os.fspath(model)
     if revision is None or name.endswith(f"@{revision}"):
         return name
-    if not is_name(name) or "@" in name:
-        state = "names its own" if is_name(name) else "is a directory, which has none"
+    if not is_hub_name(name) or "@" in name:
+        state = "names its own" if is_hub_name(name) else "is a directory, which has none"
         raise UserError(f"revision: {shown(revision)}, but {name} {state}; leave revision out")
     return f"{name}@{revision}"

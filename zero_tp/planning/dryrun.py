@@ -28,7 +28,7 @@ from transformers import PretrainedConfig
 
 from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.activations.stores import LEAVING
+from zero_tp.activations.stores import MAX_COPIES_OUT
 from zero_tp.architectures import architecture_of
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.constants import DTYPES
@@ -82,7 +82,7 @@ def fake_micro_batch(
             recomputed = range(0)
         kinds = enumerate(zip(spec.windows, spec.mlps, strict=True))
         all_layers = [LayerKind(window, mlp, number in recomputed) for number, (window, mlp) in kinds]
-        reach = LEAVING if workload.offloads_checkpoints else 1
+        reach = MAX_COPIES_OUT if workload.offloads_checkpoints else 1
         executed = all_layers if whole else representative_layers(all_layers, reach)
         numbers = {context: number for number, context in enumerate(layer_contexts(executed, reach))}
         contexts = layer_contexts(all_layers, reach)

@@ -178,7 +178,7 @@ class ZeroSettings:
 
     @property
     def single_replica(self) -> bool:
-        """Return whether gradients stay in `parameter.grad`; see `zero_tp.zero.stages.is_single_replica`."""
+        """Return whether gradients stay in `parameter.grad`; see `zero_tp.zero.stages.keeps_gradients_in_place`."""
         return self.stage in (1, 2) and self.data == 1 and not self.offload_optimizer and not self.copies
 
     @property

@@ -92,7 +92,7 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment) -> tuple[
         use_deterministic_cublas()
     check_accelerator(config.dtype, accelerator)
     ops.check_nvme(config.nvme_paths)
-    ops.without_shared_memory_collectives()
+    ops.disable_shared_memory_collectives()
     message = ops.compilation_note(config.deepspeed_config(), accelerator)
     if message is not None and environment.rank == 0:
         print(message, flush=True)

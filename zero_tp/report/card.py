@@ -49,7 +49,7 @@ def _facts(manifest: Manifest) -> dict[str, str]:
         ),
         "optimizer": f"{optimizer.get('type', '')} {_format_settings(optimizer.get('params', {}))}".strip(),
         "seed": str(fixed.get("zero_tp.training.seed", "")),
-        "ranks": str(Parallelism.saved(manifest)),
+        "ranks": str(Parallelism.from_manifest(manifest)),
     }
 
 

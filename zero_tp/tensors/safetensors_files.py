@@ -19,9 +19,7 @@ import torch
 from safetensors.torch import _TYPES
 from torch import Tensor
 
-from zero_tp.files import MOST_BYTES
 from zero_tp.parallel.agreement import tensor_bytes
-from zero_tp.strict_json import parse_json
 
 PART_BYTES = 8 * 2**20
 HASHING_THREADS = 2
@@ -30,11 +28,11 @@ DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 @dataclass(frozen=True)
-class Written:
+class FileDigest:
     """The size and hash of a file: the hexadecimal SHA-256 of the SHA-256s of its parts of 8 MiB.
 
-    Several threads hash the parts: one hashes 1.8 GB/s, less than some disks deliver. `parts` are their hashes.
-    Without hashing, `sha256` and `parts` are empty.
+    Several threads hash the parts, because one hashes 1.8 GB/s, less than some disks deliver. A file written without
+    hashing has empty `sha256` and `parts`.
     """
 
     size: int
@@ -42,7 +40,7 @@ class Written:
     parts: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, size: int, digests: Sequence[bytes]) -> Written:
+    def of_parts(cls, size: int, digests: Sequence[bytes]) -> FileDigest:
         whole = hashlib.sha256(b"".join(digests)).hexdigest()
         return cls(size, whole, tuple(digest.hex() for digest in digests))
 
@@ -82,7 +80,7 @@ def _sha256(part: bytearray) -> bytes:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to write. `read` returns its data; the header, written first, has its shape and dtype."""
+    """A tensor to write: the file's header needs its shape and dtype first; `read` returns its data."""
 
     name: str
     shape: tuple[int, ...]
@@ -97,7 +95,7 @@ class Entry:
 
 def write_tensors(
     path: Path, entries: Iterable[Entry], metadata: dict[str, str] | None = None, *, hashed: bool = True
-) -> Written:
+) -> FileDigest:
     """Write a safetensors file, one tensor in memory at a time, and flush it to the disk."""
     entries = list(entries)
     header = _header(entries, metadata)
@@ -111,7 +109,7 @@ def write_tensors(
         file.flush()
         os.fsync(file.fileno())
         assert file.tell() == size, f"{path}: a tensor's size differs from its entry"
-        return Written.of(size, hasher.digests()) if hashed else Written(size, "")
+        return FileDigest.of_parts(size, hasher.digests()) if hashed else FileDigest(size, "")
 
 
 def _header(entries: list[Entry], metadata: dict[str, str] | None) -> bytes:
@@ -131,7 +129,7 @@ def _header(entries: list[Entry], metadata: dict[str, str] | None) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-def read_hashed(path: Path) -> Written:
+def hash_file(path: Path) -> FileDigest:
     """Read and hash a file. One thread reads in order, which disks and readahead favour; others hash."""
     size = 0
     with path.open("rb") as file, ThreadPoolExecutor(HASHING_THREADS) as threads:
@@ -139,16 +137,4 @@ def read_hashed(path: Path) -> Written:
         for part in iter(partial(file.read, PART_BYTES), b""):
             hasher.update(memoryview(part))
             size += len(part)
-        return Written.of(size, hasher.digests())
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header (tensor → dtype, shape, data_offsets; `__metadata__`), and the byte where the data begin."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(path.stat().st_size, MOST_BYTES):
-            raise ValueError(f"its header of {length} bytes is longer than the file or than {MOST_BYTES} bytes")
-        header = parse_json(file.read(length))
-    if not isinstance(header, dict):
-        raise ValueError("its header is not a JSON object")
-    return header, 8 + length
+        return FileDigest.of_parts(size, hasher.digests())

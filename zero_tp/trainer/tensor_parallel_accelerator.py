@@ -57,7 +57,7 @@ class SteppedEngine:
 
     def get_global_grad_norm(self) -> Tensor | float:
         """Return the last step's norm before clipping; nan when its gradients were not finite and it was skipped."""
-        return self.zero.outcome()[0]
+        return self.zero.norm_and_skipped()[0]
 
 
 class TensorParallelAccelerator(Accelerator):

@@ -34,7 +34,7 @@ from zero_tp.parallel.layout import audit, whole_shape
 from zero_tp.parallel.parameter import ShardedSeededInit, WeightSource
 from zero_tp.topology import Topology
 from zero_tp.training import guards
-from zero_tp.zero.ops import without_shared_memory_collectives
+from zero_tp.zero.ops import disable_shared_memory_collectives
 from zero_tp.zero.stages import zero_engine
 from zero_tp.zero.states import local_shape
 
@@ -85,7 +85,7 @@ class TrainingEngine:
         compiled: bool | Literal["auto"] = False,
     ):
         self.topology, self.device = topology, torch.device(device)
-        without_shared_memory_collectives()  # a script that calls no `connect_deepspeed` would wait for a compiler
+        disable_shared_memory_collectives()  # a script that calls no `connect_deepspeed` would wait for a compiler
         deepspeed_config = copy.deepcopy(deepspeed_config)  # the check converts values in it
         check_deepspeed(deepspeed_config, topology, EntryPoint.ENGINE, recompute)
         self.zero = zero_engine(deepspeed_config, topology)
@@ -204,7 +204,7 @@ class TrainingEngine:
             guards.check_duplicates(self.zero, guarded)
         self.spike = ""
         self.zero.step(self._is_spike if self._spike_bounds is not None else None)
-        self._norm, self.skipped = self.zero.outcome()
+        self._norm, self.skipped = self.zero.norm_and_skipped()
 
     def _accumulate(self, batches: Sequence[AnyBatch], divisors: Mapping[str, Tensor], guarded: int | None) -> None:
         """Run the forward and backward of all micro-batches; set the step's loss and figures, means over DP."""

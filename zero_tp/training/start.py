@@ -195,6 +195,6 @@ def _describe_run(
         yield f"the run is at step {step}, zero_tp.training.steps is {steps}: nothing to do; raise it to train on"
         return
     if manifest is not None:
-        before, now = Parallelism.saved(manifest), Parallelism.of(config)
+        before, now = Parallelism.from_manifest(manifest), Parallelism.of(config)
         yield f"resuming step {step}" + ("" if before == now else f" saved at {before} → {now}")
         yield from differences(manifest, config, run.validation_corpora)

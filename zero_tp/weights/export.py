@@ -43,7 +43,7 @@ from zero_tp.tensors.safetensors_files import Entry, write_tensors
 from zero_tp.topology import Topology
 from zero_tp.weights.live_weights import gather_parameter
 from zero_tp.weights.load import native_model, stored_shapes
-from zero_tp.weights.weight_files import INDEX, TOKENIZER_FILES, is_regular
+from zero_tp.weights.weight_files import INDEX, TOKENIZER_FILES, is_finite, is_regular
 
 MAX_SHARD_SIZE = "5GB"
 CARD = "README.md"
@@ -117,14 +117,15 @@ def plan_shards(entries: Iterable[Entry], max_shard_size: str) -> dict[str, list
     return {file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()}
 
 
-def _is_replaceable(target: Path) -> bool:
-    """Return whether the target is absent, empty or a model. A run has config.json too, and checkpoints."""
+def check_target(target: Path, overwrite: bool) -> None:
+    """Check that the target is absent or, with `overwrite`, empty or a model. A run has config.json and checkpoints."""
     if not target.exists():
-        return True
-    if not target.is_dir():
-        return False
-    entries = [entry.name for entry in target.iterdir()]
-    return not entries or ("config.json" in entries and "checkpoints" not in entries and ".git" not in entries)
+        return
+    if not overwrite:
+        raise UserError(f"{target}: exists already; give another --output, or --overwrite to replace it")
+    entries = [entry.name for entry in target.iterdir()] if target.is_dir() else ["a file"]
+    if entries and ("config.json" not in entries or "checkpoints" in entries or ".git" in entries):
+        raise UserError(f"{target}: exists and is no Hugging Face model, so it is not replaced; give another --output")
 
 
 def write_native(
@@ -153,10 +154,8 @@ def write_native(
         card: text of the model card. A card that a person wrote or edited stays.
     """
     target = Path(directory)
-    if target.exists() and not (overwrite or merge):
-        raise UserError(f"{target}: exists already; give another --output, or --overwrite to replace it")
-    if not merge and not _is_replaceable(target):
-        raise UserError(f"{target}: exists and is no Hugging Face model, so it is not replaced; give another --output")
+    if not merge:
+        check_target(target, overwrite)
     config = copy.deepcopy(config)
     config.dtype, config.architectures = entries[0].dtype, [native_class_of(config)]
     native = native_model(config)
@@ -227,18 +226,26 @@ def _move_into(written: Path, target: Path) -> None:
 
 def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
     for file, entries in shards.items():
-        write_tensors(directory / file, entries, {"format": "pt"}, hashed=False)
+        checked = [replace(entry, read=partial(_read_finite, entry)) for entry in entries]
+        write_tensors(directory / file, checked, {"format": "pt"}, hashed=False)
     if len(shards) == 1:
         return
-    every = [entry for entries in shards.values() for entry in entries]
+    all_entries = [entry for entries in shards.values() for entry in entries]
     index = {
         "metadata": {
-            "total_parameters": sum(math.prod(entry.shape) for entry in every),
-            "total_size": sum(entry.size for entry in every),
+            "total_parameters": sum(math.prod(entry.shape) for entry in all_entries),
+            "total_size": sum(entry.size for entry in all_entries),
         },
         "weight_map": {entry.name: file for file, entries in shards.items() for entry in entries},
     }
     (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _read_finite(entry: Entry) -> Tensor:
+    tensor = entry.read()
+    if entry.dtype == torch.float16 and not is_finite(tensor):
+        raise UserError(f"tensor {entry.name} has values beyond fp16's range; export it in bf16 or fp32")
+    return tensor
 
 
 def _copy_tokenizer(tokenizer: Path, directory: Path, positions: int | None) -> None:

@@ -62,7 +62,7 @@ def native_model(config: PretrainedConfig) -> Any:
 
 def stored_shapes(native: Any, config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a native model's tensors, by the names that files of its weights have."""
-    return {name: tuple(like.shape) for name, like in as_stored(weights_of(config), native.state_dict()).items()}
+    return {name: tuple(tensor.shape) for name, tensor in as_stored(weights_of(config), native.state_dict()).items()}
 
 
 class PretrainedSource:
@@ -154,9 +154,9 @@ def _match_names(
     Files of the bare model lack the prefix of the class with a head. Tensors that the architecture ignores are dropped.
     """
     stored: dict[str, str] = {}
-    named = {file_name: name for name, file_name in architecture.stored.items()}
+    native_names = {file_name: name for name, file_name in architecture.stored.items()}
     for file_name, tensor in tensors.items():
-        name = named.get(file_name, file_name)
+        name = native_names.get(file_name, file_name)
         for old, new in architecture.obsolete_suffixes.items():
             name = name.removesuffix(old) + new if name.endswith(old) else name
         name = name if name in expected else architecture.base_prefix + name
@@ -305,18 +305,18 @@ def _check_layers(directory: Path, config: PretrainedConfig, tensors: Mapping[st
 def _check_native(directory: Path, native: Any, tensors: Mapping[str, Tensor]) -> None:
     """Check shapes, dtypes and ties of the tensors that belong to the class, with or without its base prefix."""
     expected = {name: tensor for name, tensor in native.state_dict().items() if tensor.is_floating_point()}
-    prefix, named = f"{native.base_model_prefix}.", dict[str, str]()
+    prefix, stored = f"{native.base_model_prefix}.", dict[str, str]()
     for file_name, tensor in tensors.items():
         name = next((name for name in (file_name, prefix + file_name) if name in expected), None)
         if name is None:
             continue
-        if name in named:
-            raise UserError(f"{directory}: tensors {named[name]} and {file_name} are both {name}")
-        named[name] = file_name
+        if name in stored:
+            raise UserError(f"{directory}: tensors {stored[name]} and {file_name} are both {name}")
+        stored[name] = file_name
         _check_shape_and_dtype(directory, file_name, tensor, tuple(expected[name].shape))
     for alias, source in native.all_tied_weights_keys.items():
-        if alias in named and source in named and not torch.equal(tensors[named[alias]], tensors[named[source]]):
-            raise _tie_error(directory, named[source], named[alias])
+        if alias in stored and source in stored and not torch.equal(tensors[stored[alias]], tensors[stored[source]]):
+            raise _tie_error(directory, stored[source], stored[alias])
 
 
 def _check_shape_and_dtype(directory: Path, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:

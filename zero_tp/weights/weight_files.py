@@ -39,12 +39,12 @@ PICKLED_FILES = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
 """Patterns of the files that are fetched from the hub."""
 
 
-def holds_tokenizer(directory: Path) -> bool:
+def has_tokenizer(directory: Path) -> bool:
     """Return whether a directory contains a tokenizer."""
     return any(os.path.isfile(directory / name) for name in TOKENIZER_FILES[:2])
 
 
-def is_name(model: str | Path) -> bool:
+def is_hub_name(model: str | Path) -> bool:
     """Return whether `model` is a name on the hub: neither the path nor its parent directory exists."""
     text = str(model)
     parent = Path(text.partition("@")[0]).parent
@@ -62,7 +62,7 @@ def resolve(model: str | Path, key: str = "", *, weights: bool = True, allow_pic
         allow_pickle: also fetch pickled weights.
         hub: arguments of `snapshot_download`: token, cache_dir, local_files_only, force_download.
     """
-    if not is_name(model):
+    if not is_hub_name(model):
         return Path(model)
     name, _, revision = str(model).partition("@")
     patterns = [
@@ -82,7 +82,7 @@ def resolve(model: str | Path, key: str = "", *, weights: bool = True, allow_pic
         # huggingface_hub's messages are long, and the names of its errors suffice.
         from_hub = type(error).__module__.startswith("huggingface_hub")
         reason = class_in_words(error) if from_hub else first_line(error)
-        problem = f"no directory {model}, and the Hugging Face hub does not give it ({reason})"
+        problem = f"no directory {model}, and it could not be fetched from the Hugging Face hub ({reason})"
         fetch = f"hf download {name}{option} --exclude '*/*' --local-dir DIR"
         remedy = f"give a Hugging Face model directory; where there is a network, `{fetch}` makes one"
         raise ConfigError(key or str(model), problem, remedy) from error
@@ -99,16 +99,16 @@ def is_cached(name: str, *, weights: bool) -> bool:
 
 def has_commit(model: str) -> bool:
     """Return whether this is a hub name with a commit, the form that a run records."""
-    return is_name(model) and bool(COMMIT_HASH.fullmatch(model.partition("@")[2]))
+    return is_hub_name(model) and bool(COMMIT_HASH.fullmatch(model.partition("@")[2]))
 
 
-def tokenizer_of(requested: Path | None, recorded: str | None) -> Path | None:
-    """Return the tokenizer's directory: the requested one, else the run's."""
+def resolve_tokenizer(requested: Path | None, recorded: str | None) -> Path | None:
+    """Return the directory of the requested tokenizer, else of the one that the run recorded, else None."""
     if requested is not None:
         directory = resolve(requested, "--tokenizer", weights=False)
         if not directory.is_dir():
             raise UserError(f"--tokenizer: no directory {directory}")
-        if not holds_tokenizer(directory):
+        if not has_tokenizer(directory):
             raise UserError(f"--tokenizer: {directory} holds no tokenizer: none of {', '.join(TOKENIZER_FILES[:2])}")
         return directory
     if recorded is None:
@@ -122,13 +122,13 @@ def tokenizer_of(requested: Path | None, recorded: str | None) -> Path | None:
 
 def pin_to_first_start(model: Any, before: Any) -> Any:
     """Return the hub name with the commit that the run started from, if it is the same name; otherwise `model`."""
-    names = isinstance(model, str) and isinstance(before, str) and is_name(model)
+    names = isinstance(model, str) and isinstance(before, str) and is_hub_name(model)
     return before if names and "@" not in model and before.startswith(f"{model}@") else model
 
 
 def pin_commit(model: str, key: str) -> str:
     """Append the current commit to a hub name. Directories and names with a commit stay unchanged."""
-    if not is_name(model) or has_commit(model):
+    if not is_hub_name(model) or has_commit(model):
         return model
     commit = resolve(model, key, weights=False).name  # a snapshot's directory is named by it
     return f"{model.partition('@')[0]}@{commit}"
@@ -151,9 +151,7 @@ def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
                 "unpickler"
             )
         if len(present) == 2 and single not in _weight_map(present[0]).values():
-            raise UserError(
-                f"{directory}: {single} and {index} are two models in one directory; remove the one that is not meant"
-            )
+            raise UserError(f"{directory}: {single} and {index} are two models in one directory; remove one of them")
         return present[0]
     raise UserError(
         f"{directory}: no weights in it: no {SINGLE} nor {INDEX}; give a Hugging Face directory of safetensors"
@@ -208,9 +206,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except Exception as error:  # safetensors' own type derives from nothing narrower
-        raise UserError(
-            f"{path}: not a readable safetensors file: its weights can't be read ({first_line(error)})"
-        ) from error
+        raise UserError(f"{path}: its weights can't be read: not a safetensors file ({first_line(error)})") from error
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:

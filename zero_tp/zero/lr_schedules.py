@@ -42,20 +42,20 @@ def _hold_last_rate(rate: Callable[[int], float], last: int, step: int) -> float
     return rate(min(step, last))
 
 
-def set_schedule(schedule: Any, done: int) -> None:
-    """Set a schedule and the learning rates for step `done` + 1: step k trains at the schedule's value at k.
+def set_schedule(schedule: Any, updates: int) -> None:
+    """Set a schedule and the learning rates for the step after `updates`: step k trains at the schedule's value at k.
 
     DeepSpeed starts its own at iteration -1 and advances them after each step, so the first two steps of a warm-up from
     0 would have no effect.
 
     Args:
-        done: steps that have updated the weights.
+        updates: number of steps that have updated the weights.
     """
     if isinstance(schedule, LambdaLR):
-        schedule.load_state_dict({**schedule.state_dict(), "last_epoch": done, "_step_count": done + 2})
+        schedule.load_state_dict({**schedule.state_dict(), "last_epoch": updates, "_step_count": updates + 2})
         schedule.step()
     else:
-        schedule.step(done if isinstance(schedule, ONE_STEP_AHEAD) else done + 1)
+        schedule.step(updates if isinstance(schedule, ONE_STEP_AHEAD) else updates + 1)
 
 
 class _RateOnly(torch.optim.Optimizer):

@@ -93,11 +93,11 @@ def _missing_compiler(on_cuda: bool) -> str | None:
     return None
 
 
-def without_shared_memory_collectives() -> None:
-    """Keep `deepspeed.init_distributed` from compiling and loading its shared-memory collectives.
+def disable_shared_memory_collectives() -> None:
+    """Keep `deepspeed.init_distributed` from compiling its shared-memory collectives, which only inference uses.
 
-    Only DeepSpeed's inference uses them. Filling DeepSpeed's table of compatible ops would also start a compiler for
-    every op; `init_distributed` alone reads it, so it gets a table with this entry only.
+    It reads DeepSpeed's table of compatible ops. Filling the whole table would start a compiler for every op, so the
+    table gets this entry only.
     """
     import deepspeed
 

@@ -19,7 +19,7 @@ from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squ
 from zero_tp.topology import Topology
 from zero_tp.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
 from zero_tp.zero.zero3_loops import patch_zero3_loops
-from zero_tp.zero.zero_engine import Optimized, ZeroEngine
+from zero_tp.zero.zero_engine import Trainable, ZeroEngine
 
 if TYPE_CHECKING:
     from zero_tp.models.parallel_model import ParallelModel
@@ -33,14 +33,15 @@ def compute_norms_in_chunks(optimizer: Any) -> None:
 
     def chunked_norm(gradients: Iterable[Tensor], params: Iterable[nn.Parameter], norm_type: float = 2) -> Tensor:
         assert norm_type == 2, "only the 2-norm is computed"
-        own = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
-        norm: Tensor = original([sum_of_squares(gradient).sqrt().reshape(1) for gradient in own], params, norm_type)
+        unpadded = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+        norms = [sum_of_squares(gradient).sqrt().reshape(1) for gradient in unpadded]
+        norm: Tensor = original(norms, params, norm_type)
         return norm
 
     optimizer.get_grad_norm_direct = chunked_norm
 
 
-class WithoutZero(ZeroEngine):
+class UnpartitionedStates(ZeroEngine):
     """ZeRO-0: every DP rank holds all masters and states. `_clip` computes the gradient norm and clips, in fp64.
 
     DeepSpeed computes both in fp64 for ZeRO-1, -2 and -3. Without ZeRO it has no norm in fp32 runs; in 16 bit its norm
@@ -52,11 +53,11 @@ class WithoutZero(ZeroEngine):
         self._last_norm = float("nan")
         super().__init__({**settings, "gradient_clipping": 0.0}, topology)
 
-    def initialize(self, model: ParallelModel, optimized: Optimized) -> None:
-        super().initialize(model, optimized)
-        # In 16 bit DeepSpeed wraps the optimizer and keeps fp32 masters.
-        self._wrapped = hasattr(self.optimizer, "loss_scale_config")
-        if self._wrapped:
+    def initialize(self, model: ParallelModel, trainable: Trainable) -> None:
+        super().initialize(model, trainable)
+        # In 16 bit DeepSpeed wraps the optimizer.
+        self._has_fp32_masters = hasattr(self.optimizer, "loss_scale_config")
+        if self._has_fp32_masters:
             self._undo_first_step()
 
     @torch.no_grad()
@@ -91,7 +92,7 @@ class WithoutZero(ZeroEngine):
         is_applied = not vetoed and math.isfinite(self._last_norm)
         if is_applied and self._limit > 0:
             clip_gradients(parameters, self._last_norm, self._limit)
-        if not self._wrapped:
+        if not self._has_fp32_masters:
             # A plain torch optimizer checks nothing: remove its gradients, and set the engine's flag.
             self.optimizer.overflow = not is_applied
             if not is_applied:
@@ -111,7 +112,7 @@ class WithoutZero(ZeroEngine):
         states = self.states()
         for kind in states.kinds():
             for fragment in states.fragments:
-                if kind != MASTER or self._wrapped:
+                if kind != MASTER or self._has_fp32_masters:
                     yield f"{fragment.name} ({kind})", states.get(fragment, kind)
 
     def fragments(self) -> Iterator[Fragment]:
@@ -123,7 +124,7 @@ class WithoutZero(ZeroEngine):
     def _masters(self) -> Iterator[tuple[nn.Parameter, tuple[Tensor, int]]]:
         """Yield each parameter with its master, (flat tensor, offset): in fp32 the parameter itself."""
         wrapper = self.optimizer
-        if not self._wrapped:
+        if not self._has_fp32_masters:
             yield from ((parameter, (parameter, 0)) for parameter in self.model.parameters())
         elif hasattr(wrapper, "fp32_groups"):
             for parameters, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
@@ -154,20 +155,20 @@ class PartitionedStates(ZeroEngine):
     """
 
     def __init__(self, settings: dict[str, Any], topology: Topology):
-        self._single_replica = is_single_replica(settings, topology.data)
-        if self._single_replica:
+        self._gradients_in_place = keeps_gradients_in_place(settings, topology.data)
+        if self._gradients_in_place:
             zero = {"contiguous_gradients": False, **settings["zero_optimization"]}
             settings = {**settings, "zero_optimization": zero}
         super().__init__(settings, topology)
 
-    def initialize(self, model: ParallelModel, optimized: Optimized) -> None:
-        super().initialize(model, optimized)
+    def initialize(self, model: ParallelModel, trainable: Trainable) -> None:
+        super().initialize(model, trainable)
         compute_norms_in_chunks(self.optimizer)
-        if self._single_replica:
+        if self._gradients_in_place:
             for name in ("average_tensor", "buffered_reduce_fallback"):
                 setattr(self.optimizer, name, lambda *_, **__: None)
         if not hasattr(self.optimizer, "scaled_global_norm"):  # ZeRO-1 that accumulates gradients in another dtype
-            self._ask_veto_before_step(self.optimizer)
+            self._wrap_bf16_step(self.optimizer)
             return
         original = self.optimizer.scaled_global_norm
 
@@ -179,8 +180,8 @@ class PartitionedStates(ZeroEngine):
 
         self.optimizer.scaled_global_norm = norm_or_veto
 
-    def _ask_veto_before_step(self, optimizer: Any) -> None:
-        """Ask the veto before DeepSpeed's BF16_Optimizer steps, whose step computes the norm."""
+    def _wrap_bf16_step(self, optimizer: Any) -> None:
+        """Make BF16_Optimizer ask the veto first: its `step` computes the norm inside."""
         step = optimizer.step
 
         def step_unless_vetoed() -> None:
@@ -189,7 +190,7 @@ class PartitionedStates(ZeroEngine):
                 norm = get_global_norm_of_tensors(gradients, optimizer.norm_type, optimizer.mpu)
                 if self._is_vetoed(norm):
                     for gradient in gradients:
-                        gradient.fill_(float("nan"))  # it skips the step
+                        gradient.fill_(float("nan"))  # BF16_Optimizer skips the step
             step()
 
         optimizer.step = step_unless_vetoed
@@ -209,8 +210,8 @@ class PartitionedStates(ZeroEngine):
         self.optimizer.update_lp_params()
 
 
-def is_single_replica(settings: dict[str, Any], data: int) -> bool:
-    """Return whether gradients of ZeRO-1 or 2 stay in place: one replica, no offload, no copies by the config."""
+def keeps_gradients_in_place(settings: dict[str, Any], data: int) -> bool:
+    """Return whether ZeRO-1 or 2 leaves gradients where they are: one replica, no offload, no copies by the config."""
     offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
     return data == 1 and offload.get("device", "none") == "none" and not copies_gradients(settings)
 
@@ -224,8 +225,8 @@ class PartitionedParameters(ZeroEngine):
         super().__init__(settings, topology)
         self.notes = patch_zero3_loops()
 
-    def initialize(self, model: ParallelModel, optimized: Optimized) -> None:
-        super().initialize(model, optimized)
+    def initialize(self, model: ParallelModel, trainable: Trainable) -> None:
+        super().initialize(model, trainable)
         compute_norms_in_chunks(self.optimizer)
         original = self.optimizer._get_norm_groups
 
@@ -276,8 +277,8 @@ class PartitionedParameters(ZeroEngine):
         for name, parameter in self.model.named_parameters():
             group, offset, length = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
             start = self.topology.data_rank * length
-            whole: int = parameter.ds_numel  # type: ignore[attr-defined]
-            numel = max(0, min(length, whole - start))
+            shard_numel: int = parameter.ds_numel  # type: ignore[attr-defined]
+            numel = max(0, min(length, shard_numel - start))
             yield Fragment(name, start, self.optimizer.fp32_partitioned_groups_flat[group], offset, numel)
 
     @torch.no_grad()
@@ -292,7 +293,7 @@ class PartitionedParameters(ZeroEngine):
 
 
 STAGES: dict[int, type[ZeroEngine]] = {
-    0: WithoutZero,
+    0: UnpartitionedStates,
     1: PartitionedStates,
     2: PartitionedStates,
     3: PartitionedParameters,

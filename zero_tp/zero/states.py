@@ -118,10 +118,10 @@ class StatesOnNVMe(OptimizerStates):
 
 
 def _replay_cpu_adam(adam: Any, steps: int) -> None:
-    """Set DeepSpeedCPUAdam's β^t as in an uninterrupted run.
+    """Give DeepSpeedCPUAdam the β₁^t and β₂^t of an uninterrupted run, by stepping one number `steps` times.
 
-    It multiplies them in fp32 at each step, but computes pow(β, t) if its first step is t. That rounds differently, and
-    1 - β₂^t magnifies the difference to 1e-5 of an update. Stepping one number repeats the multiplications.
+    It multiplies by β in fp32 at each step; only if its first step is t does it compute pow(β, t). The two round
+    differently, and 1 - β₂^t magnifies the difference to 1e-5 of an update.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -136,7 +136,7 @@ def _replay_cpu_adam(adam: Any, steps: int) -> None:
 
 
 def partition_of(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's part of a parameter's TP shard: its DP partition under ZeRO-3, else all of it."""
+    """Return this rank's part of a parameter's TP shard: its DP partition under ZeRO-3, else the whole shard."""
     partition: Tensor = getattr(parameter, "ds_tensor", parameter)
     return partition.detach()
 

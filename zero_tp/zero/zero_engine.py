@@ -21,7 +21,7 @@ from zero_tp.zero.states import Fragment, OptimizerStates
 if TYPE_CHECKING:
     from zero_tp.models.parallel_model import ParallelModel
 
-Optimized = list[dict[str, Any]] | list[nn.Parameter] | torch.optim.Optimizer
+Trainable = list[dict[str, Any]] | list[nn.Parameter] | torch.optim.Optimizer
 Veto = Callable[[Tensor], bool]
 """Decides from the gradient norm (0-d, on the device), identically on all ranks, whether to skip a step."""
 
@@ -80,25 +80,25 @@ class ZeroEngine(ABC):
         """Return the context in which to build the model."""
         return nullcontext()
 
-    def initialize(self, model: ParallelModel, optimized: Optimized) -> None:
+    def initialize(self, model: ParallelModel, trainable: Trainable) -> None:
         """Make DeepSpeed's engine. Collective over all ranks.
 
         Args:
-            optimized: parameters for the config's optimizer, or an optimizer whose update is element-wise.
+            trainable: parameters for the config's optimizer, or an optimizer whose update is element-wise.
         """
-        # By default cuBLAS may round partial sums of 16-bit products to 16 bits. The products of a TP run have other
-        # shapes, so it would differ from the plain run by more than the order of fp32 sums.
+        # By default cuBLAS may round partial sums of 16-bit products to 16 bits. Under TP the products have other
+        # shapes, so the results would differ from the plain run's by more than the order of fp32 sums.
         for dtype in ("bf16", "fp16"):
             setattr(torch.backends.cuda.matmul, f"allow_{dtype}_reduced_precision_reduction", False)
         self.model = model
-        argument = "optimizer" if isinstance(optimized, torch.optim.Optimizer) else "model_parameters"
+        argument = "optimizer" if isinstance(trainable, torch.optim.Optimizer) else "model_parameters"
         with without_compiler():
             self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
                 model=model,
                 config=self.settings,
                 mpu=self.topology,
                 lr_scheduler=self._scheduler,
-                **{argument: optimized},
+                **{argument: trainable},
             )
         replicas = self.engine.dp_world_size
         if replicas != self.topology.data:
@@ -131,11 +131,11 @@ class ZeroEngine(ABC):
             self.vetoed = norm
         return self.vetoed is not None
 
-    def outcome(self) -> tuple[Tensor | float, bool]:
+    def norm_and_skipped(self) -> tuple[Tensor | float, bool]:
         """Return (gradient norm before clipping, skipped) of the last step, without waiting for the device.
 
-        A step is skipped, and its norm nan, if gradients were not finite on some rank. A vetoed step updates nothing
-        either, but has a norm.
+        A step with gradients that are not finite on some rank is (nan, True). A vetoed step is (norm, False), although
+        it updates nothing: see `vetoed`.
         """
         if self.vetoed is not None:
             return self.vetoed, False
@@ -164,7 +164,7 @@ class ZeroEngine(ABC):
 
     def restore_progress(self, progress: dict[str, Any]) -> None:
         """Restore `progress()`. Learning rates follow the config."""
-        self.restore_updates(progress)
+        self.restore_update_count(progress)
         for name in COUNTERS:
             setattr(self.engine, name, progress["counters"][name])
         # DeepSpeed steps when this count is a multiple of the accumulation, which may differ from the saved run's.
@@ -173,7 +173,7 @@ class ZeroEngine(ABC):
             set_schedule(self.scheduler, self.engine.global_steps - self.engine.skipped_steps)
         self.recent = [list(pair) for pair in progress.get("recent", [])]
 
-    def restore_updates(self, progress: dict[str, Any]) -> None:
+    def restore_update_count(self, progress: dict[str, Any]) -> None:
         """Restore only what belongs to the optimizer's states: the count of updates, and the loss scale."""
         self.states().set_steps(progress["optimizer_steps"])
         if self.loss_scale is not None:
