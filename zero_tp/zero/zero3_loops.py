@@ -4,7 +4,7 @@ DeepSpeed loops in Python over each rank's part of each parameter, at each gathe
 at 4,096 ranks for a model of 8 B. These functions give the same bits with a few copies per parameter.
 
 Measured 2026-11-27 on a fake world of 512 ranks (the case `tp1-zero3` of `benchmarks.scale`), three runs in turns: a
-step takes 0.7 to 1.0 s of a busy CPU core instead of 2.0 to 2.4 s. An idle one took 0.4 to 0.5 s instead of 1.2 s.
+step takes 0.7 to 1.0 s of a busy CPU core instead of 2.0 to 2.4 s.
 """
 
 from __future__ import annotations
