@@ -19,7 +19,7 @@ from zero_tp.parallel import loss as module
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.layout import Sharded
 from zero_tp.parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_logits
-from zero_tp.parallel.scores import vocab_parallel_token_scores
+from zero_tp.parallel.token_scores import vocab_parallel_token_scores
 
 HIDDEN = 6
 IGNORED = {"none": 0.0, "some": 0.4, "most": 0.9, "all": 1.0}

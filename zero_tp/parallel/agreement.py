@@ -126,7 +126,7 @@ def agree_on_tokens(group: Group, *tokens: Tensor) -> bool:
 
 
 @contextmanager
-def random_numbers_of_first(group: Group, device: torch.device) -> Iterator[None]:
+def broadcast_rng_state(group: Group, device: torch.device) -> Iterator[None]:
     """Draw the random numbers of the group's first rank on every rank. Broadcasts the default generators' states.
 
     The other ranks' generators are restored afterwards.

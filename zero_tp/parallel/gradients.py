@@ -75,8 +75,8 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     """Return the sum of the squares of all elements, fp64 scalar."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     column = tensor.reshape(-1, 1)
-    for piece in CHUNKED.pieces(column, _ACCELERATOR_ELEMENTS):
-        total += column[piece].double().square_().sum()
+    for chunk in CHUNKED.chunks(column, _ACCELERATOR_ELEMENTS):
+        total += column[chunk].double().square_().sum()
     return total
 
 

@@ -87,7 +87,7 @@ class SeededInit:
 
 @dataclass(frozen=True)
 class ShardedSeededInit(SeededInit):
-    """Draw the same weights, each block on one rank of a group, and send them to the group's first rank.
+    """Draw each block of the same weights on one rank of a group; gather all blocks on the group's first rank.
 
     Only the group's first rank has all values; broadcast them before use. All ranks of the group must make the same
     shards in the same order.

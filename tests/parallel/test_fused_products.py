@@ -17,7 +17,7 @@ from tests.support.compare import grid, maker, piece_of
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.errors import UserError
-from zero_tp.parallel import fused
+from zero_tp.parallel.fused_products import enable_fused_products
 from zero_tp.parallel.linear import ColumnParallelLinear
 from zero_tp.parallel.parameter import Normal
 from zero_tp.topology import Topology
@@ -85,7 +85,7 @@ def test_a_bias_rounds_once_more_in_16_bits(ranks: Pools) -> None:
 
 def refused_on_cpu() -> str:
     with pytest.raises(UserError) as raised:
-        fused.enable_fused_products(grid(2, True), torch.device("cpu"))
+        enable_fused_products(grid(2, True), torch.device("cpu"))
     assert not grid(2, True).fused_products
     return str(raised.value)
 
