@@ -47,8 +47,6 @@ from zero_tp.topology import Topology
 
 OWN_ROWS_FIRST = True
 """Multiply a rank's own rows while the others are gathered; otherwise all rows at once afterwards."""
-RowRange = tuple[int, int]
-"""First and last + 1 of a rank's output features of a replicated weight."""
 
 
 def _linear(tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -121,7 +119,7 @@ class _ColumnParallel(torch.autograd.Function):
         group: Group,
         sequence: bool,
         fused: bool,
-        rows: tuple[RowRange | None, ...],
+        rows: tuple[slice | None, ...],
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[: len(rows)], parameters[len(rows) :]
@@ -168,15 +166,15 @@ class _ColumnParallel(torch.autograd.Function):
         return reducing.wait() if reducing is not None else None, *(None,) * 4, *weight_gradients, *bias_gradients
 
 
-def _used_rows(parameter: Any, rows: RowRange | None) -> Any:
-    return parameter if parameter is None or rows is None else parameter[rows[0] : rows[1]]
+def _used_rows(parameter: Any, rows: slice | None) -> Any:
+    return parameter if parameter is None or rows is None else parameter[rows]
 
 
-def _pad_rows(gradient: Tensor, rows: RowRange | None, total: int) -> Tensor:
+def _pad_rows(gradient: Tensor, rows: slice | None, total: int) -> Tensor:
     if rows is None:
         return gradient
     padded = gradient.new_zeros(total, *gradient.shape[1:])
-    padded[rows[0] : rows[1]] = gradient
+    padded[rows] = gradient
     return padded
 
 
@@ -232,12 +230,12 @@ def column_parallel_linear(
     topology: Topology,
     *,
     sequence: bool,
-    rows: Sequence[RowRange | None] | None = None,
+    rows: Sequence[slice | None] | None = None,
 ) -> tuple[Tensor, ...]:
     """Multiply [s, b, i], or [s/t, b, i] under SP, by weights [o/t, i] → as many [s, b, o/t]. f, or g, once for all.
 
     Args:
-        rows: the rows of each weight that this rank uses; by default all.
+        rows: the rows that this rank uses of each weight; by default all.
     """
     ranges = tuple(rows) if rows is not None else (None,) * len(weights)
     if group_size(topology.tensor_group) == 1:

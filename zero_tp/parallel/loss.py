@@ -306,7 +306,7 @@ def vocab_parallel_cross_entropy(
     Args:
         hidden: [s, b, h], or a sequence shard [s/t, b, h] when `sequence`.
         weight: this rank's [⌈v/t⌉, h] rows of the output layer.
-        labels: whole [s, b], each the token that its position predicts, or `ignore_index`. Others are not checked.
+        labels: whole [s, b], each the token that its position predicts, or `ignore_index`. Their range is not checked.
         bias: this rank's [⌈v/t⌉] of the output layer's bias, if it has one.
         vocabulary: v; rows past it get no probability and no gradient.
         divisor: divides the sum of the losses; by default the number of labels that are not ignored. A 0-d tensor needs

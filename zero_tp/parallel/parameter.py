@@ -130,7 +130,7 @@ class Zeros:
 class ParameterMaker:
     """Makes the parameters of one module; constructors pass it down, and `child` extends the name.
 
-    `zero.Init` partitions a module's parameters as soon as its constructor returns, so they are initialised there.
+    The constructor initialises them too, because `zero.Init` partitions them as soon as it returns.
     """
 
     topology: Topology
