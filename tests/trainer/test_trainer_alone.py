@@ -52,7 +52,7 @@ def test_a_models_own_topology_stays_and_frozen_parameters_are_refused() -> None
     """Splitting a model would train them."""
     from transformers import GPT2LMHeadModel
 
-    from zero_tp.huggingface import ZeroTPForCausalLM, parallel_model
+    from zero_tp.huggingface import ZeroTPForCausalLM
     from zero_tp.trainer import ZeroTPTrainer
 
     config, args = gpt2_config(n_layer=1), cast(Any, SimpleNamespace())
@@ -62,10 +62,6 @@ def test_a_models_own_topology_stays_and_frozen_parameters_are_refused() -> None
     model.transformer.wpe.requires_grad_(False)
     with pytest.raises(UserError, match=r"^ZeroTPTrainer: transformer\.wpe\.weight is frozen"):
         ZeroTPTrainer(model, args)
-    with pytest.raises(
-        UserError, match=r"^transformer\.wpe\.weight is frozen, and splitting the model would unfreeze it"
-    ):
-        parallel_model(model, Topology(world=1))
 
 
 class PlainTrainer:

@@ -21,19 +21,13 @@ def parallel_model(
     """Return our model with the weights of a live model of transformers' own class. Each rank takes its shards.
 
     Args:
-        native: the same on every rank, without PEFT adapters and frozen parameters.
+        native: the same on every rank, without PEFT adapters.
     """
     if getattr(native, "peft_config", None):
         raise UserError(
             "PEFT: the model has adapters, which are layers of transformers' own; train it with transformers' Trainer, "
             "or give what its merge_and_unload() returns"
         )
-    for name, parameter in native.named_parameters():
-        if not parameter.requires_grad:
-            raise UserError(
-                f"{name} is frozen, and splitting the model would unfreeze it; set its requires_grad to True, or train "
-                "transformers' own model"
-            )
     causal = architecture_of(native.config).spec(native.config).causal
     model_class = ZeroTPForCausalLM if causal else ZeroTPForPreTraining
     model: HuggingFaceModel = model_class(
