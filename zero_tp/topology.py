@@ -56,7 +56,7 @@ class Topology:
         tensor_rank, data_rank: this rank's coordinates.
         sequence: sequence parallelism (SP) in the model code, over the TP group.
         tensor_group, data_group: process groups, None when no process group exists (one process).
-        fused_products: linear layers fuse their products with their gathers and scatters; see `parallel/fused.py`.
+        fused_products: linear layers fuse products with gathers and scatters; see `parallel/fused_products.py`.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ from tests.tiers import in_tiers
 from zero_tp.architectures import architecture_of
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models import cpu_flash
-from zero_tp.parallel.agreement import random_numbers_of_first
+from zero_tp.parallel.agreement import broadcast_rng_state
 from zero_tp.parallel.layout import Replicated, audit, layout_of
 from zero_tp.topology import Topology
 
@@ -329,7 +329,7 @@ def drawn() -> tuple[list[float], list[float], list[float]]:
     torch.manual_seed(topology.tensor_rank)
     alone = torch.rand(2).tolist()
     torch.manual_seed(topology.tensor_rank)
-    with random_numbers_of_first(topology.tensor_group, torch.device("cpu")):
+    with broadcast_rng_state(topology.tensor_group, torch.device("cpu")):
         together = torch.rand(2).tolist()
     return alone, together, torch.rand(2).tolist()
 

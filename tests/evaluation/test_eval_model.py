@@ -20,7 +20,7 @@ from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.evaluation.task import TaskOptions
 from zero_tp.evaluation.zero_shot import check_same_weights, make_tasks
 from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.parallel.scores import TokenScores
+from zero_tp.parallel.token_scores import TokenScores
 from zero_tp.topology import Topology
 
 BATCH = 3

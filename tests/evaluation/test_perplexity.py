@@ -26,7 +26,7 @@ from zero_tp.evaluation.eval_model import EvalModel, HuggingFaceScorer
 from zero_tp.evaluation.perplexity import original_tokens, perplexity, sliding_windows, wikitext_split
 from zero_tp.evaluation.task import TaskOptions, as_json
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, make_tasks
-from zero_tp.parallel.scores import TokenScores
+from zero_tp.parallel.token_scores import TokenScores
 
 DOCUMENTS = [
     "The state of the union is strong, my fellow citizens. " * 3,

@@ -144,7 +144,7 @@ def test_a_kernel_computes_what_is_written(
     for name, (function, rows, others) in cases(dtype, device).items():
         copies = [each.clone() for each in rows]
         with torch.no_grad():
-            run = elementwise.COMPILED.total if function is _weight_gradient else elementwise.COMPILED.rows
+            run = elementwise.COMPILED.sum_rows if function is _weight_gradient else elementwise.COMPILED.map_rows
             found, expected = run(function, copies, *others), function(*rows, *others)
         if expected is None:
             found, expected = copies[0], rows[0]
@@ -171,7 +171,7 @@ def test_numbers_of_rows_share_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for count in (37, 1, 0, *range(2, 20)):
         rows = logits[:count].clone()
         for found, expected in zip(
-            elementwise.COMPILED.rows(_max_and_sum_exp, (rows,), 21), _max_and_sum_exp(rows, 21), strict=True
+            elementwise.COMPILED.map_rows(_max_and_sum_exp, (rows,), 21), _max_and_sum_exp(rows, 21), strict=True
         ):
             torch.testing.assert_close(found, expected)
     elementwise._compiled.cache_clear()

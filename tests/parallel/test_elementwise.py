@@ -32,7 +32,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def test_pieces_are_all_rows_once(pieces: int) -> None:
     matrix = torch.arange(7 * 24).view(7, 24)
-    found = [matrix[piece] for piece in CHUNKED.pieces(matrix)]
+    found = [matrix[chunk] for chunk in CHUNKED.chunks(matrix)]
     assert torch.equal(torch.cat(found), matrix)
     assert max(each.numel() for each in found) <= max(24, pieces * torch.get_num_threads())
 

@@ -200,7 +200,7 @@ def after_the_gather(world: int) -> int:
     shard, counts, found = whole.chunk(world)[topology.tensor_rank], [], []
     for own_rows_first in (True, False):
         with patch.object(products, "OWN_ROWS_FIRST", own_rows_first), Products() as counted:
-            gathered, outputs = products._gathered_products(shard, matrices, biases, topology.tensor_group)
+            gathered, outputs = products._all_gather_matmul(shard, matrices, biases, topology.tensor_group)
         assert torch.equal(gathered, whole)
         counts.append(counted.count)
         found.append(dict(zip("ab", outputs, strict=True)))

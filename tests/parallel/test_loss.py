@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from zero_tp.parallel import loss as module
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.layout import Sharded
 from zero_tp.parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_logits
-from zero_tp.parallel.scores import vocab_parallel_token_scores
+from zero_tp.parallel.token_scores import vocab_parallel_token_scores
 
 HIDDEN = 6
 IGNORED = {"none": 0.0, "some": 0.4, "most": 0.9, "all": 1.0}
@@ -77,13 +78,8 @@ def shard_of(weight: Tensor, rank: int, world: int) -> Tensor:
 def cross_entropy(case: Case) -> set[str]:
     """Compare with torch; return the names of the gradients."""
     topology = grid(case.world, case.sequence)
-    group, rank, world, index, divisor = (
-        topology.tensor_group,
-        topology.tensor_rank,
-        case.world,
-        case.ignore_index,
-        case.divisor,
-    )
+    group, rank, world = topology.tensor_group, topology.tensor_rank, case.world
+    index, divisor = case.ignore_index, case.divisor
     hidden, weight, labels = case.tensors()
     whole_hidden, whole_weight = leaf(hidden), leaf(weight)
     logits = F.linear(whole_hidden, whole_weight)
@@ -99,9 +95,7 @@ def cross_entropy(case: Case) -> set[str]:
         own = own.transpose(0, 1).contiguous().transpose(0, 1)
     given_hidden = own.clone().requires_grad_("hidden" not in case.frozen)
     given_weight = shard_of(weight, rank, world).requires_grad_("weight" not in case.frozen)
-    before = module.BLOCK_ELEMENTS, elementwise.CACHE_ELEMENTS
-    module.BLOCK_ELEMENTS = elementwise.CACHE_ELEMENTS = case.chunk
-    try:
+    with patch.object(module, "BLOCK_ELEMENTS", case.chunk), patch.object(elementwise, "CACHE_ELEMENTS", case.chunk):
         common: dict[str, Any] = {"vocabulary": case.vocabulary, "group": group, "ignore_index": index}
         once: dict[str, Any] = {"sequence": case.sequence, "divisor": divisor, **common}
         found, correct = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, accuracy=True, **once)
@@ -110,11 +104,8 @@ def cross_entropy(case: Case) -> set[str]:
         scores = vocab_parallel_token_scores(hidden, given_weight, labels, **common)
         alternatives = torch.stack((labels, labels.roll(1), torch.full_like(labels, index)), 2)
         each_of_three = vocab_parallel_token_scores(hidden, given_weight, alternatives, **common)
-    finally:
-        module.BLOCK_ELEMENTS, elementwise.CACHE_ELEMENTS = before
-    assert (
-        found.dtype == torch.float32 and found.shape == () and found.requires_grad == (case.frozen != "hidden weight")
-    )
+    assert (found.dtype, found.shape) == (torch.float32, ())
+    assert found.requires_grad == (case.frozen != "hidden weight")
     # Without gradients the blocks, whose losses are added up, are smaller.
     assert without.item() == pytest.approx(expected.item(), rel=2e-6, abs=1e-6, nan_ok=True)
     everyone = all_gather(found.detach().reshape(1), group)
@@ -269,17 +260,12 @@ def largest_tensor(world: int, sequence: bool, chunk: int, trained: bool = True)
     hidden, weight, labels = Case(world, pieces=32 // world, vocabulary=vocabulary, seed=0).tensors()
     own = leaf(piece_of(hidden, topology))
     shard = leaf(Sharded(0, (vocabulary,), padded=True).shard(weight, topology.tensor_rank, world))
-    before = module.BLOCK_ELEMENTS
-    module.BLOCK_ELEMENTS = chunk
     common: dict[str, Any] = {"vocabulary": vocabulary, "group": topology.tensor_group}
-    try:
-        with Largest() as largest, torch.set_grad_enabled(trained):
-            found, _ = vocab_parallel_cross_entropy(own, shard, labels, sequence=sequence, **common)
-            if trained:
-                found.backward()
-            vocab_parallel_token_scores(hidden, shard, labels, **common)
-    finally:
-        module.BLOCK_ELEMENTS = before
+    with patch.object(module, "BLOCK_ELEMENTS", chunk), Largest() as largest, torch.set_grad_enabled(trained):
+        found, _ = vocab_parallel_cross_entropy(own, shard, labels, sequence=sequence, **common)
+        if trained:
+            found.backward()
+        vocab_parallel_token_scores(hidden, shard, labels, **common)
     return largest.elements
 
 

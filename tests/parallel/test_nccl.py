@@ -24,8 +24,8 @@ from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.collectives import all_gather, start_all_gather, start_all_reduce
-from zero_tp.parallel.deferred import Deferred
 from zero_tp.parallel.gradients import GradientHooks
+from zero_tp.parallel.host_copy import HostCopy
 from zero_tp.planning.dryrun import Unfilled
 from zero_tp.topology import Topology
 from zero_tp.trainer.batches import SampleComparison
@@ -232,7 +232,7 @@ def longer_on_one_rank(schedule: str, length: int) -> str:
         issued, _ = computing.collectives.count()
         assert issued > 2, "the forward's collectives are enqueued before the result is read"
         try:
-            with mock.patch.object(Deferred, "read", lambda result: computing.read_on_host(result.wait())):
+            with mock.patch.object(HostCopy, "read", lambda result: computing.read_on_host(result.wait())):
                 comparison.require_same()
         except UserError as error:
             return str(error)

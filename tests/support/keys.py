@@ -123,7 +123,7 @@ SET_BY_OTHER_KEYS: dict[str, str] = {
     "zero_tp.attention": "tests/models/test_model.py",
     "zero_tp.compile": "tests/models/test_compile.py",
     "zero_tp.data.document_attention": "tests/training/test_documents_run.py",
-    "zero_tp.parallel.fused_products": "tests/parallel/test_fused.py",
+    "zero_tp.parallel.fused_products": "tests/parallel/test_fused_products.py",
     "zero_tp.recompute": "tests/activations/test_recompute.py",
     "zero_tp.training.tokens": "tests/config/test_resolve.py",
     "zero_tp.recompute.layers": "tests/activations/test_recompute.py",

@@ -25,7 +25,7 @@ from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.checkpoint.save import _copy_to_host
 from zero_tp.models import transformer
 from zero_tp.parallel import collectives
-from zero_tp.parallel.deferred import Deferred
+from zero_tp.parallel.host_copy import HostCopy
 from zero_tp.planning import accelerator
 from zero_tp.planning.plan_settings import Workload
 from zero_tp.process.signals import Requests
@@ -190,11 +190,11 @@ class StubTrainer(TensorParallel, ForwardOnly):  # type: ignore[misc]
         """Compute losses. The comparison's result has no value on fake tensors: the ranks have the same samples."""
         tokens = torch.zeros(2, 8, dtype=torch.long, device=self.args.device)
 
-        def read(result: Deferred) -> bool:
+        def read(result: HostCopy) -> bool:
             result.wait()
             return False
 
-        with mock.patch.object(Deferred, "read", read):
+        with mock.patch.object(HostCopy, "read", read):
             for _ in range(count):
                 self.compute_loss(self.model, {"input_ids": tokens, "labels": tokens})
 

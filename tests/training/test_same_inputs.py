@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -40,6 +42,23 @@ def read_own_inputs(path: str, folders: list[str], last_ranks_change: str = "") 
         except UserError as error:
             return str(error)
     return ""
+
+
+def full_disk() -> str:
+    """Return the error of every rank when rank 0's disk is full: the system names no file then."""
+    from zero_tp.errors import UserError
+    from zero_tp.parallel.agreement import on_rank_zero
+
+    def write() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(UserError) as raised:
+        on_rank_zero(write)
+    return str(raised.value)
+
+
+def test_a_full_disk_of_rank_zero_ends_every_rank(ranks: Pools) -> None:
+    assert ranks(2).run(full_disk) == ["No space left on device; check its permissions and the free space"] * 2
 
 
 def reverse_corpus(folder: Path) -> None:

@@ -27,7 +27,7 @@ from zero_tp.checkpoint.run_directory import OwnerChanged
 from zero_tp.config import RunConfig
 from zero_tp.config.schema import Checkpoint
 from zero_tp.errors import UserError
-from zero_tp.parallel.deferred import Deferred
+from zero_tp.parallel.host_copy import HostCopy
 from zero_tp.tensors.safetensors_files import Entry, FileDigest, write_tensors
 from zero_tp.zero.states import Fragment, OptimizerStates
 from zero_tp.zero.zero_engine import ZeroEngine
@@ -284,5 +284,5 @@ def _copy_to_host(entry: Entry) -> Entry:
     From a device, the copy to page-locked memory is asynchronous; the writing thread waits for it.
     """
     data = entry.read().detach()
-    copy = Deferred(data.clone() if data.device.type == "cpu" else data)
+    copy = HostCopy(data.clone() if data.device.type == "cpu" else data)
     return replace(entry, read=copy.wait)

@@ -13,7 +13,7 @@ from zero_tp.huggingface.arguments import forward_options, with_signature_of
 from zero_tp.huggingface.backbone import Backbone
 from zero_tp.huggingface.model import HuggingFaceModel
 from zero_tp.models.causal_lm import CausalLM
-from zero_tp.parallel.agreement import agree_on_tokens, random_numbers_of_first
+from zero_tp.parallel.agreement import agree_on_tokens, broadcast_rng_state
 
 
 class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
@@ -77,7 +77,7 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
                 f'generate: cache_implementation="{cache}" moves it from an accelerator; leave it out on a CPU'
             )
         options.setdefault("disable_compile", True)  # with a static cache, generate would compile the forward on CUDA
-        with random_numbers_of_first(group, self.device):
+        with broadcast_rng_state(group, self.device):
             output: Any = super().generate(inputs, generation_config, *arguments, **options)  # type: ignore[misc]
         sequences = output if isinstance(output, Tensor) else output.sequences
         if not agree_on_tokens(group, sequences):

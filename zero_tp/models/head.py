@@ -19,7 +19,7 @@ from zero_tp.parallel.layout import split_vocabulary
 from zero_tp.parallel.linear import ReplicatedLinear
 from zero_tp.parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_logits
 from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
-from zero_tp.parallel.scores import TokenScores, vocab_parallel_token_scores
+from zero_tp.parallel.token_scores import TokenScores, vocab_parallel_token_scores
 
 
 class OutputLayer(ElementwiseModule):

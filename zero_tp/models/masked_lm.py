@@ -22,7 +22,7 @@ from zero_tp.models.context import ForwardInputs
 from zero_tp.models.head import MaskedTokenHead, SentenceHead
 from zero_tp.models.parallel_model import ParallelModel, check_shape
 from zero_tp.parallel.collectives import gather_rows
-from zero_tp.parallel.loss import nonzero
+from zero_tp.parallel.loss import nonzero_divisor
 from zero_tp.parallel.parameter import ParameterMaker
 
 
@@ -183,7 +183,7 @@ class MaskedLM(ParallelModel):
         targets = labels.flatten()[places]
         if reduction == "mean":
             output.masked_loss, correct = self.head(rows, targets, divisor=divisor)
-            output.masked_accuracy = correct / (len(targets) if divisor is None else nonzero(divisor))
+            output.masked_accuracy = correct / (len(targets) if divisor is None else nonzero_divisor(divisor))
             return
         loss, correct = self.head(rows, targets, per_token=True)
         output.masked_loss = loss.new_zeros(batch * length).index_put((places,), loss).view(batch, length)
@@ -213,6 +213,6 @@ class MaskedLM(ParallelModel):
         correct = scores.detach().argmax(1) == labels
         torch_reduction = "sum" if divisor is not None else reduction
         loss = F.cross_entropy(scores.float(), labels, ignore_index=IGNORE_INDEX, reduction=torch_reduction)
-        rows = counted.sum() if divisor is None else nonzero(divisor)
+        rows = counted.sum() if divisor is None else nonzero_divisor(divisor)
         output.sentence_loss = loss if divisor is None else (loss / rows).float()
         output.sentence_accuracy = correct if reduction == "none" else correct.sum() / rows

@@ -45,14 +45,14 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, wide: Tensor, function: Function, ops: ElementwiseOps) -> Tensor:
         ctx.save_for_backward(wide)
         ctx.function, ctx.ops = function, ops
-        output: Tensor = ops.rows(_gated, (wide.reshape(-1, wide.shape[-1]),), function)
+        output: Tensor = ops.map_rows(_gated, (wide.reshape(-1, wide.shape[-1]),), function)
         return output.view(*wide.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (wide,) = ctx.saved_tensors
         rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (wide, gradient)]
-        return ctx.ops.rows(_gated_gradient, rows, ctx.function).view(wide.shape), None, None
+        return ctx.ops.map_rows(_gated_gradient, rows, ctx.function).view(wide.shape), None, None
 
 
 class GatedActivation(Activation):

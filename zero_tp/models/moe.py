@@ -23,7 +23,7 @@ from zero_tp.parallel.collectives import (
     reduce_from_tensor_region,
     reduce_scatter_to_sequence_region,
 )
-from zero_tp.parallel.grouped import GroupedColumns, GroupedRows, Routing
+from zero_tp.parallel.grouped_linear import ColumnParallelGroupedLinear, Routing, RowParallelGroupedLinear
 from zero_tp.parallel.layout import Replicated, Sharded
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
@@ -91,9 +91,9 @@ class Experts(nn.Module):
         self.topology = make.topology
         self.router = Router(make.child("router"), spec)
         columns, rows = Sharded(1, (size, size)), Sharded(2, (size,))
-        self.gate_up = GroupedColumns(make.child("gate_up"), count, spec.hidden, 2 * size, columns, init)
+        self.gate_up = ColumnParallelGroupedLinear(make.child("gate_up"), count, spec.hidden, 2 * size, columns, init)
         self.activation = GatedActivation(spec.activation)
-        self.down = GroupedRows(make.child("down"), count, size, spec.hidden, rows, residual_init)
+        self.down = RowParallelGroupedLinear(make.child("down"), count, size, spec.hidden, rows, residual_init)
         self.shared = SharedExpert(make.child("shared"), spec, shared) if shared else None
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
@@ -106,7 +106,7 @@ class Experts(nn.Module):
         if not sequence:
             tensor = copy_to_tensor_region(tensor, group)
         weights, chosen = self.router(tensor, context.balance, group=group, sequence=sequence)
-        routing = Routing.of(chosen, self.router.experts.count)
+        routing = Routing.from_groups(chosen, self.router.experts.count)
         wide = self.gate_up(tensor, routing, sequence=sequence)
         routed = self.down(self.activation(wide), weights, routing).unflatten(0, (-1, tensor.shape[1]))
         return (reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region)(routed, group)

@@ -100,7 +100,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, weight: Tensor, epsilon: float, total: GradientSum | None, ops: ElementwiseOps
     ) -> Tensor:
-        normed, scale = ops.rows(_rms_norm, (_rows(tensor),), weight, epsilon)
+        normed, scale = ops.map_rows(_rms_norm, (_rows(tensor),), weight, epsilon)
         ctx.save_for_backward(tensor, weight, scale)
         ctx.total, ctx.ops = total, ops
         output: Tensor = normed.view(tensor.shape)
@@ -113,10 +113,10 @@ class _RMSNorm(torch.autograd.Function):
         rows = (_rows(gradient), _rows(tensor), scale)
         reducing = weight_gradient = input_gradient = None
         if needs_weight:
-            weight_gradient = ctx.ops.total(_weight_gradient, rows).to(weight.dtype)
+            weight_gradient = ctx.ops.sum_rows(_weight_gradient, rows).to(weight.dtype)
             reducing = ctx.total.start(weight_gradient) if ctx.total is not None else None
         if needs_input:
-            input_gradient = ctx.ops.rows(_rows_gradient, rows, weight).view(tensor.shape)
+            input_gradient = ctx.ops.map_rows(_rows_gradient, rows, weight).view(tensor.shape)
         if reducing is not None:
             (weight_gradient,) = reducing.wait()
         return input_gradient, weight_gradient, None, None, None

@@ -72,7 +72,7 @@ class _Rotate(torch.autograd.Function):
 def _rotate_rows(tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps) -> Tensor:
     """Rotate with one row per position. [b, heads, s, d] → the same shape, with positions outermost in memory."""
     by_position = [part.permute(2, 0, 1, 3) for part in (tensor, cosine, sine)]
-    rotated: Tensor = ops.rows(_apply_rotary, by_position)
+    rotated: Tensor = ops.map_rows(_apply_rotary, by_position)
     return rotated.permute(1, 2, 0, 3)
 
 

@@ -71,7 +71,7 @@ class GroupedQKV(nn.Module):
         self.value_bias = bias("value_bias", kv_width, kv_layout)
 
         own = heads_of_ranks(spec.heads, spec.kv_heads, topology.tensor)[topology.tensor_rank]
-        self.rows = None if split else (own.start * spec.head_size, own.stop * spec.head_size)
+        self.rows = None if split else slice(own.start * spec.head_size, own.stop * spec.head_size)
         local, group_size = spec.heads // topology.tensor, spec.heads // spec.kv_heads
         queries = range(topology.tensor_rank * local, (topology.tensor_rank + 1) * local)
         uses = [sum(query // group_size == head for query in queries) for head in own]

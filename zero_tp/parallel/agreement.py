@@ -70,9 +70,9 @@ def on_rank_zero(work: Callable[[], T]) -> T:
         except UserError as error:
             result = [(None, error)]
         except OSError as error:
-            result = [
-                (None, UserError(f"{error.filename}: {error.strerror}; check its permissions and the free space"))
-            ]
+            place = f"{error.filename}: " if error.filename else ""  # a full disk names no file
+            problem = f"{place}{error.strerror or error}; check its permissions and the free space"
+            result = [(None, UserError(problem))]
     dist.broadcast_object_list(result)
     value, failure = result[0]
     if failure is not None:
@@ -126,7 +126,7 @@ def agree_on_tokens(group: Group, *tokens: Tensor) -> bool:
 
 
 @contextmanager
-def random_numbers_of_first(group: Group, device: torch.device) -> Iterator[None]:
+def broadcast_rng_state(group: Group, device: torch.device) -> Iterator[None]:
     """Draw the random numbers of the group's first rank on every rank. Broadcasts the default generators' states.
 
     The other ranks' generators are restored afterwards.

@@ -115,7 +115,7 @@ def _copy(tensor: Tensor, _: Group) -> Tensor:
 
 
 def _sum_copy(tensor: Tensor, group: Group) -> Tensor:
-    return all_reduce(tensor.contiguous().clone(), group)
+    return all_reduce(tensor.clone(memory_format=torch.contiguous_format), group)
 
 
 class _Conjugate(torch.autograd.Function):

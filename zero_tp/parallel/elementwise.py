@@ -24,11 +24,11 @@ class ElementwiseOps:
     A function treats all rows, the first dimension of its tensors, in the same way.
     """
 
-    def starts(self, stop: int, step: int) -> Sequence[int]:
+    def chunk_starts(self, stop: int, step: int) -> Sequence[int]:
         """Return the first index of each chunk of `step` indices below `stop`. Planning's subclass skips some."""
         return range(0, stop, step)
 
-    def pieces(self, rows: Tensor, accelerator_elements: int | None = None) -> Iterator[slice]:
+    def chunks(self, rows: Tensor, accelerator_elements: int | None = None) -> Iterator[slice]:
         """Yield the rows of each chunk of `rows` [n, *].
 
         Args:
@@ -37,9 +37,9 @@ class ElementwiseOps:
         limit = CACHE_ELEMENTS * torch.get_num_threads() if rows.device.type == "cpu" else accelerator_elements
         count = rows.shape[0]
         step = max(1, count if limit is None else limit * count // max(1, rows.numel()))
-        yield from (slice(start, min(count, start + step)) for start in self.starts(max(1, count), step))
+        yield from (slice(start, min(count, start + step)) for start in self.chunk_starts(max(1, count), step))
 
-    def rows(
+    def map_rows(
         self,
         function: Callable[..., Any],
         tensors: Sequence[Tensor],
@@ -50,12 +50,12 @@ class ElementwiseOps:
 
         Args:
             tensors: [n, *].
-            accelerator_elements: see `pieces`.
+            accelerator_elements: see `chunks`.
         """
         outputs: list[Tensor] = []
         result: Any = None
-        for piece in self.pieces(tensors[0], accelerator_elements):
-            result = function(*(tensor[piece] for tensor in tensors), *others)
+        for chunk in self.chunks(tensors[0], accelerator_elements):
+            result = function(*(tensor[chunk] for tensor in tensors), *others)
             if result is None:
                 continue
             parts = (result,) if isinstance(result, Tensor) else result
@@ -64,24 +64,24 @@ class ElementwiseOps:
                     return result
                 outputs = [part.new_empty(len(tensors[0]), *part.shape[1:]) for part in parts]
             for output, part in zip(outputs, parts, strict=True):
-                output[piece] = part
+                output[chunk] = part
         if result is None:
             return None
         return outputs[0] if isinstance(result, Tensor) else tuple(outputs)
 
-    def total(self, function: Callable[..., Tensor], tensors: Sequence[Tensor], *others: Any) -> Tensor:
+    def sum_rows(self, function: Callable[..., Tensor], tensors: Sequence[Tensor], *others: Any) -> Tensor:
         """Return `function(*tensors, *others)`, which is a sum over the rows."""
-        sums = (function(*(tensor[piece] for tensor in tensors), *others) for piece in self.pieces(tensors[0]))
+        sums = (function(*(tensor[chunk] for tensor in tensors), *others) for chunk in self.chunks(tensors[0]))
         total = next(sums)
         for part in sums:
             total += part
         return total
 
 
-class Compiled(ElementwiseOps):
+class CompiledOps(ElementwiseOps):
     """Run functions that `torch.compile` compiles at their first call."""
 
-    def rows(
+    def map_rows(
         self,
         function: Callable[..., Any],
         tensors: Sequence[Tensor],
@@ -90,8 +90,8 @@ class Compiled(ElementwiseOps):
     ) -> Any:
         return _compiled(function)(*map(_detached, tensors), *map(_detached, others))
 
-    def total(self, function: Callable[..., Tensor], tensors: Sequence[Tensor], *others: Any) -> Tensor:
-        total: Tensor = self.rows(function, tensors, *others)
+    def sum_rows(self, function: Callable[..., Tensor], tensors: Sequence[Tensor], *others: Any) -> Tensor:
+        total: Tensor = self.map_rows(function, tensors, *others)
         return total
 
 
@@ -109,7 +109,7 @@ def _probe(tensor: Tensor) -> Tensor:
     return tensor + tensor
 
 
-CHUNKED, COMPILED = ElementwiseOps(), Compiled()
+CHUNKED, COMPILED = ElementwiseOps(), CompiledOps()
 
 
 class ElementwiseModule(nn.Module):
@@ -143,7 +143,7 @@ def compile_elementwise(model: nn.Module, device: torch.device) -> None:
     from torch._dynamo.exc import ShortenTraceback  # takes a second; of all failures of a compiler
 
     try:
-        COMPILED.rows(_probe, (torch.ones(1, device=device),))
+        COMPILED.map_rows(_probe, (torch.ones(1, device=device),))
     except (ShortenTraceback, OSError) as error:
         cause = getattr(error, "inner_exception", error)
         raise UserError(

@@ -24,7 +24,7 @@ class GradientSum:
     A layer with a `gradient_sum` calls it in its own backward, to overlap the all-reduce. Other parameters get a hook.
 
     Attributes:
-        fired: number of sums so far.
+        fired: number of sums since training's last check.
     """
 
     def __init__(self, group: Group):
@@ -60,7 +60,7 @@ class GradientHooks:
 
     @property
     def fired(self) -> dict[str, int]:
-        """How often each parameter's gradient was summed so far; training checks that it was."""
+        """How often each parameter's gradient was summed since training's last check of it."""
         return {name: gradient_sum.fired for name, gradient_sum in self.sums.items()}
 
 
@@ -75,8 +75,8 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     """Return the sum of the squares of all elements, fp64 scalar."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     column = tensor.reshape(-1, 1)
-    for piece in CHUNKED.pieces(column, _ACCELERATOR_ELEMENTS):
-        total += column[piece].double().square_().sum()
+    for chunk in CHUNKED.chunks(column, _ACCELERATOR_ELEMENTS):
+        total += column[chunk].double().square_().sum()
     return total
 
 

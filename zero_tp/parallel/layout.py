@@ -49,7 +49,7 @@ class Sharded:
             offset += part
 
     def rows_of(self, shard: Tensor, rank: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield (start, stop, rows) of each part: rows of the whole, as views of the shard. Also zeroes its padding."""
+        """Yield each part's start and stop in the whole, and a view of its rows in the shard. Zero all padding."""
         offset = 0
         for start, stop, padding in self.ranges(rank, size):
             yield start, stop, shard.narrow(self.dim, offset, stop - start)

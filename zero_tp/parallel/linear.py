@@ -16,7 +16,7 @@ The bias of a row layer is added once, after the reduction. Under SP its gradien
 gradient, so every rank has the whole of it without more communication.
 
 ¹ during the weight-gradient GEMM. ² during the input-gradient GEMM. ³ during the GEMM of the rank's own rows.
-With `zero_tp.parallel.fused_products`, gathers and scatters are fused with their GEMMs (fused.py).
+With `zero_tp.parallel.fused_products`, gathers and scatters are fused with their GEMMs (fused_products.py).
 """
 
 from __future__ import annotations
@@ -40,15 +40,13 @@ from zero_tp.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from zero_tp.parallel.fused import fused_all_gather_matmul, fused_matmul_reduce_scatter
+from zero_tp.parallel.fused_products import fused_all_gather_matmul, fused_matmul_reduce_scatter
 from zero_tp.parallel.layout import Replicated, Sharded
 from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
 from zero_tp.topology import Topology
 
 OWN_ROWS_FIRST = True
 """Multiply a rank's own rows while the others are gathered; otherwise all rows at once afterwards."""
-RowRange = tuple[int, int]
-"""First and last + 1 of a rank's output features of a replicated weight."""
 
 
 def _linear(tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -59,7 +57,7 @@ def _linear(tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(tensor.flatten(0, -2), weight, bias).unflatten(0, tensor.shape[:-1])
 
 
-def _gathered_products(
+def _all_gather_matmul(
     shard: Tensor,
     matrices: Sequence[Tensor],
     biases: Sequence[Tensor | None],
@@ -78,12 +76,12 @@ def _gathered_products(
         fused: use torch's fused operator.
 
     Returns:
-        The whole [s, b, i], and its products [s, b, o].
+        The gathered [s, b, i], and its products [s, b, o].
     """
     if matrices and fused:
-        whole, products = fused_all_gather_matmul(shard, matrices, group)
+        gathered, products = fused_all_gather_matmul(shard, matrices, group)
         pairs = zip(products, biases, strict=True)
-        return whole, tuple(product if bias is None else product.add_(bias) for product, bias in pairs)
+        return gathered, tuple(product if bias is None else product.add_(bias) for product, bias in pairs)
     gathering = start_all_gather(shard, group)
     rows, rank, size = shard.shape[0], group_rank(group), group_size(group)
     outputs = tuple(shard.new_empty(size * rows, shard.shape[1], matrix.shape[1]) for matrix in matrices)
@@ -100,11 +98,11 @@ def _gathered_products(
     if OWN_ROWS_FIRST:
         multiply(rank * rows, (rank + 1) * rows, shard)
         remaining = [(0, rank * rows), ((rank + 1) * rows, size * rows)]
-    whole = gathering.wait()
+    gathered = gathering.wait()
     for first, end in remaining:
         if end > first:
-            multiply(first, end, whole[first:end])
-    return whole, outputs
+            multiply(first, end, gathered[first:end])
+    return gathered, outputs
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -117,67 +115,67 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        shard: Tensor,
+        tensor: Tensor,
         group: Group,
         sequence: bool,
         fused: bool,
-        rows: tuple[RowRange | None, ...],
+        rows: tuple[slice | None, ...],
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[: len(rows)], parameters[len(rows) :]
         # Whole parameters, not views of their rows: ZeRO-3 takes a parameter's data away until backward.
-        ctx.save_for_backward(shard, *weights)
+        ctx.save_for_backward(tensor, *weights)
         ctx.group, ctx.sequence, ctx.fused, ctx.rows = group, sequence, fused, rows
         own_weights = [_used_rows(weight, used) for weight, used in zip(weights, rows, strict=True)]
         own_biases = [_used_rows(bias, used) for bias, used in zip(biases, rows, strict=True)]
         if sequence:
             matrices = [weight.t() for weight in own_weights]
-            return _gathered_products(shard, matrices, own_biases, group, fused=fused)[1]
-        return tuple(_linear(shard, weight, bias) for weight, bias in zip(own_weights, own_biases, strict=True))
+            return _all_gather_matmul(tensor, matrices, own_biases, group, fused=fused)[1]
+        return tuple(_linear(tensor, weight, bias) for weight, bias in zip(own_weights, own_biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        shard, *weights = ctx.saved_tensors
+        tensor, *weights = ctx.saved_tensors
         needs_input, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         needs_weights, needs_biases = needs[: len(weights)], needs[len(weights) :]
         gradients = tuple(gradient.contiguous() for gradient in gradients)
-        gathering = start_all_gather(shard, ctx.group) if ctx.sequence and any(needs_weights) else None
+        gathering = start_all_gather(tensor, ctx.group) if ctx.sequence and any(needs_weights) else None
         reducing = None
         if needs_input:
             layers = zip(gradients, weights, ctx.rows, strict=True)
             pairs = [(gradient, _used_rows(weight, used)) for gradient, weight, used in layers]
             start = start_reduce_scatter if ctx.sequence else start_all_reduce
             fused = ctx.sequence and len(pairs) == 1 and ctx.fused
-            whole_gradient = None if fused else reduce(Tensor.add_, (gradient @ weight for gradient, weight in pairs))
+            input_gradient = None if fused else reduce(Tensor.add_, (gradient @ weight for gradient, weight in pairs))
             if gathering is not None:
                 gathering.wait()  # before the next collective starts: one order on every rank
-            if whole_gradient is None:
+            if input_gradient is None:
                 reducing = Pending(fused_matmul_reduce_scatter(*pairs[0], ctx.group))
             else:
-                reducing = start(whole_gradient, ctx.group)
-        whole = gathering.wait() if gathering is not None else shard
+                reducing = start(input_gradient, ctx.group)
+        gathered = gathering.wait() if gathering is not None else tensor
         weight_gradients: list[Tensor | None] = [None] * len(weights)
         bias_gradients: list[Tensor | None] = [None] * len(weights)
         for index, (gradient, weight, used) in enumerate(zip(gradients, weights, ctx.rows, strict=True)):
             if needs_weights[index]:
                 weight_gradients[index] = _pad_rows(
-                    gradient.flatten(0, 1).t() @ whole.flatten(0, 1), used, weight.shape[0]
+                    gradient.flatten(0, 1).t() @ gathered.flatten(0, 1), used, weight.shape[0]
                 )
             if needs_biases[index]:
                 bias_gradients[index] = _pad_rows(gradient.sum((0, 1)), used, weight.shape[0])
         return reducing.wait() if reducing is not None else None, *(None,) * 4, *weight_gradients, *bias_gradients
 
 
-def _used_rows(parameter: Any, rows: RowRange | None) -> Any:
-    return parameter if parameter is None or rows is None else parameter[rows[0] : rows[1]]
+def _used_rows(parameter: Any, rows: slice | None) -> Any:
+    return parameter if parameter is None or rows is None else parameter[rows]
 
 
-def _pad_rows(gradient: Tensor, rows: RowRange | None, total: int) -> Tensor:
+def _pad_rows(gradient: Tensor, rows: slice | None, total: int) -> Tensor:
     if rows is None:
         return gradient
-    whole = gradient.new_zeros(total, *gradient.shape[1:])
-    whole[rows[0] : rows[1]] = gradient
-    return whole
+    padded = gradient.new_zeros(total, *gradient.shape[1:])
+    padded[rows] = gradient
+    return padded
 
 
 class _RowParallel(torch.autograd.Function):
@@ -212,13 +210,13 @@ class _RowParallel(torch.autograd.Function):
         if ctx.sequence:
             matrices = [weight] if needs_input else []
             no_biases = [None] * len(matrices)
-            whole, input_gradients = _gathered_products(gradient, matrices, no_biases, ctx.group, fused=ctx.fused)
+            gathered, input_gradients = _all_gather_matmul(gradient, matrices, no_biases, ctx.group, fused=ctx.fused)
         else:
-            whole, input_gradients = gradient, (gradient @ weight,) if needs_input else ()
+            gathered, input_gradients = gradient, (gradient @ weight,) if needs_input else ()
         return (
             input_gradients[0] if needs_input else None,
-            whole.flatten(0, 1).t() @ tensor.flatten(0, 1) if needs_weight else None,
-            whole.sum((0, 1)) if needs_bias else None,
+            gathered.flatten(0, 1).t() @ tensor.flatten(0, 1) if needs_weight else None,
+            gathered.sum((0, 1)) if needs_bias else None,
             None,
             None,
             None,
@@ -232,12 +230,12 @@ def column_parallel_linear(
     topology: Topology,
     *,
     sequence: bool,
-    rows: Sequence[RowRange | None] | None = None,
+    rows: Sequence[slice | None] | None = None,
 ) -> tuple[Tensor, ...]:
     """Multiply [s, b, i], or [s/t, b, i] under SP, by weights [o/t, i] → as many [s, b, o/t]. f, or g, once for all.
 
     Args:
-        rows: the rows of each weight that this rank uses; by default all.
+        rows: the rows that this rank uses of each weight; by default all.
     """
     ranges = tuple(rows) if rows is not None else (None,) * len(weights)
     if group_size(topology.tensor_group) == 1:

@@ -46,7 +46,7 @@ def block_positions(sequence: int, batch: int, rows: int, columns: int, dtype: t
     return math.ceil(sequence / math.ceil(sequence / most))
 
 
-def nonzero(divisor: Tensor | float) -> Tensor | float:
+def nonzero_divisor(divisor: Tensor | float) -> Tensor | float:
     """Return the divisor of a sum of losses, with 1 instead of 0: the mean over no label is 0."""
     return divisor.masked_fill(divisor == 0, 1) if isinstance(divisor, Tensor) else divisor or 1
 
@@ -137,10 +137,10 @@ def _log_probability(
     the loss to the maximum's last digit.
     """
     target_logit = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1).float().masked_fill(target < 0, 0.0)
-    maximum, total = ops.rows(_max_and_sum_exp, (logits,), valid, accelerator_elements=SLICE_ELEMENTS)
+    maximum, total = ops.map_rows(_max_and_sum_exp, (logits,), valid, accelerator_elements=SLICE_ELEMENTS)
     extra = target_logit.unsqueeze(0)
     if accuracy:
-        is_local_argmax = ops.rows(_argmax, (logits,), valid, accelerator_elements=SLICE_ELEMENTS) == target
+        is_local_argmax = ops.map_rows(_argmax, (logits,), valid, accelerator_elements=SLICE_ELEMENTS) == target
         extra = torch.stack((target_logit, is_local_argmax.float()))
     softmax = all_gather_softmax(maximum, total, extra, group)
     log_probability = softmax.extra[:, 0].sum(0) - softmax.greatest - softmax.total.log()
@@ -158,7 +158,7 @@ def _to_logit_gradients_(
     column = target.clamp(min=0).unsqueeze(1)
     is_here = (target >= 0).float().unsqueeze(1)
     difference = _probabilities(logits.gather(1, column), maximum, factor, valid) - is_here
-    ops.rows(_to_probabilities_, (logits, maximum, factor), valid, accelerator_elements=SLICE_ELEMENTS)
+    ops.map_rows(_to_probabilities_, (logits, maximum, factor), valid, accelerator_elements=SLICE_ELEMENTS)
     # `scatter_` would copy all logits twice on a CPU.
     rows = torch.arange(len(logits), device=logits.device)
     logits[rows, column.squeeze(1)] = difference.squeeze(1).to(logits.dtype)
@@ -179,7 +179,7 @@ def _add_product_(total: Tensor, first: Tensor, second: Tensor, ops: Elementwise
     is_fp16 = first.dtype == torch.float16
     second = second.float() if is_fp16 else second
     step = max(1, BLOCK_ELEMENTS // second.shape[1])
-    for start in ops.starts(first.shape[1], step):
+    for start in ops.chunk_starts(first.shape[1], step):
         rows = slice(start, start + step)
         if is_fp16:
             total[rows].addmm_(first[:, rows].t().float(), second)
@@ -200,7 +200,7 @@ def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor 
 
 def _divisor(divisor: Tensor | float | None, counted: Tensor, hidden: Tensor) -> Tensor:
     """Return the number that the sum of the losses is divided by, fp32 on the device; by default the counted labels."""
-    divisor = counted.sum() if divisor is None else nonzero(divisor)
+    divisor = counted.sum() if divisor is None else nonzero_divisor(divisor)
     if not isinstance(divisor, Tensor):
         divisor = hidden.new_full((), divisor, dtype=torch.float32)
     return divisor.to(hidden.device, torch.float32)
@@ -240,7 +240,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         step = block_positions(length, batch, rows, columns if needs_weight else 0, weight.dtype)
         if needs_weight and accumulates_in_fp32(length, step, weight.dtype):
             weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for start in ops.starts(length, step):
+        for start in ops.chunk_starts(length, step):
             is_counted = counted[start : start + step].flatten()
             # Zero ignored rows, so that NaNs in them cannot leak into the sums.
             block = hidden[start : start + step].flatten(0, 1).masked_fill(~is_counted.unsqueeze(1), 0.0)
@@ -306,7 +306,7 @@ def vocab_parallel_cross_entropy(
     Args:
         hidden: [s, b, h], or a sequence shard [s/t, b, h] when `sequence`.
         weight: this rank's [⌈v/t⌉, h] rows of the output layer.
-        labels: whole [s, b], each the token that its position predicts, or `ignore_index`. Others are not checked.
+        labels: whole [s, b], each the token that its position predicts, or `ignore_index`. Their range is not checked.
         bias: this rank's [⌈v/t⌉] of the output layer's bias, if it has one.
         vocabulary: v; rows past it get no probability and no gradient.
         divisor: divides the sum of the losses; by default the number of labels that are not ignored. A 0-d tensor needs

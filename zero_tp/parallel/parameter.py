@@ -87,7 +87,7 @@ class SeededInit:
 
 @dataclass(frozen=True)
 class ShardedSeededInit(SeededInit):
-    """Draw the same weights, each block on one rank of a group, and send them to the group's first rank.
+    """Draw each block of the same weights on one rank of a group; gather all blocks on the group's first rank.
 
     Only the group's first rank has all values; broadcast them before use. All ranks of the group must make the same
     shards in the same order.
@@ -130,7 +130,7 @@ class Zeros:
 class ParameterMaker:
     """Makes the parameters of one module; constructors pass it down, and `child` extends the name.
 
-    `zero.Init` partitions a module's parameters as soon as its constructor returns, so they are initialised there.
+    The constructor initialises them too, because `zero.Init` partitions them as soon as it returns.
     """
 
     topology: Topology

@@ -128,8 +128,8 @@ class RepresentativePieces(ElementwiseOps):
     The first chunk differs because no earlier chunk's tensors exist, the last because it may be shorter.
     """
 
-    def starts(self, stop: int, step: int) -> Sequence[int]:
-        starts = super().starts(stop, step)
+    def chunk_starts(self, stop: int, step: int) -> Sequence[int]:
+        starts = super().chunk_starts(stop, step)
         return [*starts[:2], *starts[2:][-1:]]
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from zero_tp.parallel.deferred import Deferred
+    from zero_tp.parallel.host_copy import HostCopy
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Requests:
     stop: bool = False
     save: bool = False
     late: bool | None = None
-    _exchanges: list[Deferred] = field(default_factory=list)
+    _exchanges: list[HostCopy] = field(default_factory=list)
 
     @contextmanager
     def accepting(self) -> Iterator[None]:
@@ -64,16 +64,16 @@ class Requests:
         return bool(stop), bool(saves)
 
 
-def _all_reduce_flags(flags: list[bool], device: torch.device) -> Deferred:
+def _all_reduce_flags(flags: list[bool], device: torch.device) -> HostCopy:
     """Reduce flags by OR over all ranks. On an accelerator this does not synchronise."""
     import torch
     import torch.distributed as dist
 
-    from zero_tp.parallel.deferred import Deferred
+    from zero_tp.parallel.host_copy import HostCopy
 
     reduced = torch.tensor(flags, dtype=torch.int32, pin_memory=device.type != "cpu").to(device, non_blocking=True)
     dist.all_reduce(reduced, dist.ReduceOp.MAX)
-    return Deferred(reduced)
+    return HostCopy(reduced)
 
 
 def listen(act: Callable[[set[int]], None]) -> None:

@@ -16,7 +16,7 @@ from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
 from zero_tp.parallel.agreement import checksum, differ_over
 from zero_tp.parallel.collectives import all_reduce
-from zero_tp.parallel.deferred import Deferred
+from zero_tp.parallel.host_copy import HostCopy
 from zero_tp.topology import Topology
 
 PADDING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "document_ids": -1}
@@ -64,12 +64,12 @@ class SampleComparison:
 
     def __init__(self, inputs: Mapping[str, Any], topology: Topology):
         """Start the all-reduce. Collective over the TP group; the host does not wait on an accelerator."""
-        self._differs: Deferred | None = None
+        self._differs: HostCopy | None = None
         if topology.tensor == 1:
             return
         tensors = {name: value for name, value in sorted(inputs.items()) if isinstance(value, Tensor)}
         self._names = ", ".join(tensors)
-        self._differs = Deferred(differ_over(topology.tensor_group, checksum(tensors)))
+        self._differs = HostCopy(differ_over(topology.tensor_group, checksum(tensors)))
 
     def require_same(self) -> None:
         """Wait for the result.

@@ -17,7 +17,7 @@ from tests.support.compare import grid, maker, piece_of
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.errors import UserError
-from zero_tp.parallel import fused
+from zero_tp.parallel.fused_products import enable_fused_products
 from zero_tp.parallel.linear import ColumnParallelLinear
 from zero_tp.parallel.parameter import Normal
 from zero_tp.topology import Topology
@@ -47,23 +47,22 @@ def on_cpu(topology: Topology) -> Iterator[list[str]]:
         library._destroy()
 
 
-def same_as_native_fused(world: int, padding: str) -> list[int]:
-    """How many gathers and scatters were fused while a model was compared."""
+def same_as_native_fused(world: int) -> list[int]:
+    """Compare a model; return how many gathers and scatters were fused."""
     with on_cpu(grid(world, True)) as calls:
-        same_as_native(world, True, padding, {})
+        same_as_native(world, True, "right", {})
     return [calls.count(name) for name in REFERENCES]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=THOROUGH)])
-@pytest.mark.parametrize("padding", ["right"])
-def test_loss_logits_and_every_gradient(ranks: Pools, world: int, padding: str) -> None:
-    """Two in each of three forwards of a layer, and two in its backward."""
+def test_loss_logits_and_every_gradient(ranks: Pools, world: int) -> None:
+    """A layer fuses two of each in each of three forwards, and two in its backward."""
     each = (3 * 2 + 2) * SIZES["n_layer"]
-    assert ranks(world).run(same_as_native_fused, world, padding) == [[each, each]] * world
+    assert ranks(world).run(same_as_native_fused, world) == [[each, each]] * world
 
 
 def rounded_once_more() -> tuple[Tensor, Tensor, Tensor]:
-    """(fused, as its two roundings say, beside a gather): a layer with a bias, in 16 bits."""
+    """Return a bf16 layer's output: fused, computed with its two roundings, and with a separate gather."""
     topology = grid(2, True)
     torch.manual_seed(3)
     weight, bias, whole = (torch.randn(*size).bfloat16() for size in ((28, 10), (28,), (8, 3, 10)))
@@ -85,7 +84,7 @@ def test_a_bias_rounds_once_more_in_16_bits(ranks: Pools) -> None:
 
 def refused_on_cpu() -> str:
     with pytest.raises(UserError) as raised:
-        fused.enable_fused_products(grid(2, True), torch.device("cpu"))
+        enable_fused_products(grid(2, True), torch.device("cpu"))
     assert not grid(2, True).fused_products
     return str(raised.value)
 

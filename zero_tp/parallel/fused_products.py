@@ -40,8 +40,8 @@ def fused_all_gather_matmul(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Gather a sequence shard and multiply it. [s/t, b, i], [i, o] each → [s, b, i], and [s, b, o] each."""
     assert group is not None
-    whole, products = torch.ops.symm_mem.fused_all_gather_matmul(shard, list(matrices), 0, group.group_name)
-    return whole, tuple(products)
+    gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(shard, list(matrices), 0, group.group_name)
+    return gathered, tuple(products)
 
 
 def fused_matmul_reduce_scatter(tensor: Tensor, matrix: Tensor, group: Group) -> Tensor:

@@ -25,27 +25,27 @@ class Routing(NamedTuple):
     """How the copies of tokens are sorted by group; copy k·i + j is the jth of token i.
 
     Attributes:
-        order: the copy of each row, int64 [n·k]. places: the row of each copy, int64 [n, k].
+        copy_of_row: int64 [n·k]. row_of_copy: int64 [n, k].
         ends: where each group's rows end, int32 [E].
     """
 
-    order: Tensor
-    places: Tensor
+    copy_of_row: Tensor
+    row_of_copy: Tensor
     ends: Tensor
 
     @classmethod
-    def of(cls, chosen: Tensor, count: int) -> Routing:
-        """Sort copies by group, stably. `chosen`: the group of each copy, int64 [n, k], of `count` groups."""
-        groups = chosen.flatten()
-        order = groups.argsort(stable=True)
-        sizes = torch.zeros(count, dtype=torch.int64, device=groups.device)
-        sizes = sizes.scatter_add_(0, groups, torch.ones_like(groups))
-        return cls(order, order.argsort().view_as(chosen), sizes.cumsum(0, dtype=torch.int32))
+    def from_groups(cls, groups: Tensor, count: int) -> Routing:
+        """Sort copies by group, stably. `groups`: the group of each copy, int64 [n, k], of `count` groups."""
+        flat = groups.flatten()
+        copy_of_row = flat.argsort(stable=True)
+        sizes = torch.zeros(count, dtype=torch.int64, device=flat.device)
+        sizes = sizes.scatter_add_(0, flat, torch.ones_like(flat))
+        return cls(copy_of_row, copy_of_row.argsort().view_as(groups), sizes.cumsum(0, dtype=torch.int32))
 
     @property
-    def tokens(self) -> Tensor:
-        """Return the token of each row, int64 [n·k]."""
-        return self.order // self.places.shape[1]
+    def token_of_row(self) -> Tensor:
+        """Int64 [n·k]."""
+        return self.copy_of_row // self.row_of_copy.shape[1]
 
 
 def _has_grouped_kernel(*operands: Tensor) -> bool:
@@ -85,7 +85,7 @@ def grouped_outer_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return output
 
 
-class _GroupedColumns(torch.autograd.Function):
+class _ColumnParallelGrouped(torch.autograd.Function):
     """Compute Y[row] = X[its token] W_eᵀ. Only X is saved; backward gathers it and copies its rows again."""
 
     @staticmethod
@@ -94,7 +94,7 @@ class _GroupedColumns(torch.autograd.Function):
         ctx.save_for_backward(tensor, weight, *routing)
         ctx.group, ctx.sequence = group, sequence
         whole = all_gather(tensor, group) if sequence else tensor
-        return grouped_product(whole.flatten(0, 1)[routing.tokens], weight.mT, routing.ends)
+        return grouped_product(whole.flatten(0, 1)[routing.token_of_row], weight.mT, routing.ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -106,17 +106,17 @@ class _GroupedColumns(torch.autograd.Function):
         input_gradient = weight_gradient = reducing = None
         if needs_input:
             row_gradient = grouped_product(gradient, weight, routing.ends)
-            input_gradient = row_gradient[routing.places].sum(1).unflatten(0, (-1, tensor.shape[1]))
+            input_gradient = row_gradient[routing.row_of_copy].sum(1).unflatten(0, (-1, tensor.shape[1]))
         whole = tensor if gathering is None else gathering.wait()  # before the next collective starts
         if input_gradient is not None and ctx.sequence:
             reducing = start_reduce_scatter(input_gradient, ctx.group)
         if needs_weight:
-            rows = whole.flatten(0, 1)[routing.tokens]
+            rows = whole.flatten(0, 1)[routing.token_of_row]
             weight_gradient = grouped_outer_product(gradient, rows, routing.ends)
         return input_gradient if reducing is None else reducing.wait(), weight_gradient, None, None, None
 
 
-class _GroupedRows(torch.autograd.Function):
+class _RowParallelGrouped(torch.autograd.Function):
     """Compute Y[token] = Σ over its rows of routing weight · (X[row] W_eᵀ), added in fp32 and rounded once.
 
     No product is saved: the gradient of a row's routing weight is X[row] · (W_eᵀ G[its token]), a partial sum over TP.
@@ -126,15 +126,16 @@ class _GroupedRows(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, routing_weights: Tensor, routing: Routing) -> Tensor:
         ctx.save_for_backward(rows, weight, routing_weights, *routing)
         outputs = grouped_product(rows, weight.mT, routing.ends)
-        return (outputs[routing.places] * routing_weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+        return (outputs[routing.row_of_copy] * routing_weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, routing_weights, *sorting = ctx.saved_tensors
         routing = Routing(*sorting)
-        copies, sorted_weights = gradient[routing.tokens], routing_weights.flatten()[routing.order].unsqueeze(1)
+        copies = gradient[routing.token_of_row]
+        sorted_weights = routing_weights.flatten()[routing.copy_of_row].unsqueeze(1)
         unweighted = grouped_product(copies, weight, routing.ends)
-        routing_gradient = (unweighted.float() * rows).sum(1)[routing.places]
+        routing_gradient = (unweighted.float() * rows).sum(1)[routing.row_of_copy]
         row_gradient = (unweighted * sorted_weights).to(rows.dtype)
         weight_gradient = None
         if ctx.needs_input_grad[1]:
@@ -142,7 +143,7 @@ class _GroupedRows(torch.autograd.Function):
         return row_gradient, weight_gradient, routing_gradient, None
 
 
-class _Grouped(nn.Module):
+class _GroupedLinear(nn.Module):
     """Matrices of E groups in one weight [E, o, i], split over TP by `layout`."""
 
     def __init__(self, make: ParameterMaker, groups: int, inputs: int, outputs: int, layout: Sharded, init: Normal):
@@ -151,7 +152,7 @@ class _Grouped(nn.Module):
         self.group = make.topology.tensor_group
 
 
-class GroupedColumns(_Grouped):
+class ColumnParallelGroupedLinear(_GroupedLinear):
     """Split every group's matrix by columns. [s, b, i] → [n·k, o], rows sorted by group; [s/t, b, i] under SP.
 
     Under SP, forward all-gathers the input (g); backward gathers it again during the product for the input's gradient,
@@ -159,13 +160,13 @@ class GroupedColumns(_Grouped):
     """
 
     def forward(self, tensor: Tensor, routing: Routing, *, sequence: bool) -> Tensor:
-        output: Tensor = _GroupedColumns.apply(tensor, self.weight, routing, self.group, sequence)
+        output: Tensor = _ColumnParallelGrouped.apply(tensor, self.weight, routing, self.group, sequence)
         return output
 
 
-class GroupedRows(_Grouped):
+class RowParallelGroupedLinear(_GroupedLinear):
     """Split every group's matrix by rows; the caller sums the output over TP. [n·k, i], fp32 [n, k] → [n, o]."""
 
     def forward(self, rows: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-        output: Tensor = _GroupedRows.apply(rows, self.weight, weights, routing)
+        output: Tensor = _RowParallelGrouped.apply(rows, self.weight, weights, routing)
         return output

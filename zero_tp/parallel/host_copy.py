@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Deferred:
+class HostCopy:
     """An asynchronous copy of a tensor to the host, or a CPU tensor itself. `wait` waits for no later device work."""
 
     def __init__(self, tensor: Tensor):
