@@ -103,11 +103,15 @@ def test_documents_of_datatroves_own_reader(tmp_path: Path, tokenizer: str) -> N
 
 
 def test_documents_that_a_step_adds_count_as_read(tmp_path: Path, tokenizer: str) -> None:
-    reader = CorpusReader([write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(10)])])
-    corpus = TokenizedCorpus(tokenizer, tmp_path / "parts", reader=reader)
-    corpus.run(copy for document in reader.run() for copy in (document, document))
-    counts = merge(tmp_path / "parts", tmp_path / "out").report["documents"]
-    assert (counts["read"], counts["kept"], counts["dropped"]) == (20, 20, {})
+    """By doubling them, and by another reader before this one; a setting of the pipeline hides no validation size."""
+    texts = [f"text {i}" for i in range(10)]
+    reader, other = (CorpusReader([write_jsonl(tmp_path / f"{name}.jsonl", texts)]) for name in "ab")
+    corpus = TokenizedCorpus(tokenizer, tmp_path / "parts", reader=reader, settings={"validation": 0.2})
+    corpus.run(copy for document in reader.run(other.run()) for copy in (document, document))
+    counts = merge(tmp_path / "parts", tmp_path / "out", 0.1).report["documents"]
+    assert (counts["read"], counts["kept"], counts["dropped"]) == (40, 40, {})
+    with pytest.raises(UserError, match=r"made with another validation: .* --overwrite"):
+        merge(tmp_path / "parts", tmp_path / "out", 0.2)
 
 
 def flip_byte(path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.support.corpora import held_out, run
 from tests.support.tiny_models import speeches
 from tests.tiers import in_tiers
 from zero_tp.data.indexed import IndexedCorpus
-from zero_tp.data.tokenizer import DocumentEncoder, MaskingVocabulary, open_tokenizer
+from zero_tp.data.tokenizer import DocumentEncoder, MaskingVocabulary, open_tokenizer, special_tokens
 from zero_tp.data.tokenizer_training import train_bpe, train_wordpiece
 from zero_tp.errors import UserError
 
@@ -190,7 +190,8 @@ def test_sentences_are_kept_as_sequences_and_the_tokens_stay_the_same(tmp_path: 
 def test_ids_with_gaps_are_kept() -> None:
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 70_000}, "a"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    encoder = DocumentEncoder(PreTrainedTokenizerFast(tokenizer_object=backend))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    encoder = DocumentEncoder(tokenizer)
     columns = encoder.columns(encoder.encode(["a b"]))
-    assert encoder.vocabulary_size == 70_001
+    assert encoder.vocabulary_size == special_tokens(tokenizer)[0] == 70_001
     assert np.frombuffer(columns["tokens"], np.int32).tolist() == [0, 70_000]

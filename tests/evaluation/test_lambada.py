@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import math
@@ -92,6 +93,9 @@ def test_all_forms_of_the_file_are_the_same_passages(passages: Path, tmp_path: P
     with gzip.open(tmp_path / "texts.jsonl.gz", "wt", encoding="utf-8") as file:
         file.write("".join(json.dumps({"passage": text}) + "\n" for text in whole))
     assert lambada_passages(tmp_path / "texts.jsonl.gz", "passage", None)[0] == found
+    with open(tmp_path / "texts.csv", "w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([("text", "passage"), *(("no passage", text) for text in whole)])
+    assert lambada_passages(tmp_path / "texts.csv", "passage", None)[0] == found
     (tmp_path / "lines.txt").write_text("".join(" ".join(text.split()) + "\n" for text in whole), encoding="utf-8")
     lines, _ = lambada_passages(tmp_path / "lines.txt", "text", None)
     assert [each.word for each in lines] == [each.word for each in found]
@@ -111,6 +115,7 @@ def test_mistakes(tmp_path: Path) -> None:
     for line, message in [
         ('{"question": "a b"}', r"wrong\.jsonl:1: no key 'text'; the keys found are 'question'"),
         ('{"context": "a b"}', "'context' and 'continuation' go together; its keys are context"),
+        ('{"context": "a b", "continuation": " "}', "wrong.jsonl:1: its continuation is empty"),
         ('{"text": "word"}', "needs at least two words"),
         ("", "it has no passage"),
     ]:

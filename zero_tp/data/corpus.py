@@ -171,9 +171,7 @@ class Preparation:
         self.tokenizer = load_tokenizer(spec.directory, settings.eos) if spec.directory is not None else None
         encoder = None if self.tokenizer is None else DocumentEncoder(self.tokenizer, settings.sentences)
         sets = EvaluationSets.read(settings.decontaminate) if settings.decontaminate else None
-        self.processor = BlockProcessor(
-            settings.seed, encoder, settings.repair, settings.min_tokens, settings.deduplicate, sets
-        )
+        self.processor = BlockProcessor(settings, encoder, sets)
         self.seconds: dict[str, float] = {}
 
     def read(self) -> None:

@@ -39,7 +39,7 @@ from zero_tp.files import open_regular
 
 STDIN = "-"
 _BLOCK_BYTES, _BLOCK_RECORDS = 2**20, 10_000
-# Bytes of one read. Compressed ones are few: 2 KiB may decompress to 64 MiB, and a read with an error is lost whole.
+# Compressed data is read in small pieces: 2 KiB may decompress to 64 MiB, and an error loses all of its piece.
 _READ_BYTES, _COMPRESSED_BYTES = 2**20, 2**11
 COMPRESSIONS: dict[str, Callable[[], Any]] = {
     ".gz": partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
@@ -122,19 +122,16 @@ def _files(name: str) -> list[Path]:
 def stream(
     inputs: Sequence[str | Path], text_key: str | None = None, documents: str = "file"
 ) -> Iterator[tuple[str, Document | Problem]]:
-    """Yield the file and line (or row) of each record of the inputs, in order, with its Document or Problem.
-
-    Args: see `find_sources`.
-    """
+    """Yield the file and line (or row) of each record of `find_sources`' inputs, with its Document or Problem."""
     for source in find_sources(inputs, text_key, documents):
         for block in read_blocks(source):
             for place, document in block.documents():
                 yield location(block.source, place), document
 
 
-def read_documents(path: Path, text_key: str | None = None) -> Iterator[str]:
+def read_documents(path: Path, text_key: str | None = None, documents: str = "file") -> Iterator[str]:
     """Yield the texts of one file, in order. UserError: a record is no document (with file and line)."""
-    for place, document in stream([path], text_key):
+    for place, document in stream([path], text_key, documents):
         if isinstance(document, Problem):
             raise UserError(f"{place}: {document.detail}")
         yield document.text

@@ -106,21 +106,18 @@ class DocumentTable:
 
         Equal documents have equal hashes, so they are in the same split. Adding a document to the inputs moves at most
         a few others to the other split.
-
-        Args:
-            validation: see `PrepareSettings`.
         """
-        total, hashes, drops = int(self.in_output.sum()), self.facts["split"], ""
+        total, hashes, dropped = int(self.in_output.sum()), self.facts["split"], ""
         count = int(validation) if validation >= 1 else max(1, round(validation * total))
         if self.counts.problems:
             problem = self.counts.problems[0]
-            drops = f" ({self.counts.dropped.total():,} dropped, the first: {problem.where}: {problem.detail})"
+            dropped = f" ({self.counts.dropped.total():,} dropped, the first: {problem.where}: {problem.detail})"
         if not total:
-            raise UserError(f"no text in {', '.join(self.names)}{drops}")
+            raise UserError(f"no text in {', '.join(self.names)}{dropped}")
         if total < 2:
             raise UserError(
                 "the inputs hold 1 document: the split is by document, so give at least 2 (a .txt file is one, unless "
-                f"--documents says otherwise){drops}"
+                f"--documents says otherwise){dropped}"
             )
         if count >= total:
             raise UserError(f"validation {validation:g} of {total:,} documents leaves none to train on")
@@ -220,7 +217,7 @@ def write_output(
     }
     (directory / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     for split in SPLITS:
-        _ = IndexedCorpus(directory / split).content  # writes its cache, which saves the first start the reading
+        _ = IndexedCorpus(directory / split).content  # writes the cache, so the first run need not read the tokens
     return report
 
 

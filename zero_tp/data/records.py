@@ -34,8 +34,7 @@ class Source:
     Attributes:
         name: for messages; of the hub, hf:NAME[:CONFIGURATION[:SPLIT]].
         kind: a key of `formats.FORMATS`, or "hub".
-        text_key: field of the text; None: see `choose_key`.
-        documents: the unit of plain text that is one document: "file", "line" or "blank-line" (paragraphs).
+        text_key, documents: see `PrepareSettings`.
         path: of the file; None for standard input and the hub.
         key: the field of the text, set before the first record of a table or block; None for plain text.
         position: bytes of the file that have been read.

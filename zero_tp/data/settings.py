@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -114,7 +113,7 @@ class Report(ConfigModel):
 def output_identity(
     sources: Sequence[Source], hashes: Sequence[str], spec: TokenizerSpec, settings: PrepareSettings
 ) -> dict[str, Any]:
-    """Return everything that decides the output. Settings that were added later are left out at their defaults."""
+    """Return everything that decides the output. A newer setting is in it only if set: older outputs stay reusable."""
     inputs = [
         {"kind": source.kind, "name": source.name} if source.kind == "hub" else {"kind": source.kind, "sha256": sha256}
         for source, sha256 in zip(sources, hashes, strict=True)
@@ -133,16 +132,15 @@ def output_identity(
 
 def reading_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings) -> dict[str, Any]:
     """Return everything that decides the content of a spool, as a JSON object."""
-    identity = {
+    identity: dict[str, Any] = {
         "format": [FORMAT, SPOOL_FORMAT],
         "inputs": [source.name for source in sources],
-        "sizes and times": [size_and_time(source) for source in sources],
+        "sizes and times": [list(size_and_time(source)) for source in sources],
         "versions": library_versions(),
-        **asdict(settings) | settings.enabled_options(),
+        **asdict(settings) | {"decontaminate": []} | settings.enabled_options(),
         "tokenizer": spec.fingerprint(),
     }
-    as_json: dict[str, Any] = json.loads(json.dumps(identity))
-    return as_json
+    return identity
 
 
 def differing_settings(before: dict[str, Any], now: dict[str, Any]) -> str:

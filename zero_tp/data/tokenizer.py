@@ -115,7 +115,7 @@ class DocumentEncoder:
         eos = tokenizer.eos_token_id
         self._eos = array("I", [] if eos is None else [eos])
         self.eos_count, self.language = len(self._eos), language
-        self.vocabulary_size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # ids may have gaps
+        self.vocabulary_size = vocabulary_size(tokenizer)
         # A copy, because the tokenizer that is saved must keep its own settings.
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_truncation()
@@ -256,10 +256,17 @@ def files_sha256(directory: Path) -> str:
     return digest.hexdigest()
 
 
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return 1 + the largest id; ids may have gaps."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
+
+
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, dict[str, int]]:
     """Return the vocabulary size, and those of `bos_token_id`, `eos_token_id` and `pad_token_id` that it has."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return len(tokenizer), {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
+    return vocabulary_size(tokenizer), {
+        name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None
+    }
 
 
 def check_same_tokens(data: Path, model: Path) -> None:

@@ -36,6 +36,7 @@ from zero_tp.data.documents import document_kind
 from zero_tp.errors import UserError, first_line, one_line, shown
 from zero_tp.evaluation.eval_model import EvalModel
 from zero_tp.evaluation.lm_eval_model import LMEvalModel
+from zero_tp.evaluation.rows import check_continuations
 from zero_tp.evaluation.task import (
     CHOICE_FIELDS,
     MULTIPLE_CHOICE,
@@ -180,8 +181,9 @@ class LMEvalTask(Task):
                 self.loaded = manager.load([name]) if file is None else _load_with_file(name, manager, file)
                 if not self.loaded["tasks"]:
                     raise UserError("a group without tasks; write its tasks as a list: task: [NAME, ...]")
+                self.pairs: list[tuple[str, str]] = []
                 for task in self.loaded["tasks"].values():
-                    _check_documents(task, options.limit)
+                    self.pairs += _check_documents(task, options.limit)
                     self._set_fewshot(task)
                 self.generated_tokens = max(map(_generated_tokens, self.loaded["tasks"].values()))
         except UserError as error:
@@ -194,7 +196,8 @@ class LMEvalTask(Task):
                 f"network give the evaluated split's file, with all its fields, with --data {name}=FILE"
             ) from error
 
-    def check(self, positions: int) -> None:
+    def check(self, positions: int, tokenizer: Any) -> None:
+        check_continuations(self.name, self.pairs, positions, tokenizer)
         if self.generated_tokens >= positions:
             raise UserError(
                 f"{self.name}: it generates {self.generated_tokens:,} tokens, and the model's {positions:,} positions "
@@ -307,8 +310,11 @@ def _fields_of(entry: Entry | None, *, allow_code: bool) -> list[str]:
     return sorted(fields)
 
 
-def _check_documents(task: Any, limit: int | None) -> None:
-    """Build every document's requests, so that a wrong document is reported before the model is loaded."""
+def _check_documents(task: Any, limit: int | None) -> Iterator[tuple[str, str]]:
+    """Build every document's requests, so that a wrong document is reported before the model is loaded.
+
+    Yields (context, continuation) of each request for a continuation's likelihood, without few-shot examples.
+    """
     for number, document in enumerate(islice(task.eval_docs, limit), 1):
         try:
             context = task.fewshot_context(document, num_fewshot=0)
@@ -316,6 +322,8 @@ def _check_documents(task: Any, limit: int | None) -> None:
             for request in requests if isinstance(requests, list) else [requests]:
                 if not all(isinstance(argument, str | dict) for argument in request.args):
                     raise TypeError(f"a request is {shown(request.args)}, not text")
+                if request.request_type == "loglikelihood":
+                    yield request.args
         except Exception as error:  # jinja, lm-eval's own use of the values, and a task's own code raise anything
             raise UserError(
                 f"document {number} of its data doesn't fit its task file ({first_line(error)}); correct either"

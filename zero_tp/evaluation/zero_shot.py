@@ -145,9 +145,9 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
 
         directory = open_task_directory(options.include_path)
     own = [name for name in OWN_TASKS if name in names and not (directory and name in directory.task_index)]
-    unused = [name for name in LM_EVAL_OPTIONS if getattr(options, name) not in (None, False)]
-    if unused and set(own) - {MULTIPLE_CHOICE} == set(names):
-        raise UserError(f"--{unused[0].replace('_', '-')}: {', '.join(names)}: for tasks of lm-eval only; leave it out")
+    for_lm_eval = [name.replace("_", "-") for name in LM_EVAL_OPTIONS if getattr(options, name) not in (None, False)]
+    if for_lm_eval and set(names) <= set(own) - {MULTIPLE_CHOICE}:
+        raise UserError(f"--{for_lm_eval[0]}: {', '.join(names)}: for tasks of lm-eval only; leave it out")
     if options.overlap is not None and not {*own} & {*WINDOW_TASKS}:
         raise UserError(f"--overlap: {', '.join(names)}: for {' and '.join(WINDOW_TASKS)} only; leave it out")
     tasks = {name: OWN_TASKS[name](data.get(name), options) for name in own}
@@ -189,9 +189,8 @@ def evaluate(
     directory = open_directory(model, allow_pickle=settings.allow_pickle, tokenizer=settings.tokenizer)
     tasks = make_tasks(names, data, settings)
     length = directory.sequence_length(settings.sequence_length)
-    vocabulary_size = len(directory.tokenizer)
     for task in tasks:
-        task.check(length)
+        task.check(length, directory.tokenizer)
     topology, device = Topology(), _choose_device(settings.device, world)
     if environment is not None and world > 1:
         from zero_tp.process.connect import connect
@@ -211,7 +210,7 @@ def evaluate(
             "model_type": directory.config.model_type,
             "class": type(loaded.module).__name__,
             "parameters": loaded.module.num_parameters(),
-            "vocabulary_size": vocabulary_size,
+            "vocabulary_size": len(directory.tokenizer),
         },
         "settings": as_json(
             asdict(settings) | {"sequence_length": length, "device": device, "data_parallel": topology.data}
