@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer
 from tests.support.corpora import TEXTS, held_out, run, write_jsonl
 from tests.support.launched import ROOT, script
 from tests.tiers import in_tiers
+from zero_tp.commands.prepare import _summary
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.errors import UserError
@@ -85,6 +87,9 @@ def test_reuse_overwrite_and_refusal(tmp_path: Path) -> None:
     again = run(tmp_path)
     assert again.reused and not first.reused
     assert again.report == first.report
+    from_hub = replace(again, report=again.report | {"inputs": ["hf:someone/texts"]})
+    assert next(_summary(from_hub)).endswith("; hf: inputs are compared by name only, --overwrite reads them again")
+    assert next(_summary(again)).endswith("made from the same inputs and settings")
     assert (first.output / "train.bin").stat().st_mtime_ns == stamp
     with pytest.raises(UserError, match=r"out was made with another seed: choose another --output, .*--overwrite"):
         run(tmp_path, seed=9)

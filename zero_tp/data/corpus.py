@@ -208,10 +208,10 @@ class Preparation:
     def select(self, staging: Path) -> DocumentTable:
         """Return the documents of the output, and write `removed.jsonl` if a step can remove some."""
         documents = DocumentTable(self.spool.blocks, [source.name for source in self.sources], self.spool.counts)
-        removed = documents.remove_duplicates(self.settings.deduplicate) + documents.remove_contaminated()
         if self.settings.deduplicate or self.settings.decontaminate:
             with open(staging / REMOVED, "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(document, ensure_ascii=False) + "\n" for document in removed)
+                for document in documents.remove(self.settings.deduplicate):
+                    file.write(json.dumps(document, ensure_ascii=False) + "\n")
         documents.select_validation(self.settings.validation)
         return documents
 
