@@ -191,6 +191,8 @@ def test_names_and_options_that_fit_no_task_are_refused() -> None:
         make_tasks(["wikitext103"], {}, replace(SETTINGS, limit=1))
     with pytest.raises(UserError, match="--overlap: lambada: for perplexity and wikitext103 only; leave it out"):
         make_tasks(["lambada"], {}, replace(SETTINGS, overlap=16))
+    with pytest.raises(UserError, match="--text-key: copa: for perplexity and wikitext103 and lambada only"):
+        make_tasks(["copa"], {}, replace(SETTINGS, text_key="prose"))
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(

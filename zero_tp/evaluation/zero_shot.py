@@ -62,8 +62,11 @@ OWN_TASKS: dict[str, Callable[[Path | None, TaskOptions], Task]] = {
 TASK_NAMES = f"{', '.join(OWN_TASKS)} and all of lm-eval's"
 LM_EVAL_OPTIONS = ("num_fewshot", "apply_chat_template", "log_samples")
 """Options that apply to lm-eval's tasks only."""
-WINDOW_TASKS = (PerplexityTask.name, WikitextTask.name)
-"""Tasks that read a text in windows, to which `overlap` applies."""
+OWN_OPTIONS = {
+    "overlap": (PerplexityTask.name, WikitextTask.name),
+    "text_key": (PerplexityTask.name, WikitextTask.name, LambadaTask.name),
+}
+"""Options that apply to some of zero_tp's own tasks only."""
 PACKAGES = ("torch", "transformers", "tokenizers", "lm-eval", "datasets")
 """Packages whose versions the report has."""
 COMPARED = 1024
@@ -145,12 +148,14 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
 
         directory = open_task_directory(options.include_path)
     own = [name for name in OWN_TASKS if name in names and not (directory and name in directory.task_index)]
-    for_lm_eval = [name.replace("_", "-") for name in LM_EVAL_OPTIONS if getattr(options, name) not in (None, False)]
-    if for_lm_eval and set(names) <= set(own) - {MULTIPLE_CHOICE}:
-        raise UserError(f"--{for_lm_eval[0]}: {', '.join(names)}: for tasks of lm-eval only; leave it out")
-    if options.overlap is not None and not {*own} & {*WINDOW_TASKS}:
-        raise UserError(f"--overlap: {', '.join(names)}: for {' and '.join(WINDOW_TASKS)} only; leave it out")
-    tasks = {name: OWN_TASKS[name](data.get(name), options) for name in own}
+    for_lm_eval = ("tasks of lm-eval", set(names) - (set(own) - {MULTIPLE_CHOICE}))
+    users = dict.fromkeys(LM_EVAL_OPTIONS, for_lm_eval)
+    users |= {name: (" and ".join(tasks), set(own) & set(tasks)) for name, tasks in OWN_OPTIONS.items()}
+    for option, (description, tasks) in users.items():
+        if not tasks and getattr(options, option) not in (0, getattr(TaskOptions, option)):
+            flag = f"--{option.replace('_', '-')}"
+            raise UserError(f"{flag}: {', '.join(names)}: for {description} only; leave it out")
+    made = {name: OWN_TASKS[name](data.get(name), options) for name in own}
     if others := [name for name in names if name not in own]:
         require_lm_eval("a task other than zero_tp's own")
         from zero_tp.evaluation.lm_eval_tasks import LMEvalTask, find_task_manager
@@ -161,8 +166,8 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
                 near = difflib.get_close_matches(name, [*OWN_TASKS, *manager.all_tasks])
                 hint = f"did you mean {' or '.join(near)}?" if near else f"there are {TASK_NAMES}"
                 raise UserError(f"{name}: unknown task; {hint}")
-        tasks |= {name: LMEvalTask(name, manager, options, data.get(name)) for name in others}
-    return [tasks[name] for name in names]
+        made |= {name: LMEvalTask(name, manager, options, data.get(name)) for name in others}
+    return [made[name] for name in names]
 
 
 def evaluate(
