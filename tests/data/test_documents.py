@@ -22,6 +22,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.launched import ROOT
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.data import formats, records, stream
 from zero_tp.data.documents import file_sha256, find_sources, read_blocks, read_documents
@@ -29,11 +30,7 @@ from zero_tp.data.formats import DOCUMENT_UNITS
 from zero_tp.data.records import Document, Problem, Source
 from zero_tp.errors import UserError
 
-ROOT = Path(__file__).parents[2]
-
-
 TEXTS = ["one\ntwo, three", 'he said "no"', "café 👋", "  spaces ", "", "NA", "1234", "last \r\n line"]
-
 
 ROWS = [{"id": i, "title": f"Title {i}", "text": text} for i, text in enumerate(TEXTS)]
 
@@ -69,7 +66,6 @@ WRITERS: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
     "arrow": as_arrow,
     "file.arrow": lambda rows: as_arrow(rows, pa.ipc.new_file),
 }
-
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "": lambda data: data,
@@ -284,8 +280,7 @@ def test_a_data_set_of_the_hub_from_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "name"),
-    in_tiers([("pyarrow", "a.parquet"), ("ijson", "a.json")], [("ijson", "a.json")]),
+    ("library", "name"), in_tiers([("pyarrow", "a.parquet"), ("ijson", "a.json")], [("ijson", "a.json")])
 )
 def test_a_library_that_is_missing_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, name: str

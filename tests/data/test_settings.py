@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.corpora import TEXTS, run, write_jsonl
+from tests.support.launched import ROOT
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.errors import UserError
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -95,8 +94,7 @@ def test_a_changed_byte_is_no_output_that_is_up_to_date(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [{"files": []}, {"files": {"train.bin": {"bytes": 1}}}, {"identity": [1]}, {"splits": {"train": None}}],
+    "damage", [{"files": []}, {"files": {"train.bin": {"bytes": 1}}}, {"identity": [1]}, {"splits": {"train": None}}]
 )
 def test_an_odd_report_is_one_line(tmp_path: Path, damage: dict[str, Any]) -> None:
     first = run(tmp_path)

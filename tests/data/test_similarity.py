@@ -18,15 +18,13 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.support.corpora import run as prepare_texts
+from tests.support.launched import ROOT
 from zero_tp.data import Prepared, PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.records import Document
 from zero_tp.data.similarity import EvaluationSets, exact_duplicates, near_duplicates, ngram_hashes, shingles, sketches
 from zero_tp.errors import UserError
-
-ROOT = Path(__file__).parents[2]
-
 
 run = partial(prepare_texts, validation=1)
 

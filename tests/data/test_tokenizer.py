@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.support.corpora import held_out, run
+from tests.support.launched import ROOT
 from tests.support.tiny_models import speeches
 from tests.tiers import in_tiers
 from zero_tp.data.indexed import IndexedCorpus
@@ -24,15 +25,10 @@ from zero_tp.data.tokenizer import DocumentEncoder, MaskingVocabulary, open_toke
 from zero_tp.data.tokenizer_training import train_bpe, train_wordpiece
 from zero_tp.errors import UserError
 
-ROOT = Path(__file__).parents[2]
-
-
 SPEECHES = speeches(12, 20_000)
-
 
 BARE = [" ".join(re.sub(r"[^A-Za-z]", " ", text).split()) for text in SPEECHES]
 """Words and single spaces alone: there all marks and transformers' collator mean the same by a word."""
-
 
 SPECIAL = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 

@@ -23,17 +23,7 @@ from typing import IO, Any
 import zstandard
 
 from zero_tp.data.formats import FORMATS, STREAMS, TABLES, choose_json_key, read_hub
-from zero_tp.data.records import (
-    EVERY_STRING,
-    HUB,
-    Document,
-    Problem,
-    Record,
-    RecordBlock,
-    Source,
-    location,
-    object_of,
-)
+from zero_tp.data.records import EVERY_STRING, HUB, Document, Problem, Record, RecordBlock, Source, location, object_of
 from zero_tp.errors import UserError
 from zero_tp.files import open_regular
 
