@@ -224,15 +224,11 @@ def test_the_command(tmp_path: Path, whole_parts: Path) -> None:
         return zero_tp(tmp_path, "prepare", "--output", "out", *map(str, words))
 
     assert "wrote" in prepared("--merge", whole_parts, "--validation-fraction", "0.1").stdout
-    cases: list[tuple[list[object], str]] = [
-        (
-            ["--merge", whole_parts, "--seed", "3"],
-            "--merge takes the documents of the parts as they are: leave out seed",
-        ),
-        (["--merge", tmp_path / "nothing"], "there are no parts of a corpus; launch/prepare_cluster.py makes them"),
-    ]
-    for words, message in cases:
-        refused = prepared(*words)
+    for words, message in (
+        ((whole_parts, "--seed", "3"), "--merge takes the documents of the parts as they are: leave out seed"),
+        ((tmp_path / "nothing",), "there are no parts of a corpus; launch/prepare_cluster.py makes them"),
+    ):
+        refused = prepared("--merge", *words)
         assert (refused.returncode, refused.stdout) == (2, "") and message in refused.stderr
         assert refused.stderr.count("\n") == 1
 

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertForPreTraining
 
-from tests.support.tiny_models import tiny_gpt2
 from zero_tp.commands import sample
 from zero_tp.data.tokenizer import open_tokenizer
 from zero_tp.errors import UserError
@@ -27,16 +26,9 @@ from zero_tp.weights.weight_files import INDEX, SINGLE
 FIRST = "transformer.wte.weight"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_gpt2(tmp_path_factory.mktemp("models") / "tiny", ["some words of a text, and more of them"] * 3)
-
-
 @pytest.fixture
-def model(whole: Path, tmp_path: Path) -> Path:
-    copied = tmp_path / "model"
-    shutil.copytree(whole, copied)
-    return copied
+def model(small_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(small_model, tmp_path / "model"))
 
 
 def evaluation(directory: Path) -> Any:
@@ -192,9 +184,9 @@ def test_a_number_of_positions_is_positive(model: Path, positions: int) -> None:
             opened.sequence_length(requested)
 
 
-def test_shards_are_the_same_model(whole: Path, model: Path) -> None:
+def test_shards_are_the_same_model(small_model: Path, model: Path) -> None:
     in_shards(model)
-    expected = load_file(whole / SINGLE)
+    expected = load_file(small_model / SINGLE)
     opened = evaluation(model).state_dict()
     assert all(torch.equal(opened[name], tensor) for name, tensor in expected.items())
     assert torch.equal(training(model).transformer.embedding.word.weight, expected[FIRST])

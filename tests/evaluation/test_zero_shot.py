@@ -15,7 +15,6 @@ from tokenizers import Regex, normalizers
 from transformers import AutoConfig
 
 from tests.support.checkpoints import write_checkpoint
-from tests.support.tiny_models import tiny_gpt2
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.manifest import states_file
 from zero_tp.commands import start
@@ -29,9 +28,9 @@ from zero_tp.zero.states import MASTER
 SETTINGS = EvaluationSettings(device="cpu", batch_size=3)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_gpt2(tmp_path_factory.mktemp("models") / "tiny", ["some words of a text, and more of them"] * 3)
+@pytest.fixture
+def model(small_model: Path) -> Path:
+    return small_model
 
 
 @pytest.fixture
