@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from lm_eval.tasks import TaskManager
@@ -146,12 +149,15 @@ def test_questions_of_ones_own_need_no_task_file(
 ) -> None:
     """Their figures are lm-eval's of a task file for the same questions."""
     file = shared_file("data/copa.jsonl")
-    (task,) = make_tasks(["multiple_choice"], {"multiple_choice": file}, TaskOptions(limit=LIMIT))
-    found = task.run(native_model(model))
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "copa.parquet")
     expected = reference(model, tasks, ["copa_local"], LIMIT)["copa_local"][0]
-    assert found["examples"] == LIMIT
-    for metric in ("acc,none", "acc_norm,none"):
-        assert found["metrics"][metric] == expected[metric]
+    for path in (file, tmp_path / "copa.parquet"):
+        (task,) = make_tasks(["multiple_choice"], {"multiple_choice": path}, TaskOptions(limit=LIMIT))
+        found = task.run(native_model(model))
+        assert found["examples"] == LIMIT
+        for metric in ("acc,none", "acc_norm,none"):
+            assert found["metrics"][metric] == expected[metric]
     assert re.search("multiple_choice needs JSON lines with query, choices, gold", refusal(["multiple_choice"]))
     other = tmp_path / "other.jsonl"
     other.write_text('{"question": "one", "choices": ["a", "b"]}\n')

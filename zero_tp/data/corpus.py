@@ -38,7 +38,6 @@ from zero_tp.data.settings import (
     find_reusable,
     output_identity,
     reading_identity,
-    size_and_time,
 )
 from zero_tp.data.similarity import EvaluationSets
 from zero_tp.data.spool import COMMITTED, ProcessedBlock, Spool, StoredBlock
@@ -164,8 +163,7 @@ class Preparation:
         self.sources, self.spec, self.settings, self.spool, self.strict = sources, spec, settings, spool, strict
         # disable=None: a bar on a terminal only.
         self.bar: Callable[..., tqdm] = partial(tqdm, leave=False, disable=None if progress else True)
-        self.sizes_and_times = [size_and_time(source) for source in sources]
-        self.total_bytes = sum(size for size, _ in self.sizes_and_times)
+        self.total_bytes = sum(source.size_and_time[0] for source in sources)
         small = all(source.path is not None for source in sources) and self.total_bytes < _SMALL
         self.processes = processes or (1 if small else len(os.sched_getaffinity(0)))
         self.tokenizer = load_tokenizer(spec.directory, settings.eos) if spec.directory is not None else None
@@ -188,17 +186,15 @@ class Preparation:
     def _missing_blocks(self, bar: tqdm) -> Iterator[tuple[int, RecordBlock, str | None]]:
         """Yield each block that is not in the spool, and an empty one with the hash at the end of a source."""
         bytes_before = 0
-        for number, (source, before) in enumerate(zip(self.sources, self.sizes_and_times, strict=True)):
+        for number, source in enumerate(self.sources):
             if number not in self.spool.sha256:
                 last = self.spool.last_blocks.get(number, -1)
                 for block in read_blocks(source):
                     bar.update(bytes_before + source.position - bar.n)
                     if block.number > last:
                         yield number, block, None
-                if size_and_time(source) != before:
-                    raise UserError(f"{source.name}: it changed while it was read: run this again")
                 yield number, RecordBlock(source.name, 0, None, []), source.sha256
-            bytes_before += before[0]
+            bytes_before += source.size_and_time[0]
 
     def _check_strict(self) -> None:
         if self.strict and self.spool.counts.problems:

@@ -21,7 +21,7 @@ from zero_tp.data.documents import find_sources, group_records, read_blocks
 from zero_tp.data.formats import import_optional
 from zero_tp.data.parts import MANIFEST
 from zero_tp.data.records import Problem, Record, RecordBlock, RecordCounts, location
-from zero_tp.data.settings import PrepareSettings, check_settings, describe_files, library_versions, size_and_time
+from zero_tp.data.settings import PrepareSettings, check_settings, describe_files, library_versions
 from zero_tp.data.spool import Spool
 from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
@@ -58,7 +58,6 @@ class CorpusReader(PipelineStep):
         if any(source.path is None and source.kind != "hub" for source in self.sources):
             raise UserError("standard input can't be read by several tasks: write it to a file first")
         self.inputs = [(number, source.name) for number, source in enumerate(self.sources)]
-        self.sizes_and_times = [size_and_time(source) for source in self.sources]
         self.counts = RecordCounts()
 
     def run(self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
@@ -67,9 +66,6 @@ class CorpusReader(PipelineStep):
         yield from data or ()  # of a reader before this one
         for number, _ in self.inputs[rank::world_size]:
             yield from self._documents(number)
-            if size_and_time(self.sources[number]) != self.sizes_and_times[number]:
-                name = self.sources[number].name
-                raise UserError(f"{name}: it has changed since the pipeline was made: start it again")
 
     def _documents(self, number: int) -> Iterator[Document]:
         source = self.sources[number]

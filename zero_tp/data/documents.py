@@ -86,12 +86,17 @@ def find_sources(
             check_files(paths)
             for path in paths:
                 name = os.fsencode(path).decode("utf-8", "backslashreplace")  # file names may hold any bytes
-                sources.append(Source(name, document_kind(path), text_key, documents, path=path))
+                sources.append(Source(name, document_kind(path), text_key, documents, path, _size_and_time(path)))
     if sum(source.path is None and source.kind != "hub" for source in sources) > 1:
         raise UserError("standard input can be read once: give - once")
     if not sources:
         raise UserError("no input files")
     return sources
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _files(name: str) -> list[Path]:
@@ -142,13 +147,15 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_blocks(source: Source) -> Iterator[RecordBlock]:
-    """Yield all records of a source in blocks. UserError: it can't be read, or no field holds a text."""
+    """Yield all records of a source in blocks. UserError: it can't be read or has changed, or no field holds a text."""
     source.key, source.position = None, 0
     try:
         for number, records in enumerate(group_records(read_hub(source) if source.kind == "hub" else _records(source))):
             if number == 0 and source.kind in ("jsonl", "json"):
                 choose_json_key(source, records)
             yield RecordBlock(source.name, number, source.key, records)
+        if source.path is not None and source.size_and_time not in ((0, 0), _size_and_time(source.path)):
+            raise UserError(f"{source.name}: it has changed since this was started: start it again")
     except OSError as error:
         raise UserError(f"{source.name}: {error.strerror or error}") from error
 

@@ -135,7 +135,7 @@ def reading_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: P
     identity: dict[str, Any] = {
         "format": [FORMAT, SPOOL_FORMAT],
         "inputs": [source.name for source in sources],
-        "sizes and times": [list(size_and_time(source)) for source in sources],
+        "sizes and times": [list(source.size_and_time) for source in sources],
         "versions": library_versions(),
         **asdict(settings) | {"decontaminate": []} | settings.enabled_options(),
         "tokenizer": spec.fingerprint(),
@@ -243,12 +243,3 @@ def library_versions() -> dict[str, str]:
     """Return the versions of the installed libraries that decide an output."""
     libraries = ("tokenizers", "transformers", "ftfy", "rensa", "sentencex")
     return {name: version(name) for name in libraries if find_spec(name)}
-
-
-def size_and_time(source: Source) -> tuple[int, int]:
-    """Return the size and the modification time of a source; (0, 0) without a file."""
-    try:
-        status = source.path.stat() if source.path is not None else None
-    except OSError as error:
-        raise UserError(f"{source.name}: {error.strerror or error}") from error
-    return (status.st_size, status.st_mtime_ns) if status is not None else (0, 0)

@@ -276,8 +276,9 @@ def _load_with_file(name: str, manager: TaskManager, file: Path) -> dict[str, An
     split = next((key for key in ("test_split", "validation_split") if config.get(key)), None)
     if not isinstance(config.get("task"), str) or split is None:  # in a group, `task` is a list
         raise UserError("a group of tasks takes no file; give --data for its tasks")
-    kind = "json" if document_kind(file) == "jsonl" else "text"
-    data = {"dataset_path": kind, "dataset_name": None, "dataset_kwargs": {"data_files": {config[split]: str(file)}}}
+    kind = document_kind(file)
+    loader = {"jsonl": "json", "txt": "text"}.get(kind, kind)  # of the datasets library
+    data = {"dataset_path": loader, "dataset_name": None, "dataset_kwargs": {"data_files": {config[split]: str(file)}}}
     others = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
     task = {**others, split: config[split], "task": name, "num_fewshot": 0, **data}
     # In lm-eval, only a group can override keys of a task file.
