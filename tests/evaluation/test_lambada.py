@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from tests.support.tiny_models import tiny_gpt2
 from zero_tp.errors import UserError
-from zero_tp.evaluation.lambada import Passage, lambada_passages
+from zero_tp.evaluation.lambada import lambada_passages
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
 
 
@@ -87,7 +87,7 @@ def test_longer_passages_are_cut_on_the_left(model: Path, tmp_path: Path) -> Non
 def test_all_forms_of_the_file_are_the_same_passages(passages: Path, tmp_path: Path) -> None:
     found, _ = lambada_passages(passages, "text", 50)
     records = [json.loads(line) for line in passages.read_text(encoding="utf-8").splitlines()[:50]]
-    assert found == [Passage(each["context"].rstrip(), each["continuation"]) for each in records]
+    assert found == [(each["context"].rstrip(), f" {each['continuation']}") for each in records]
     whole = [each["context"] + " " + each["continuation"] for each in records]
     assert all("\n" in text for text in whole[:3]), "the test wants white space of all kinds"
     with gzip.open(tmp_path / "texts.jsonl.gz", "wt", encoding="utf-8") as file:
@@ -98,7 +98,7 @@ def test_all_forms_of_the_file_are_the_same_passages(passages: Path, tmp_path: P
     assert lambada_passages(tmp_path / "texts.csv", "passage", None)[0] == found
     (tmp_path / "lines.txt").write_text("".join(" ".join(text.split()) + "\n" for text in whole), encoding="utf-8")
     lines, _ = lambada_passages(tmp_path / "lines.txt", "text", None)
-    assert [each.word for each in lines] == [each.word for each in found]
+    assert [word for _, word in lines] == [word for _, word in found]
 
 
 def test_the_hubs_passages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_the_hubs_passages(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"text": "I say\n\nyes and no"}, {"text": "b c"}])
     found, origin = lambada_passages(None, "text", 1)
-    assert found == [Passage("I say\n\nyes and", "no")]
+    assert found == [("I say\n\nyes and", " no")]
     assert origin["dataset"] == "EleutherAI/lambada_openai" and len(origin["sha256"]) == 64
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from zero_tp.data.documents import document_kind, read_documents, read_objects
 from zero_tp.data.records import text_of
@@ -22,11 +22,8 @@ if TYPE_CHECKING:
     from zero_tp.evaluation.eval_model import EvalModel
 
 
-class Passage(NamedTuple):
-    """A passage without its last word and the space before it, and that word."""
-
-    context: str
-    word: str
+Passage = tuple[str, str]
+"""A passage without its last word and the space before it; a space and that word."""
 
 
 class LambadaTask(Task):
@@ -36,15 +33,14 @@ class LambadaTask(Task):
     logged = ("accuracy", "perplexity")
 
     def __init__(self, file: Path | None, options: TaskOptions):
-        passages, self.origin = lambada_passages(file, options.text_key, options.limit)
-        self.pairs = [(context, f" {word}") for context, word in passages]
+        self.passages, self.origin = lambada_passages(file, options.text_key, options.limit)
 
     def check(self, positions: int, tokenizer: Any) -> None:
-        check_continuations(self.name, self.pairs, positions, tokenizer)
+        check_continuations(self.name, self.passages, positions, tokenizer)
 
     def figures(self, model: EvalModel) -> dict[str, Any]:
         """Compute the metrics; `truncated` counts passages longer than the model's positions."""
-        encoded = (encode_pair(model.tokenizer, *pair) for pair in self.pairs)
+        encoded = (encode_pair(model.tokenizer, *passage) for passage in self.passages)
         rows, truncated = continuation_rows(encoded, model.positions)
         scores = [scores[0] for scores in model.score(rows, self.name)]
         count, nll = len(scores), math.fsum(score.nll for score in scores)
@@ -88,7 +84,7 @@ def _passage_of_record(record: dict[str, Any], where: str, text_key: str) -> Pas
         raise UserError(f"{where}: 'context' and 'continuation' go together; its keys are {', '.join(record)}")
     if not (word := text_of(record, where, "continuation").strip()):
         raise UserError(f"{where}: its continuation is empty; give the passage's last word")
-    return Passage(text_of(record, where, "context").rstrip(), word)
+    return text_of(record, where, "context").rstrip(), f" {word}"
 
 
 def _passage_of_text(text: str, where: str) -> Passage:
@@ -96,4 +92,4 @@ def _passage_of_text(text: str, where: str) -> Passage:
     parts = text.strip().rsplit(maxsplit=1)
     if len(parts) < 2:
         raise UserError(f"{where}: a passage needs at least two words")
-    return Passage(*parts)
+    return parts[0], f" {parts[1]}"
