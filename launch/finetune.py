@@ -27,6 +27,7 @@ from zero_tp import cli
 from zero_tp.data.documents import read_objects
 from zero_tp.data.tokenizer import open_tokenizer
 from zero_tp.errors import UserError, first_line
+from zero_tp.evaluation.model_directory import usable_positions
 from zero_tp.files import read_regular
 from zero_tp.process.node import die_with
 from zero_tp.process.quiet import quiet_libraries
@@ -36,10 +37,6 @@ from zero_tp.zero.ops import without_shared_memory_collectives
 Record = dict[str, Any]  # one example of a file, or one tokenized row
 Split = tuple[list[Record], list[Record]]  # examples, rows; Trainer drops the fields that `forward` does not take
 MAX_ANSWER_TOKENS = 30  # as in BERT's run_squad.py
-POSITIONS_AFTER_PADDING = {
-    *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "mpnet", "roberta"),
-    *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
-}  # models whose first token has the position pad_token_id + 1
 
 
 def read_table(path: Path, first: str, second: str, label: str) -> Iterator[Record]:
@@ -284,8 +281,7 @@ def main(words: Sequence[str]) -> None:
         raise UserError(f"--task {name}: transformers has no {config.model_type} for it; use another model")
     if config.is_encoder_decoder:
         raise UserError(f"--model {model}: {config.model_type} is an encoder-decoder; give an encoder or a decoder")
-    reserved = config.pad_token_id + 1 if config.model_type in POSITIONS_AFTER_PADDING else 0
-    positions = min(getattr(config, "max_position_embeddings", np.inf) - reserved, tokenizer.model_max_length)
+    positions = min(usable_positions(config) or np.inf, tokenizer.model_max_length)
     options.length = options.length or min(128, positions)
     if options.length > positions:
         raise UserError(f"--length: {options.length} tokens, but the model has {positions} positions; shorten it")

@@ -57,7 +57,8 @@ def metaspace() -> PreTrainedTokenizerFast:
 def suffixed() -> PreTrainedTokenizerFast:
     """A tokenizer that marks where words end, as the first GPT's and CLIP's."""
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]", end_of_word_suffix="</w>"))
-    tokenizer.pre_tokenizer, tokenizer.normalizer = pre_tokenizers.Whitespace(), normalizers.Lowercase()
+    words = [pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel(add_prefix_space=False)]  # CLIP has both
+    tokenizer.pre_tokenizer, tokenizer.normalizer = pre_tokenizers.Sequence(words), normalizers.Lowercase()
     trainer = trainers.BpeTrainer(
         vocab_size=600, special_tokens=list(SPECIAL.values()), end_of_word_suffix="</w>", show_progress=False
     )

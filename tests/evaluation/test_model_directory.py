@@ -180,7 +180,7 @@ def test_a_number_of_positions_is_positive(model: Path, positions: int) -> None:
     opened = open_directory(model)
     opened.config.n_positions = positions
     for requested in (None, 8):
-        with pytest.raises(UserError, match=r"max_position_embeddings is .*, not positive"):
+        with pytest.raises(UserError, match=r"max_position_embeddings leave \S+ positions; at least 1"):
             opened.sequence_length(requested)
 
 
@@ -269,6 +269,7 @@ def test_an_encoder_predicts_no_next_token(model: Path, model_type: str, reader:
     of_type(model, model_type, is_decoder=True)
     if model_type == "roberta":
         assert reader(model)
+        assert open_directory(model).sequence_length(None) == 511, "position 0 is the padding token's"
 
 
 IMPOSSIBLE: dict[str, tuple[Any, ...]] = {

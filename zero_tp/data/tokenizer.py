@@ -216,19 +216,19 @@ def _word_marks(serialized: dict[str, Any], directory: Path) -> tuple[tuple[str,
     If the third is "", a token without one of the first prefixes continues a word.
     """
     model = serialized["model"]
+    continuing, last = (model.get(key) or "" for key in ("continuing_subword_prefix", "end_of_word_suffix"))
+    if continuing or last:
+        return (), (last,) if last else (), continuing
     pipeline = json.dumps([serialized[key] for key in ("normalizer", "pre_tokenizer", "decoder")], ensure_ascii=False)
     if '"ByteLevel"' in pipeline:
         return (_SPACE, *_BREAKS), tuple(_BREAKS), ""
     if _METASPACE in pipeline:
         breaks = ("\n", "\t", "<0x0A>", "<0x09>")
         return (_METASPACE, *breaks), breaks, ""
-    continuing, last = (model.get(key) or "" for key in ("continuing_subword_prefix", "end_of_word_suffix"))
-    if not continuing and not last:
-        raise UserError(
-            f"tokenizer {directory}: it does not mark where words begin (as WordPiece's ##, byte-level BPE's Ġ or "
-            "SentencePiece's ▁ do), which the masked objective needs; use another tokenizer"
-        )
-    return (), (last,) if last else (), continuing
+    raise UserError(
+        f"tokenizer {directory}: it does not mark where words begin (as WordPiece's ##, byte-level BPE's Ġ or "
+        "SentencePiece's ▁ do), which the masked objective needs; use another tokenizer"
+    )
 
 
 def find_tokenizer(name: str | None, prefix: str) -> Path | None:
