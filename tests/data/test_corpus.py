@@ -8,7 +8,8 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,9 @@ from tests.support.corpora import TEXTS, held_out, run, write_jsonl
 from tests.support.launched import ROOT, script
 from tests.tiers import in_tiers
 from zero_tp.commands.prepare import _summary
-from zero_tp.data import PrepareSettings, prepare
+from zero_tp.data import PrepareSettings, documents, prepare
 from zero_tp.data.indexed import IndexedCorpus
+from zero_tp.data.records import Record, Source
 from zero_tp.errors import UserError
 
 
@@ -87,8 +89,6 @@ def test_reuse_overwrite_and_refusal(tmp_path: Path) -> None:
     again = run(tmp_path)
     assert again.reused and not first.reused
     assert again.report == first.report
-    from_hub = replace(again, report=again.report | {"inputs": ["hf:someone/texts"]})
-    assert next(_summary(from_hub)).endswith("; hf: inputs are compared by name only, --overwrite reads them again")
     assert next(_summary(again)).endswith("made from the same inputs and settings")
     assert (first.output / "train.bin").stat().st_mtime_ns == stamp
     with pytest.raises(UserError, match=r"out was made with another seed: choose another --output, .*--overwrite"):
@@ -109,6 +109,20 @@ def test_reuse_overwrite_and_refusal(tmp_path: Path) -> None:
     (first.output / "train.bin").write_bytes(b"")
     with pytest.raises(UserError, match=r"train\.bin has 0 bytes instead of .*--overwrite"):
         prepare([source], first.output, PrepareSettings("bpe:300", 0.1, 9))
+
+
+def test_a_data_set_of_the_hub_is_read_again_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(source: Source) -> Iterator[Record]:
+        source.key = "text"
+        return (Record(number, {"text": text}) for number, text in enumerate(texts, start=1))
+
+    monkeypatch.setattr(documents, "read_hub", rows)
+    texts, again = TEXTS[:10], partial(prepare, ["hf:a/b"], tmp_path / "out", PrepareSettings("bpe:300"), processes=1)
+    again()
+    texts = TEXTS
+    reused = again()
+    assert reused.reused and next(_summary(reused)).endswith("by name only, --overwrite reads them again")
+    assert again(overwrite=True).report["documents"]["read"] == len(TEXTS)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def prepare(
     Args:
         inputs: files, directories, globs, `-` or `hf:NAME`; see `documents.find_sources`.
         output: directory to write. An output of the same inputs and settings is reused.
-        overwrite: replace an output or an interrupted preparation of other inputs or settings.
+        overwrite: replace an output or an interrupted preparation of other inputs or settings, or of the hub.
         strict: stop at the first record that is no document, instead of counting it.
         processes: number of processes that read and tokenise; None: one per core.
         progress: show progress bars when stderr is a terminal.
@@ -82,7 +82,12 @@ def prepare(
     real_output = Path(os.path.realpath(output))  # a symbolic link stays
     directory = hidden_sibling(real_output, "progress")
 
+    # Standard input and the hub may give other documents the next time.
+    can_resume = all(source.path is not None for source in sources)
+
     def current_identity() -> dict[str, Any]:
+        if overwrite and not can_resume:
+            return {}  # nothing can be reused
         hashes = [file_sha256(source.path) if source.path is not None else "" for source in sources]
         return output_identity(sources, hashes, spec, settings)
 
@@ -93,8 +98,6 @@ def prepare(
             if Spool(directory).identity == reading:  # left by a process that was killed at its end
                 shutil.rmtree(directory, ignore_errors=True)
             return reused
-        # Standard input and the hub may give other documents the next time.
-        can_resume = all(source.path is not None for source in sources)
         with (
             partial_directory(real_output, (TOKENIZER,)) as staging,
             _open_spool(directory, reading, overwrite, can_resume) as spool,

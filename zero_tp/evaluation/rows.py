@@ -57,11 +57,15 @@ def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[i
 def check_continuations(task: str, pairs: Iterable[tuple[str, str]], positions: int, tokenizer: Any) -> None:
     """Raise a UserError if a model of `positions` tokens can't score a continuation; see `continuation_rows`.
 
-    Only continuations that may be too long are tokenized: a character has at most 4 bytes, a token at least one.
+    Only continuations that may be too long or empty are tokenized: a character has at most 4 bytes, a token at least one.
     """
-    long = (pair for pair in pairs if 4 * (len("".join(pair)) - len(pair[0].rstrip())) > positions)
+    doubtful = (
+        (context, continuation)
+        for context, continuation in pairs
+        if not continuation.strip() or 4 * (len(context + continuation) - len(context.rstrip())) > positions
+    )
     try:
-        continuation_rows((encode_pair(tokenizer, *pair) for pair in long), positions)
+        continuation_rows((encode_pair(tokenizer, *pair) for pair in doubtful), positions)
     except UserError as error:
         raise UserError(f"{task}: {error}") from error
 
