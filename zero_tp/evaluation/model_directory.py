@@ -23,12 +23,10 @@ if TYPE_CHECKING:
     from zero_tp.evaluation.eval_model import EvalModel
 
 
-FIRST_POSITION_AFTER_PADDING = frozenset(
-    [
-        *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "mpnet", "roberta"),
-        *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
-    ]
-)
+FIRST_POSITION_AFTER_PADDING = {
+    *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "mpnet", "roberta"),
+    *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
 """Model types whose first token has the position pad_token_id + 1."""
 
 
