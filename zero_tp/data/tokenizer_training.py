@@ -136,8 +136,8 @@ def train_wordpiece(texts: Callable[[], Iterator[str]], size: int, *, cased: boo
     alphabet = set(sorted(counts, key=lambda character: (-counts[character], character))[:ALPHABET])
     tokens = [*WORDPIECE_TOKENS, *sorted(piece for piece in pieces if piece[-1] in alphabet)]
     if len(tokens) > size:
-        name = f"wordpiece{'-cased' * cased}:{size}"
-        raise UserError(f"tokenizer {name}: the corpus' characters alone are {len(tokens)} tokens; use a larger size")
+        kind = "wordpiece-cased" if cased else "wordpiece"
+        raise UserError(f"tokenizer {kind}:{size}: the corpus' characters alone are {len(tokens)} tokens; raise SIZE")
     return BertTokenizer(vocab=train(size, tokens, 0), do_lower_case=not cased)
 
 
