@@ -23,7 +23,7 @@ from tests.tiers import THOROUGH
 from zero_tp.errors import UserError
 from zero_tp.evaluation.eval_model import EvalModel
 from zero_tp.evaluation.lm_eval_tasks import LM_EVAL_TASKS
-from zero_tp.evaluation.task import Task, TaskOptions
+from zero_tp.evaluation.task import CHOICE_FIELDS, Task, TaskOptions
 from zero_tp.evaluation.zero_shot import make_tasks
 
 LIMIT = 25
@@ -110,6 +110,19 @@ def without_lm_evals_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_group_whose_list_has_no_names_is_refused(tmp_path: Path, members: str, words: str) -> None:
     (tmp_path / "b.yaml").write_text(f"group: all\ntask: {members}")
     assert re.match(words, refusal(["all"], include_path=tmp_path))
+
+
+@pytest.mark.usefixtures("without_lm_evals_tasks")
+def test_tasks_of_a_tag_or_of_a_group_without_a_mean_are_logged(
+    model: Path, shared_file: Callable[[str], Path], tmp_path: Path
+) -> None:
+    fields = dict(zip(("doc_to_text", "doc_to_choice", "doc_to_target"), CHOICE_FIELDS, strict=True))
+    for name in ("one", "two"):
+        file = task_file(name, shared_file("data/copa.jsonl"), "multiple_choice", {"acc": "mean"}, tag="both", **fields)
+        (tmp_path / f"{name}.yaml").write_text(file)
+    (tmp_path / "all.yaml").write_text("group: all\ntask: [one, two]")
+    for task in make_tasks(["both", "all"], {}, TaskOptions(include_path=tmp_path, limit=2)):
+        assert task.figures_to_log(task.run(native_model(model))).keys() == {"one/acc", "two/acc"}, task.name
 
 
 CODE = "task: mine\ndataset_path: json\noutput_type: loglikelihood\ndoc_to_text: !function code.text\n"

@@ -241,10 +241,15 @@ class LMEvalTask(Task):
                     f"{self.name}: lm-eval can't evaluate it ({first_line(error)}); correct its task file or its data"
                 ) from error
         report = {key: results[key] for key in IN_REPORT if key in results}
-        metrics = report["results"].get(self.name) or report.get("groups", {}).get(self.name) or {}
+        metrics = {
+            name: {key: value for key, value in values.items() if key not in NOT_METRICS}
+            for name, values in (report["results"] | report.get("groups", {})).items()
+        }
+        # A tag, and a group without a mean, have only the metrics of their tasks.
+        of_tasks = {f"{name}/{key}": value for name, values in metrics.items() for key, value in values.items()}
         return {
             "data": {name: self._origin(task) for name, task in self.loaded["tasks"].items()},
-            "metrics": {key: value for key, value in metrics.items() if key not in NOT_METRICS},
+            "metrics": metrics.get(self.name) or of_tasks,
             "examples": sum(counts["effective"] for counts in results["n-samples"].values()),
             "tokens": lm.tokens,
             "tokens_computed": lm.tokens_computed,
