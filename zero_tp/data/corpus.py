@@ -27,7 +27,7 @@ from typing import Any
 from tqdm import tqdm
 
 from zero_tp.data.blocks import BlockProcessor, encode_stored, map_in_order
-from zero_tp.data.documents import file_sha256, find_sources, read_blocks
+from zero_tp.data.documents import find_sources, read_blocks
 from zero_tp.data.output import DocumentTable, write_output
 from zero_tp.data.records import RecordBlock, RecordCounts, Source
 from zero_tp.data.settings import (
@@ -81,19 +81,14 @@ def prepare(
         raise UserError(f"processes {processes}: at least 1")
     real_output = Path(os.path.realpath(output))  # a symbolic link stays
     directory = hidden_sibling(real_output, "progress")
-
     # Standard input and the hub may give other documents the next time.
     can_resume = all(source.path is not None for source in sources)
-
-    def current_identity() -> dict[str, Any]:
-        if overwrite and not can_resume:
-            return {}  # nothing can be reused
-        hashes = [file_sha256(source.path) if source.path is not None else "" for source in sources]
-        return output_identity(sources, hashes, spec, settings)
-
+    identity = partial(output_identity, sources, spec, settings)
     with name_output_in_errors(output, directory):
         reading = reading_identity(sources, spec, settings)
-        if (reused := find_reusable(output, current_identity, overwrite)) is not None:
+        # No output has the empty identity, so it is written again.
+        current: Callable[[], dict[str, Any]] = identity if can_resume or not overwrite else dict
+        if (reused := find_reusable(output, current, overwrite)) is not None:
             clear_partial(real_output, (TOKENIZER,))
             if Spool(directory).identity == reading:  # left by a process that was killed at its end
                 shutil.rmtree(directory, ignore_errors=True)
@@ -107,9 +102,9 @@ def prepare(
             preparation.read()
             documents = preparation.select(staging)
             encoder, encoded_blocks = preparation.encode(documents, staging / TOKENIZER)
-            hashes = [spool.sha256[number] for number in range(len(sources))]
-            identity = output_identity(sources, hashes, spec, settings)
-            report = write_output(staging, documents, encoded_blocks, encoder, identity, preparation.seconds)
+            for number, source in enumerate(sources):
+                source.sha256 = spool.sha256[number]
+            report = write_output(staging, documents, encoded_blocks, encoder, identity(), preparation.seconds)
             put_in_place(staging, real_output, stale=lambda name: name == REMOVED)
             (directory / COMMITTED).unlink(missing_ok=True)  # the spool is not needed any more
     return Prepared(output, report, reused=False, resumed=resumed)

@@ -110,10 +110,9 @@ class Report(ConfigModel):
     files: dict[str, PreparedFile]
 
 
-def output_identity(
-    sources: Sequence[Source], hashes: Sequence[str], spec: TokenizerSpec, settings: PrepareSettings
-) -> dict[str, Any]:
+def output_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings) -> dict[str, Any]:
     """Return everything that decides the output. A newer setting is in it only if set: older outputs stay reusable."""
+    hashes = [source.sha256 or (file_sha256(source.path) if source.path is not None else "") for source in sources]
     inputs = [
         {"kind": source.kind, "name": source.name} if source.kind == "hub" else {"kind": source.kind, "sha256": sha256}
         for source, sha256 in zip(sources, hashes, strict=True)
