@@ -184,6 +184,13 @@ def test_sentences_are_kept_as_sequences_and_the_tokens_stay_the_same(tmp_path: 
         assert number > 20 * len(corpus)
 
 
+def test_no_white_space_ends_the_splitting_of_sentences() -> None:
+    encoder = DocumentEncoder(train_bpe(iter(BARE), 300), "en")
+    for space in "\x85\xa0\u2003\u2028\u3000":
+        ((ids, starts),) = encoder.encode([f"The bill B{space}. It has passed. More text {space}{space}. The end."])
+        assert starts[0] and 1 < starts.sum() < len(ids), "not a panic of sentencex"
+
+
 def test_ids_with_gaps_are_kept() -> None:
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 70_000}, "a"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

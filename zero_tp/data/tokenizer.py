@@ -29,6 +29,8 @@ _EOS_NAMES = re.compile(r"[<\[]\W?(/s|eos|eod|end.?of.?(text|document|sentence))
 MOST_IDS = 2**24  # larger ids would need tables of GiB
 _SPACE, *_BREAKS = (chr(256 + byte) for byte in b" \t\n\v\f\r")  # as byte-level BPE writes them: Ġ is the space
 _METASPACE = "\u2581"
+# sentencex 1.0.32 panics at white space of several bytes between a letter and a period; a space changes no boundary.
+_SENTENCEX_PANICS = re.compile(r"([^\W\d_]\s*)[^\S\x00-\x7f](?=\.)")
 EncodedDocument = tuple[npt.NDArray[np.uintc], npt.NDArray[np.bool_]]
 """A document's token ids [tokens], and whether a sentence begins with each [tokens]; [0] if sentences are not split."""
 
@@ -137,7 +139,7 @@ class DocumentEncoder:
             return np.zeros(0, np.bool_)
         from sentencex import segment
 
-        lengths = [len(sentence) for sentence in segment(self.language, text)]
+        lengths = list(map(len, segment(self.language, _SENTENCEX_PANICS.sub(r"\1 ", text))))
         assert sum(lengths) == len(text)
         # A token that includes the space before a sentence belongs to the sentence of its last character.
         ends = [end for _, end in encoding.offsets]
