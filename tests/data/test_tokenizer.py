@@ -191,6 +191,12 @@ def test_no_white_space_ends_the_splitting_of_sentences() -> None:
         assert starts[0] and 1 < starts.sum() < len(ids), "not a panic of sentencex"
 
 
+def test_a_character_that_a_tokenizer_has_no_token_for_is_one_line() -> None:
+    backend = Tokenizer(models.WordPiece({"a": 0}, unk_token="[UNK]"))
+    with pytest.raises(UserError, match=r"can't encode a document \(.*Missing \[UNK\] token.*\); use a tokenizer with"):
+        DocumentEncoder(PreTrainedTokenizerFast(tokenizer_object=backend)).encode(["a", "b"])
+
+
 def test_ids_with_gaps_are_kept() -> None:
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 70_000}, "a"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

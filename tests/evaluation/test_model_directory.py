@@ -311,6 +311,14 @@ def test_an_id_beyond_every_vocabulary_is_refused(model: Path) -> None:
         open_tokenizer(model)
 
 
+def test_a_panic_of_tokenizers_is_one_line(model: Path) -> None:
+    parts = [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    template = {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": {}}
+    changed(model, "tokenizer.json", post_processor=template)
+    with pytest.raises(UserError, match=r"its tokenizer can't be read: .*no entry found for key"):
+        open_tokenizer(model)
+
+
 @pytest.mark.parametrize("tokens", [TOO_LARGE, "x", {"id": TOO_LARGE}, None])
 def test_files_that_are_no_tokenizer_are_refused(model: Path, tokens: Any) -> None:
     if tokens is None:

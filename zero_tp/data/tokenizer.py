@@ -46,7 +46,9 @@ def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
                 str(directory), local_files_only=True, trust_remote_code=False
             )
             tokenizer.decode(tokenizer.encode("a"))  # checks settings that from_pretrained does not
-    except Exception as error:  # transformers raises anything from KeyError to its own types
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # transformers raises anything from KeyError to its own types, and tokenizers panics
         raise UserError(f"{directory}: its tokenizer can't be read: {first_line(error)}") from error
     if (largest := max(tokenizer.get_vocab().values(), default=0)) >= MOST_IDS:
         raise UserError(f"{directory}: the tokenizer's id {largest:,} is too large; ids go up to {MOST_IDS - 1:,}")
@@ -128,7 +130,11 @@ class DocumentEncoder:
         """Return each text's token ids, eos at the end, and the starts of its sentences, if there is a language."""
         self._backend.encode_special_tokens = True  # a pickled tokenizer forgets it
         encode = self._backend.encode_batch if self.language else self._backend.encode_batch_fast  # has no offsets
-        encodings = encode(texts, add_special_tokens=False)
+        try:
+            encodings = encode(texts, add_special_tokens=False)
+        except Exception as error:  # tokenizers raises no other type
+            remedy = "use a tokenizer with an unknown token"
+            raise UserError(f"the tokenizer can't encode a document ({first_line(error)}); {remedy}") from error
         return list(zip(map(self._ids, encodings), map(self._sentence_starts, texts, encodings), strict=True))
 
     def _ids(self, encoding: Encoding) -> npt.NDArray[np.uintc]:
