@@ -139,6 +139,8 @@ def test_a_field_that_is_not_there_lists_those_that_are(tmp_path: Path, kind: st
 def test_an_object_may_follow_blank_lines(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(' \n\n{\n "text": "x"\n}\n')
     assert documents(tmp_path / "a.json") == [Document("x")]
+    (tmp_path / "a.json").write_text('[{"text": "x", "id": 18446744073709551615, "n": 1e400}, {"text": "y"}]')
+    assert documents(tmp_path / "a.json") == [Document("x"), Document("y")], "no number ends an array"
 
 
 def test_directories_globs_and_what_is_no_input(tmp_path: Path) -> None:
@@ -174,6 +176,8 @@ BAD: list[tuple[str, bytes, str, list[str]]] = [
     ("a.jsonl.gz", b"plain", "unreadable", []),
     ("a.json", b'[{"text": "a"}, 3, {"text": "b"}]', "malformed", ["a", "b"]),
     ("a.json", b'[{"text": "a"}, {"text": "b"}, {"te', "unreadable", ["a", "b"]),
+    ("a.json", b'[{"text": 1.5}, {"text": "b"}]', "no text", ["b"]),
+    ("a.json", b'[{"text": "a", "n": ' + b"[" * 9999 + b"]" * 9999 + b'}, {"text": "b"}]', "malformed", ["b"]),
     ("a.json", b'{"text": "a"}\n{"te\n{"text": "b"}', "malformed", ["a", "b"]),
     ("a.json", b'\n{"te\n{"text": "b"}', "malformed", ["b"]),
     ("a.csv", b"n,text\n1,a\n2,b,c\n3,d", "malformed", ["a", "d"]),

@@ -20,7 +20,7 @@ from zero_tp.strict_json import read_json
 from zero_tp.validation import ConfigModel, Count, Positive, validate
 
 FORMAT = 1  # increment it when the same settings give other files
-SPOOL_FORMAT = 5  # increment it when the format of a spool changes
+SPOOL_FORMAT = 6  # increment it when the format of a spool changes
 
 
 @dataclass(frozen=True)
