@@ -149,13 +149,13 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
         directory = open_task_directory(options.include_path)
     own = [name for name in OWN_TASKS if name in names and not (directory and name in directory.task_index)]
     for_lm_eval = ("tasks of lm-eval", set(names) - (set(own) - {MULTIPLE_CHOICE}))
-    users = dict.fromkeys(LM_EVAL_OPTIONS, for_lm_eval)
-    users |= {name: (" and ".join(tasks), set(own) & set(tasks)) for name, tasks in OWN_OPTIONS.items()}
-    for option, (description, tasks) in users.items():
-        if not tasks and getattr(options, option) not in (0, getattr(TaskOptions, option)):
+    tasks_of_option = dict.fromkeys(LM_EVAL_OPTIONS, for_lm_eval)
+    tasks_of_option |= {name: (" and ".join(readers), set(own) & set(readers)) for name, readers in OWN_OPTIONS.items()}
+    for option, (description, readers) in tasks_of_option.items():
+        if not readers and getattr(options, option) not in (0, getattr(TaskOptions, option)):
             flag = f"--{option.replace('_', '-')}"
             raise UserError(f"{flag}: {', '.join(names)}: for {description} only; leave it out")
-    made = {name: OWN_TASKS[name](data.get(name), options) for name in own}
+    tasks = {name: OWN_TASKS[name](data.get(name), options) for name in own}
     if others := [name for name in names if name not in own]:
         require_lm_eval("a task other than zero_tp's own")
         from zero_tp.evaluation.lm_eval_tasks import LMEvalTask, find_task_manager
@@ -166,8 +166,8 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
                 near = difflib.get_close_matches(name, [*OWN_TASKS, *manager.all_tasks])
                 hint = f"did you mean {' or '.join(near)}?" if near else f"there are {TASK_NAMES}"
                 raise UserError(f"{name}: unknown task; {hint}")
-        made |= {name: LMEvalTask(name, manager, options, data.get(name)) for name in others}
-    return [made[name] for name in names]
+        tasks |= {name: LMEvalTask(name, manager, options, data.get(name)) for name in others}
+    return [tasks[name] for name in names]
 
 
 def evaluate(
