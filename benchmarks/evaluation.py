@@ -34,6 +34,7 @@ from zero_tp.evaluation.lm_eval_model import LMEvalModel
 from zero_tp.evaluation.lm_eval_tasks import lm_eval_settings
 from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.evaluation.perplexity import WIKITEXT_OVERLAP, detokenize, sliding_windows, wikitext_split
+from zero_tp.evaluation.rows import prefix_token
 from zero_tp.huggingface import ZeroTPForCausalLM
 
 Contenders = dict[str, Callable[[], object]]
@@ -98,7 +99,7 @@ def of_wikitext(asked: argparse.Namespace, ours: dict[str, EvalModel]) -> dict[s
     """Of the first windows of the text, all of the same length."""
     native = ours["transformers' class"]
     ids = native.encode(detokenize(wikitext_split(asked.wikitext, "text")[0][:400_000]))
-    tokens = np.concatenate(([native.prefix_token], ids))
+    tokens = np.concatenate(([prefix_token(native.tokenizer)], ids))
     rows = list(sliding_windows(tokens, asked.positions, WIKITEXT_OVERLAP))
     rows = rows[1 : 1 + asked.windows]  # the first scores all its targets
     batches = [

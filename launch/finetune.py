@@ -27,6 +27,7 @@ from zero_tp import cli
 from zero_tp.data.documents import read_objects
 from zero_tp.data.tokenizer import open_tokenizer
 from zero_tp.errors import UserError, first_line
+from zero_tp.evaluation.model_directory import usable_positions
 from zero_tp.files import read_regular
 from zero_tp.process.node import die_with
 from zero_tp.process.quiet import quiet_libraries
@@ -280,8 +281,7 @@ def main(words: Sequence[str]) -> None:
         raise UserError(f"--task {name}: transformers has no {config.model_type} for it; use another model")
     if config.is_encoder_decoder:
         raise UserError(f"--model {model}: {config.model_type} is an encoder-decoder; give an encoder or a decoder")
-    # The tokenizer of RoBERTa knows that two of its 514 positions are for padding.
-    positions = min(getattr(config, "max_position_embeddings", np.inf), tokenizer.model_max_length)
+    positions = min(usable_positions(config) or np.inf, tokenizer.model_max_length)
     options.length = options.length or min(128, positions)
     if options.length > positions:
         raise UserError(f"--length: {options.length} tokens, but the model has {positions} positions; shorten it")

@@ -24,7 +24,7 @@ from typing import Any
 
 from zero_tp import cli
 from zero_tp.data.documents import HUB
-from zero_tp.data.settings import check_validation_size, find_reusable, size_and_time
+from zero_tp.data.settings import check_validation_size, find_reusable
 from zero_tp.data.similarity import SHINGLE
 from zero_tp.data.tokenizer import DocumentEncoder
 from zero_tp.errors import UserError
@@ -181,7 +181,7 @@ def main() -> None:
     find_reusable(output, dict, overwrite=True)  # refuses before the work what `merge` would refuse after it
     reader = CorpusReader(inputs, options.text_key, options.documents)
     settings = {name: getattr(options, name) for name in ("text_key", "documents", "repair", "deduplicate")}
-    settings["inputs"] = digest([[source.name, *size_and_time(source)] for source in reader.sources])
+    settings["inputs"] = digest([[source.name, *source.size_and_time] for source in reader.sources])
     writer = TokenizedCorpus(
         options.tokenizer,
         output,

@@ -18,7 +18,7 @@ INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
 _LONGEST = 1_500  # most characters of an error's line
 _LONGEST_KEY, _LONGEST_LIST, _LONGEST_CAUSE = 160, 160, 200
 _JSON_KINDS = {
-    **{"NoneType": "null", "bool": "true or false", "int": "an integer", "float": "a number"},
+    **{"NoneType": "null", "bool": "true or false", "int": "an integer", "float": "a number", "Decimal": "a number"},
     **{"str": "a string", "list": "an array", "tuple": "an array", "dict": "an object"},
 }
 _TYPE = f"({'|'.join(_JSON_KINDS)})"

@@ -18,7 +18,6 @@ from zero_tp.errors import UserError
 
 Piece = list[int]
 
-
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(lambda lengths: max(lengths) > 1)
 
 

@@ -8,6 +8,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +19,10 @@ from transformers import AutoTokenizer
 from tests.support.corpora import TEXTS, held_out, run, write_jsonl
 from tests.support.launched import ROOT, script
 from tests.tiers import in_tiers
-from zero_tp.data import PrepareSettings, prepare
+from zero_tp.commands.prepare import _summary
+from zero_tp.data import PrepareSettings, documents, prepare
 from zero_tp.data.indexed import IndexedCorpus
+from zero_tp.data.records import Record, Source
 from zero_tp.errors import UserError
 
 
@@ -104,6 +108,20 @@ def test_reuse_overwrite_and_refusal(tmp_path: Path) -> None:
     (first.output / "train.bin").write_bytes(b"")
     with pytest.raises(UserError, match=r"train\.bin has 0 bytes instead of .*--overwrite"):
         prepare([source], first.output, PrepareSettings("bpe:300", 0.1, 9))
+
+
+def test_a_data_set_of_the_hub_is_read_again_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(source: Source) -> Iterator[Record]:
+        source.key = "text"
+        return (Record(number, {"text": text}) for number, text in enumerate(texts, start=1))
+
+    monkeypatch.setattr(documents, "read_hub", rows)
+    texts, again = TEXTS[:10], partial(prepare, ["hf:a/b"], tmp_path / "out", PrepareSettings("bpe:300"), processes=1)
+    again()
+    texts = TEXTS
+    reused = again()
+    assert reused.reused and "hf: inputs are compared by name only; --overwrite" in "".join(_summary(reused))
+    assert again(overwrite=True).report["documents"]["read"] == len(TEXTS)
 
 
 def test_the_command(tmp_path: Path) -> None:

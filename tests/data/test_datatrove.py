@@ -103,11 +103,15 @@ def test_documents_of_datatroves_own_reader(tmp_path: Path, tokenizer: str) -> N
 
 
 def test_documents_that_a_step_adds_count_as_read(tmp_path: Path, tokenizer: str) -> None:
-    reader = CorpusReader([write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(10)])])
-    corpus = TokenizedCorpus(tokenizer, tmp_path / "parts", reader=reader)
-    corpus.run(copy for document in reader.run() for copy in (document, document))
-    counts = merge(tmp_path / "parts", tmp_path / "out").report["documents"]
-    assert (counts["read"], counts["kept"], counts["dropped"]) == (20, 20, {})
+    """By doubling them, and by another reader before this one; a setting of the pipeline hides no validation size."""
+    texts = [f"text {i}" for i in range(10)]
+    reader, other = (CorpusReader([write_jsonl(tmp_path / f"{name}.jsonl", texts)]) for name in "ab")
+    corpus = TokenizedCorpus(tokenizer, tmp_path / "parts", reader=reader, settings={"validation": 0.2})
+    corpus.run(copy for document in reader.run(other.run()) for copy in (document, document))
+    counts = merge(tmp_path / "parts", tmp_path / "out", 0.1).report["documents"]
+    assert (counts["read"], counts["kept"], counts["dropped"]) == (40, 40, {})
+    with pytest.raises(UserError, match=r"made with another validation: .* --overwrite"):
+        merge(tmp_path / "parts", tmp_path / "out", 0.2)
 
 
 def flip_byte(path: Path) -> None:
@@ -208,7 +212,7 @@ def test_refusals(tmp_path: Path, inputs: list[str | Path], tokenizer: str, monk
         TokenizedCorpus(tokenizer, tmp_path, eos="no")
     reader = CorpusReader(inputs)
     os.utime(inputs[0], (1, 1))
-    with pytest.raises(UserError, match=r"b.jsonl: it has changed since the pipeline was made"):
+    with pytest.raises(UserError, match=r"b.jsonl: it has changed since this was started"):
         list(reader.run(None, 0, 1))
     monkeypatch.setitem(sys.modules, "datatrove", None)
     with pytest.raises(UserError, match=r"needs datatrove: pip install -c constraints.txt -e .\[datatrove\]"):
@@ -220,15 +224,11 @@ def test_the_command(tmp_path: Path, whole_parts: Path) -> None:
         return zero_tp(tmp_path, "prepare", "--output", "out", *map(str, words))
 
     assert "wrote" in prepared("--merge", whole_parts, "--validation-fraction", "0.1").stdout
-    cases: list[tuple[list[object], str]] = [
-        (
-            ["--merge", whole_parts, "--seed", "3"],
-            "--merge takes the documents of the parts as they are: leave out seed",
-        ),
-        (["--merge", tmp_path / "nothing"], "there are no parts of a corpus; launch/prepare_cluster.py makes them"),
-    ]
-    for words, message in cases:
-        refused = prepared(*words)
+    for words, message in (
+        ((whole_parts, "--seed", "3"), "--merge takes the documents of the parts as they are: leave out seed"),
+        ((tmp_path / "nothing",), "there are no parts of a corpus; launch/prepare_cluster.py makes them"),
+    ):
+        refused = prepared("--merge", *words)
         assert (refused.returncode, refused.stdout) == (2, "") and message in refused.stderr
         assert refused.stderr.count("\n") == 1
 

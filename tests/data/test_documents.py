@@ -22,6 +22,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.launched import ROOT
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.data import formats, records, stream
 from zero_tp.data.documents import file_sha256, find_sources, read_blocks, read_documents
@@ -29,11 +30,7 @@ from zero_tp.data.formats import DOCUMENT_UNITS
 from zero_tp.data.records import Document, Problem, Source
 from zero_tp.errors import UserError
 
-ROOT = Path(__file__).parents[2]
-
-
 TEXTS = ["one\ntwo, three", 'he said "no"', "café 👋", "  spaces ", "", "NA", "1234", "last \r\n line"]
-
 
 ROWS = [{"id": i, "title": f"Title {i}", "text": text} for i, text in enumerate(TEXTS)]
 
@@ -69,7 +66,6 @@ WRITERS: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
     "arrow": as_arrow,
     "file.arrow": lambda rows: as_arrow(rows, pa.ipc.new_file),
 }
-
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "": lambda data: data,
@@ -143,6 +139,8 @@ def test_a_field_that_is_not_there_lists_those_that_are(tmp_path: Path, kind: st
 def test_an_object_may_follow_blank_lines(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(' \n\n{\n "text": "x"\n}\n')
     assert documents(tmp_path / "a.json") == [Document("x")]
+    (tmp_path / "a.json").write_text('[{"text": "x", "id": 18446744073709551615, "n": 1e400}, {"text": "y"}]')
+    assert documents(tmp_path / "a.json") == [Document("x"), Document("y")], "no number ends an array"
 
 
 def test_directories_globs_and_what_is_no_input(tmp_path: Path) -> None:
@@ -178,6 +176,8 @@ BAD: list[tuple[str, bytes, str, list[str]]] = [
     ("a.jsonl.gz", b"plain", "unreadable", []),
     ("a.json", b'[{"text": "a"}, 3, {"text": "b"}]', "malformed", ["a", "b"]),
     ("a.json", b'[{"text": "a"}, {"text": "b"}, {"te', "unreadable", ["a", "b"]),
+    ("a.json", b'[{"text": 1.5}, {"text": "b"}]', "no text", ["b"]),
+    ("a.json", b'[{"text": "a", "n": ' + b"[" * 9999 + b"]" * 9999 + b'}, {"text": "b"}]', "malformed", ["b"]),
     ("a.json", b'{"text": "a"}\n{"te\n{"text": "b"}', "malformed", ["a", "b"]),
     ("a.json", b'\n{"te\n{"text": "b"}', "malformed", ["b"]),
     ("a.csv", b"n,text\n1,a\n2,b,c\n3,d", "malformed", ["a", "d"]),
@@ -284,8 +284,7 @@ def test_a_data_set_of_the_hub_from_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "name"),
-    in_tiers([("pyarrow", "a.parquet"), ("ijson", "a.json")], [("ijson", "a.json")]),
+    ("library", "name"), in_tiers([("pyarrow", "a.parquet"), ("ijson", "a.json")], [("ijson", "a.json")])
 )
 def test_a_library_that_is_missing_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, name: str

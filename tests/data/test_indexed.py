@@ -13,15 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.launched import ROOT
 from tests.support.tiny_models import write_corpus
 from tests.tiers import THOROUGH
 from zero_tp.data import indexed
 from zero_tp.data.indexed import DTYPES, HEADER, MAGIC, VERSION, IndexedCorpus, IndexedWriter
 from zero_tp.data.samples import PackedSamples
 from zero_tp.errors import UserError
-
-ROOT = Path(__file__).parents[2]
-
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 0], [9, 10]]
 

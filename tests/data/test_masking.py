@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -13,18 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DataCollatorForLanguageModeling
 
-from tests.support.tiny_models import speeches
+from tests.data.test_tokenizer import BARE, SPEECHES
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data.masked import Masking, ngrams
 from zero_tp.data.permutation import uniforms
 from zero_tp.data.tokenizer import MaskingVocabulary
 from zero_tp.data.tokenizer_training import train_wordpiece
-
-SPEECHES = speeches(12, 20_000)
-
-
-BARE = [" ".join(re.sub(r"[^A-Za-z]", " ", text).split()) for text in SPEECHES]
-"""Words and single spaces alone: there all marks and transformers' collator mean the same by a word."""
 
 
 @settings(deadline=None, max_examples=60)

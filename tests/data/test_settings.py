@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.corpora import TEXTS, run, write_jsonl
+from tests.support.launched import ROOT
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.errors import UserError
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,13 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.support.corpora import run as prepare_texts
+from tests.support.launched import ROOT
 from zero_tp.data import Prepared, PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.records import Document
 from zero_tp.data.similarity import EvaluationSets, exact_duplicates, near_duplicates, ngram_hashes, shingles, sketches
 from zero_tp.errors import UserError
-
-ROOT = Path(__file__).parents[2]
-
 
 run = partial(prepare_texts, validation=1)
 
@@ -110,7 +108,8 @@ def test_evaluation_sets(tmp_path: Path) -> None:
     passage = "it was the best of times it was the worst of times it was the age of wisdom"
     (tmp_path / "lambada.jsonl").write_text(json.dumps({"context": passage, "choices": ["wisdom", "folly"]}))
     (tmp_path / "wiki.txt").write_text(" = Valkyria Chronicles III = \n\n = = Plot = = \n\n Some words , few . \n")
-    sets = EvaluationSets.read([tmp_path / "lambada.jsonl", tmp_path / "wiki.txt"])
+    files = (tmp_path / "lambada.jsonl", tmp_path / "wiki.txt")
+    sets = EvaluationSets.read(files)
     wanted = np.unique(ngram_hashes(f"{passage} wisdom folly"))  # the other text has fewer than 13 words
     assert sets.hashes.tolist() == wanted.tolist() and sets.titles == {"valkyria chronicles iii"}
     thirteen = "He said: It was the BEST of times; it was the worst of times. It!"
@@ -119,22 +118,17 @@ def test_evaluation_sets(tmp_path: Path) -> None:
         *("Valkyria Chronicles III\n\nIs a game.", "I like Valkyria Chronicles III", thirteen),
     ]
     assert [sets.overlap_with(Document(text)) for text in texts] == [False, True, False, False, True, False, True]
-    assert sets.overlap_with(Document("text", "Valkyria chronicles III")) and not sets.overlap_with(
-        Document("text", "Plot")
-    )
-    given: dict[str, Any] = {
-        "decontaminate": (tmp_path / "lambada.jsonl", tmp_path / "wiki.txt"),
-        "deduplicate": "exact",
-    }
-    prepared = run(tmp_path, texts=texts, **given)
-    assert (
-        prepared.report["documents"]["dropped"] == {"duplicate": 1, "contaminated": 2} and documents_of(prepared) == 4
-    )
+    titles = ("Valkyria chronicles III", "Plot")
+    assert [sets.overlap_with(Document("text", title)) for title in titles] == [True, False]
+    decontaminated = partial(run, tmp_path, texts=texts, decontaminate=files, deduplicate="exact")
+    prepared = decontaminated()
+    dropped = prepared.report["documents"]["dropped"]
+    assert dropped == {"duplicate": 1, "contaminated": 2} and documents_of(prepared) == 4
     assert [each["reason"] for each in removed(prepared)] == ["duplicate", "contaminated", "contaminated"]
-    assert run(tmp_path, texts=texts, **given).reused
+    assert decontaminated().reused
     (tmp_path / "wiki.txt").write_text(" = Another = \n words")
     with pytest.raises(UserError, match="was made with another decontaminate"):
-        run(tmp_path, texts=texts, **given)
+        decontaminated()
 
 
 def test_length_and_unicode(tmp_path: Path) -> None:

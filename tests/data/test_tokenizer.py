@@ -17,22 +17,18 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.support.corpora import held_out, run
+from tests.support.launched import ROOT
 from tests.support.tiny_models import speeches
 from tests.tiers import in_tiers
 from zero_tp.data.indexed import IndexedCorpus
-from zero_tp.data.tokenizer import DocumentEncoder, MaskingVocabulary, open_tokenizer
+from zero_tp.data.tokenizer import DocumentEncoder, MaskingVocabulary, open_tokenizer, special_tokens
 from zero_tp.data.tokenizer_training import train_bpe, train_wordpiece
 from zero_tp.errors import UserError
 
-ROOT = Path(__file__).parents[2]
-
-
 SPEECHES = speeches(12, 20_000)
-
 
 BARE = [" ".join(re.sub(r"[^A-Za-z]", " ", text).split()) for text in SPEECHES]
 """Words and single spaces alone: there all marks and transformers' collator mean the same by a word."""
-
 
 SPECIAL = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 
@@ -61,7 +57,8 @@ def metaspace() -> PreTrainedTokenizerFast:
 def suffixed() -> PreTrainedTokenizerFast:
     """A tokenizer that marks where words end, as the first GPT's and CLIP's."""
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]", end_of_word_suffix="</w>"))
-    tokenizer.pre_tokenizer, tokenizer.normalizer = pre_tokenizers.Whitespace(), normalizers.Lowercase()
+    words = [pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel(add_prefix_space=False)]  # CLIP has both
+    tokenizer.pre_tokenizer, tokenizer.normalizer = pre_tokenizers.Sequence(words), normalizers.Lowercase()
     trainer = trainers.BpeTrainer(
         vocab_size=600, special_tokens=list(SPECIAL.values()), end_of_word_suffix="</w>", show_progress=False
     )
@@ -187,10 +184,24 @@ def test_sentences_are_kept_as_sequences_and_the_tokens_stay_the_same(tmp_path: 
         assert number > 20 * len(corpus)
 
 
+def test_no_white_space_ends_the_splitting_of_sentences() -> None:
+    encoder = DocumentEncoder(train_bpe(iter(BARE), 300), "en")
+    for space in "\x85\xa0\u2003\u2028\u3000":
+        ((ids, starts),) = encoder.encode([f"The bill B{space}. It has passed. More text {space}{space}. The end."])
+        assert starts[0] and 1 < starts.sum() < len(ids), "not a panic of sentencex"
+
+
+def test_a_character_that_a_tokenizer_has_no_token_for_is_one_line() -> None:
+    backend = Tokenizer(models.WordPiece({"a": 0}, unk_token="[UNK]"))
+    with pytest.raises(UserError, match=r"can't encode a document \(.*Missing \[UNK\] token.*\); use a tokenizer with"):
+        DocumentEncoder(PreTrainedTokenizerFast(tokenizer_object=backend)).encode(["a", "b"])
+
+
 def test_ids_with_gaps_are_kept() -> None:
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 70_000}, "a"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    encoder = DocumentEncoder(PreTrainedTokenizerFast(tokenizer_object=backend))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    encoder = DocumentEncoder(tokenizer)
     columns = encoder.columns(encoder.encode(["a b"]))
-    assert encoder.vocabulary_size == 70_001
+    assert encoder.vocabulary_size == special_tokens(tokenizer)[0] == 70_001
     assert np.frombuffer(columns["tokens"], np.int32).tolist() == [0, 70_000]

@@ -17,6 +17,11 @@ def tasks(tmp_path_factory: pytest.TempPathFactory, shared_file: Callable[[str],
 
 
 @pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gpt2(tmp_path_factory.mktemp("models") / "tiny", ["some words of a text, and more of them"] * 3)
+
+
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory, shared_file: Callable[[str], Path]) -> Path:
     """A GPT-2 with a vocabulary of 503."""
     text = shared_file("data/lambada_openai_first1000.jsonl").read_text()[:20_000]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import math
@@ -15,7 +16,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from tests.support.tiny_models import tiny_gpt2
 from zero_tp.errors import UserError
-from zero_tp.evaluation.lambada import Passage, lambada_passages
+from zero_tp.evaluation.lambada import lambada_passages
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
 
 
@@ -86,15 +87,18 @@ def test_longer_passages_are_cut_on_the_left(model: Path, tmp_path: Path) -> Non
 def test_all_forms_of_the_file_are_the_same_passages(passages: Path, tmp_path: Path) -> None:
     found, _ = lambada_passages(passages, "text", 50)
     records = [json.loads(line) for line in passages.read_text(encoding="utf-8").splitlines()[:50]]
-    assert found == [Passage(each["context"].rstrip(), each["continuation"]) for each in records]
+    assert found == [(each["context"].rstrip(), f" {each['continuation']}") for each in records]
     whole = [each["context"] + " " + each["continuation"] for each in records]
     assert all("\n" in text for text in whole[:3]), "the test wants white space of all kinds"
     with gzip.open(tmp_path / "texts.jsonl.gz", "wt", encoding="utf-8") as file:
         file.write("".join(json.dumps({"passage": text}) + "\n" for text in whole))
     assert lambada_passages(tmp_path / "texts.jsonl.gz", "passage", None)[0] == found
+    with open(tmp_path / "texts.csv", "w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([("text", "passage"), *(("no passage", text) for text in whole)])
+    assert lambada_passages(tmp_path / "texts.csv", "passage", None)[0] == found
     (tmp_path / "lines.txt").write_text("".join(" ".join(text.split()) + "\n" for text in whole), encoding="utf-8")
     lines, _ = lambada_passages(tmp_path / "lines.txt", "text", None)
-    assert [each.word for each in lines] == [each.word for each in found]
+    assert [word for _, word in lines] == [word for _, word in found]
 
 
 def test_the_hubs_passages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +106,7 @@ def test_the_hubs_passages(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"text": "I say\n\nyes and no"}, {"text": "b c"}])
     found, origin = lambada_passages(None, "text", 1)
-    assert found == [Passage("I say\n\nyes and", "no")]
+    assert found == [("I say\n\nyes and", " no")]
     assert origin["dataset"] == "EleutherAI/lambada_openai" and len(origin["sha256"]) == 64
 
 
@@ -111,6 +115,7 @@ def test_mistakes(tmp_path: Path) -> None:
     for line, message in [
         ('{"question": "a b"}', r"wrong\.jsonl:1: no key 'text'; the keys found are 'question'"),
         ('{"context": "a b"}', "'context' and 'continuation' go together; its keys are context"),
+        ('{"context": "a b", "continuation": " "}', "wrong.jsonl:1: its continuation is empty"),
         ('{"text": "word"}', "needs at least two words"),
         ("", "it has no passage"),
     ]:

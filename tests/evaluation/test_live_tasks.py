@@ -17,6 +17,7 @@ from tests.support.pools import Pools
 from tests.support.tiny_models import tiny_gpt2
 from tests.tiers import THOROUGH
 from zero_tp.config.schema import Evaluation
+from zero_tp.errors import UserError
 from zero_tp.evaluation.live_tasks import LiveTasks
 from zero_tp.topology import Topology
 
@@ -37,6 +38,15 @@ def write_files(directory: Path) -> dict[str, Any]:
         "task_data": {"perplexity": str(texts)},
         "task_include_path": str(tasks),
     }
+
+
+def test_a_continuation_that_no_row_holds_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "lambada.jsonl").write_text('{"context": "A", "continuation": "word"}\n')
+    model = tiny_gpt2(tmp_path / "model", [TEXT])
+    block = Evaluation(tasks=["lambada"], task_data={"lambada": str(tmp_path / "lambada.jsonl")})
+    tokens = LiveTasks(block, model, GPT2Config(vocab_size=1000), 9)._tokenizer(" word").input_ids
+    with pytest.raises(UserError, match=rf"tasks: lambada: a continuation of {len(tokens)} tokens is longer than "):
+        LiveTasks(block, model, GPT2Config(vocab_size=1000), len(tokens) - 1)
 
 
 def losses(directory: Path, settings: dict[str, Any], stage: int, live: bool) -> tuple[list[float], list[Any]]:

@@ -182,4 +182,7 @@ def test_a_model_that_cannot_generate(model: Path, tasks: Path) -> None:
     with pytest.raises(UserError, match="object can't generate text"):
         task.run(replace(eval_model, module=object()))
     with pytest.raises(UserError, match="generates 12 tokens, and the model's 10 positions leave no room"):
-        task.check(10)
+        task.check(10, eval_model.tokenizer)
+    (task,) = make_tasks(["copa_local"], {}, TaskOptions(include_path=tasks, limit=2))
+    with pytest.raises(UserError, match=r"copa_local: a continuation of \d+ tokens is longer than the model's 2 posit"):
+        task.check(2, eval_model.tokenizer)

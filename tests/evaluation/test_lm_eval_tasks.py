@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from lm_eval.tasks import TaskManager
@@ -20,7 +23,7 @@ from tests.tiers import THOROUGH
 from zero_tp.errors import UserError
 from zero_tp.evaluation.eval_model import EvalModel
 from zero_tp.evaluation.lm_eval_tasks import LM_EVAL_TASKS
-from zero_tp.evaluation.task import Task, TaskOptions
+from zero_tp.evaluation.task import CHOICE_FIELDS, Task, TaskOptions
 from zero_tp.evaluation.zero_shot import make_tasks
 
 LIMIT = 25
@@ -109,6 +112,19 @@ def test_a_group_whose_list_has_no_names_is_refused(tmp_path: Path, members: str
     assert re.match(words, refusal(["all"], include_path=tmp_path))
 
 
+@pytest.mark.usefixtures("without_lm_evals_tasks")
+def test_tasks_of_a_tag_or_of_a_group_without_a_mean_are_logged(
+    model: Path, shared_file: Callable[[str], Path], tmp_path: Path
+) -> None:
+    fields = dict(zip(("doc_to_text", "doc_to_choice", "doc_to_target"), CHOICE_FIELDS, strict=True))
+    for name in ("one", "two"):
+        file = task_file(name, shared_file("data/copa.jsonl"), "multiple_choice", {"acc": "mean"}, tag="both", **fields)
+        (tmp_path / f"{name}.yaml").write_text(file)
+    (tmp_path / "all.yaml").write_text("group: all\ntask: [one, two]")
+    for task in make_tasks(["both", "all"], {}, TaskOptions(include_path=tmp_path, limit=2)):
+        assert task.figures_to_log(task.run(native_model(model))).keys() == {"one/acc", "two/acc"}, task.name
+
+
 CODE = "task: mine\ndataset_path: json\noutput_type: loglikelihood\ndoc_to_text: !function code.text\n"
 
 
@@ -146,12 +162,15 @@ def test_questions_of_ones_own_need_no_task_file(
 ) -> None:
     """Their figures are lm-eval's of a task file for the same questions."""
     file = shared_file("data/copa.jsonl")
-    (task,) = make_tasks(["multiple_choice"], {"multiple_choice": file}, TaskOptions(limit=LIMIT))
-    found = task.run(native_model(model))
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "copa.parquet")
     expected = reference(model, tasks, ["copa_local"], LIMIT)["copa_local"][0]
-    assert found["examples"] == LIMIT
-    for metric in ("acc,none", "acc_norm,none"):
-        assert found["metrics"][metric] == expected[metric]
+    for path in (file, tmp_path / "copa.parquet"):
+        (task,) = make_tasks(["multiple_choice"], {"multiple_choice": path}, TaskOptions(limit=LIMIT))
+        found = task.run(native_model(model))
+        assert found["examples"] == LIMIT
+        for metric in ("acc,none", "acc_norm,none"):
+            assert found["metrics"][metric] == expected[metric]
     assert re.search("multiple_choice needs JSON lines with query, choices, gold", refusal(["multiple_choice"]))
     other = tmp_path / "other.jsonl"
     other.write_text('{"question": "one", "choices": ["a", "b"]}\n')

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertForPreTraining
 
-from tests.support.tiny_models import tiny_gpt2
 from zero_tp.commands import sample
 from zero_tp.data.tokenizer import open_tokenizer
 from zero_tp.errors import UserError
@@ -27,16 +26,9 @@ from zero_tp.weights.weight_files import INDEX, SINGLE
 FIRST = "transformer.wte.weight"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_gpt2(tmp_path_factory.mktemp("models") / "tiny", ["some words of a text, and more of them"] * 3)
-
-
 @pytest.fixture
-def model(whole: Path, tmp_path: Path) -> Path:
-    copied = tmp_path / "model"
-    shutil.copytree(whole, copied)
-    return copied
+def model(small_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(small_model, tmp_path / "model"))
 
 
 def evaluation(directory: Path) -> Any:
@@ -188,13 +180,13 @@ def test_a_number_of_positions_is_positive(model: Path, positions: int) -> None:
     opened = open_directory(model)
     opened.config.n_positions = positions
     for requested in (None, 8):
-        with pytest.raises(UserError, match=r"max_position_embeddings is .*, not positive"):
+        with pytest.raises(UserError, match=r"max_position_embeddings leave \S+ positions; at least 1"):
             opened.sequence_length(requested)
 
 
-def test_shards_are_the_same_model(whole: Path, model: Path) -> None:
+def test_shards_are_the_same_model(small_model: Path, model: Path) -> None:
     in_shards(model)
-    expected = load_file(whole / SINGLE)
+    expected = load_file(small_model / SINGLE)
     opened = evaluation(model).state_dict()
     assert all(torch.equal(opened[name], tensor) for name, tensor in expected.items())
     assert torch.equal(training(model).transformer.embedding.word.weight, expected[FIRST])
@@ -282,6 +274,7 @@ def test_an_encoder_predicts_no_next_token(model: Path, model_type: str, reader:
     of_type(model, model_type, is_decoder=True)
     if model_type == "roberta":
         assert reader(model)
+        assert open_directory(model).sequence_length(None) == 511, "position 0 is the padding token's"
 
 
 IMPOSSIBLE: dict[str, tuple[Any, ...]] = {
@@ -320,6 +313,14 @@ def test_an_id_beyond_every_vocabulary_is_refused(model: Path) -> None:
     fields = json.loads((model / "tokenizer.json").read_text())["model"]
     changed(model, "tokenizer.json", model=fields | {"vocab": fields["vocab"] | {"x x": TOO_LARGE}})
     with pytest.raises(UserError, match="the tokenizer's id 2,147,483,647 is too large"):
+        open_tokenizer(model)
+
+
+def test_a_panic_of_tokenizers_is_one_line(model: Path) -> None:
+    parts = [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    template = {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": {}}
+    changed(model, "tokenizer.json", post_processor=template)
+    with pytest.raises(UserError, match=r"its tokenizer can't be read: .*no entry found for key"):
         open_tokenizer(model)
 
 

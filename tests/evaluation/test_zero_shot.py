@@ -15,7 +15,6 @@ from tokenizers import Regex, normalizers
 from transformers import AutoConfig
 
 from tests.support.checkpoints import flip_master, write_checkpoint
-from tests.support.tiny_models import tiny_gpt2
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.manifest import states_file
 from zero_tp.commands import start
@@ -27,9 +26,9 @@ from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, make_task
 SETTINGS = EvaluationSettings(device="cpu", batch_size=3)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_gpt2(tmp_path_factory.mktemp("models") / "tiny", ["some words of a text, and more of them"] * 3)
+@pytest.fixture
+def model(small_model: Path) -> Path:
+    return small_model
 
 
 @pytest.fixture
@@ -185,6 +184,8 @@ def test_names_and_options_that_fit_no_task_are_refused() -> None:
         make_tasks(["wikitext103"], {}, replace(SETTINGS, limit=1))
     with pytest.raises(UserError, match="--overlap: lambada: for perplexity and wikitext103 only; leave it out"):
         make_tasks(["lambada"], {}, replace(SETTINGS, overlap=16))
+    with pytest.raises(UserError, match="--text-key: copa: for perplexity and wikitext103 and lambada only"):
+        make_tasks(["copa"], {}, replace(SETTINGS, text_key="prose"))
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(

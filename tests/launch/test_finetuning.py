@@ -242,6 +242,8 @@ def test_a_model_that_cannot_be_fine_tuned_is_one_line(tmp_path: Path, monkeypat
     changed(model / "tokenizer_config.json", pad_token=EOS)
     changed(config, model_type="t5")
     refuses("t5 is an encoder-decoder; give an encoder or a decoder")
+    changed(config, model_type="roberta", max_position_embeddings=17, pad_token_id=1)
+    refuses("--length: 16 tokens, but the model has 15 positions; shorten it")
     changed(config, model_type="gpt2")
     weights.rename(model / "pytorch_model.bin")
     refuses("its weights are pickled")

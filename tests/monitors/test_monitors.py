@@ -16,6 +16,7 @@ from tests.support.mistakes import written
 from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 from zero_tp.config.schema import BLOCK_OF, TRACKERS
+from zero_tp.errors import UserError
 from zero_tp.monitors.trackers import RUN_IDS, SERVICES, CsvFiles, RunInfo, Trackers
 
 LINES: list[dict[str, Any]] = [
@@ -67,6 +68,10 @@ def test_every_value_has_a_csv_file_that_a_resumed_run_goes_on_in(tmp_path: Path
     CsvFiles({"output_path": tmp_path / "out"}, RunInfo(run, placed, 0)).log({"loss": 1.0}, step=9)
     assert log(placed, run, LINES[:1]) == []
     assert (tmp_path / "out" / "mine" / "loss.csv").read_text() == "step,loss\n1,2.5\n", "a new run's"
+    (tmp_path / "runs" / "other").mkdir()
+    shared = {"output_path": tmp_path / "out", "job_name": "mine"}
+    with pytest.raises(UserError, match="out/mine has another run's values; set another job_name, or remove it"):
+        CsvFiles(shared, RunInfo(run.with_name("other"), placed, 0))
     own = {
         "own.csv": b"name,value\nrow,1\n",
         "notes.csv": b"step,what\n7,more data\n",

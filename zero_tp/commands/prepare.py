@@ -181,6 +181,8 @@ def _summary(prepared: Prepared) -> Iterator[str]:
     report = prepared.report
     if prepared.reused:
         yield f"{prepared.output} is up to date: made from the same inputs and settings"
+        if any(name.startswith("hf:") for name in report["inputs"]):
+            yield "   hf: inputs are compared by name only; --overwrite reads them again"
     if prepared.resumed:
         yield f"resumed an interrupted preparation, which had read {prepared.resumed:,} documents"
     if (documents := report["documents"])["dropped"]:

@@ -21,6 +21,7 @@ import zstandard
 
 from zero_tp.data.formats import import_optional
 from zero_tp.data.records import Document, Problem, RecordBlock, RecordCounts, location
+from zero_tp.data.settings import PrepareSettings
 from zero_tp.data.similarity import EvaluationSets, sketches
 from zero_tp.data.spool import DOCUMENT_FACTS, Mask, ProcessedBlock, StoredBlock
 from zero_tp.data.tokenizer import DocumentEncoder
@@ -35,25 +36,20 @@ class BlockProcessor:
     """Checks, repairs, hashes and (with a finished tokenizer) tokenizes the records of a block.
 
     Attributes:
-        seed: seed of the split.
-        repair: mend Unicode with ftfy.
-        min_tokens: shorter documents are dropped; the eos token is not counted.
-        deduplicate: None, "exact" or "near": what is needed to find duplicates.
+        encoder: of a finished tokenizer.
         sets: the evaluation sets that documents must not overlap with.
     """
 
-    seed: int
+    settings: PrepareSettings
     encoder: DocumentEncoder | None = None
-    repair: bool = False
-    min_tokens: int = 0
-    deduplicate: str | None = None
     sets: EvaluationSets | None = None
 
     def __call__(self, source: int, block: RecordBlock, sha256: str | None = None) -> ProcessedBlock:
         counts, documents, places = RecordCounts(), list[Document](), list[int]()
+        settings = self.settings
         for place, document in block.documents():
             counts.read += 1
-            if self.repair and isinstance(document, Document):
+            if settings.repair and isinstance(document, Document):
                 ftfy = import_optional("ftfy", "--repair-unicode")
                 document = document._replace(text=ftfy.fix_text(document.text))
             if isinstance(document, Document) and not document.text.strip():
@@ -66,23 +62,23 @@ class BlockProcessor:
         columns = {}
         if self.encoder is not None:
             encodings = self.encoder.encode([document.text for document in documents])
-            is_long = [len(ids) - self.encoder.eos_count >= self.min_tokens for ids, _ in encodings]
+            is_long = [len(ids) - self.encoder.eos_count >= settings.min_tokens for ids, _ in encodings]
             if short := is_long.count(False):
                 counts.dropped["short"] += short
             documents, places = list(compress(documents, is_long)), list(compress(places, is_long))
             columns = self.encoder.columns(list(compress(encodings, is_long)))
         texts = [document.text.encode("utf-8") for document in documents]
-        facts, key = np.zeros(len(documents), DOCUMENT_FACTS), self.seed.to_bytes(8, "little")
+        facts, key = np.zeros(len(documents), DOCUMENT_FACTS), settings.seed.to_bytes(8, "little")
         facts["split"] = _hashes(texts, "<u8", key)
         facts["place"] = places
         facts["characters"] = [len(document.text) for document in documents]
-        facts["bytes"] = [len(text) for text in texts]
-        if self.deduplicate is not None:
+        facts["bytes"] = list(map(len, texts))
+        if settings.deduplicate is not None:
             facts["content"] = _hashes(texts, "V16")
-        if self.deduplicate == "near":
-            sketched = sketches([document.text for document in documents])
-            facts["sketch"] = [len(sketch) for sketch in sketched]
-            columns["sketches"] = b"".join(sketched)
+        if settings.deduplicate == "near":
+            minhashes = sketches([document.text for document in documents])
+            facts["sketch"] = list(map(len, minhashes))
+            columns["sketches"] = b"".join(minhashes)
         if self.sets is not None:
             facts["contaminated"] = [self.sets.overlap_with(document) for document in documents]
         columns |= {"documents": facts.tobytes(), "texts": zstandard.compress(b"".join(texts), 1)}

@@ -27,7 +27,7 @@ from typing import Any
 from tqdm import tqdm
 
 from zero_tp.data.blocks import BlockProcessor, encode_stored, map_in_order
-from zero_tp.data.documents import file_sha256, find_sources, read_blocks
+from zero_tp.data.documents import find_sources, read_blocks
 from zero_tp.data.output import DocumentTable, write_output
 from zero_tp.data.records import RecordBlock, RecordCounts, Source
 from zero_tp.data.settings import (
@@ -38,7 +38,6 @@ from zero_tp.data.settings import (
     find_reusable,
     output_identity,
     reading_identity,
-    size_and_time,
 )
 from zero_tp.data.similarity import EvaluationSets
 from zero_tp.data.spool import COMMITTED, ProcessedBlock, Spool, StoredBlock
@@ -67,7 +66,7 @@ def prepare(
     Args:
         inputs: files, directories, globs, `-` or `hf:NAME`; see `documents.find_sources`.
         output: directory to write. An output of the same inputs and settings is reused.
-        overwrite: replace an output or an interrupted preparation of other inputs or settings.
+        overwrite: replace an output or an interrupted preparation of other inputs or settings, or of the hub.
         strict: stop at the first record that is no document, instead of counting it.
         processes: number of processes that read and tokenise; None: one per core.
         progress: show progress bars when stderr is a terminal.
@@ -82,20 +81,18 @@ def prepare(
         raise UserError(f"processes {processes}: at least 1")
     real_output = Path(os.path.realpath(output))  # a symbolic link stays
     directory = hidden_sibling(real_output, "progress")
-
-    def current_identity() -> dict[str, Any]:
-        hashes = [file_sha256(source.path) if source.path is not None else "" for source in sources]
-        return output_identity(sources, hashes, spec, settings)
-
+    # Standard input and the hub may give other documents the next time.
+    can_resume = all(source.path is not None for source in sources)
+    identity = partial(output_identity, sources, spec, settings)
     with name_output_in_errors(output, directory):
         reading = reading_identity(sources, spec, settings)
-        if (reused := find_reusable(output, current_identity, overwrite)) is not None:
+        # No output has the empty identity, so it is written again.
+        current: Callable[[], dict[str, Any]] = identity if can_resume or not overwrite else dict
+        if (reused := find_reusable(output, current, overwrite)) is not None:
             clear_partial(real_output, (TOKENIZER,))
             if Spool(directory).identity == reading:  # left by a process that was killed at its end
                 shutil.rmtree(directory, ignore_errors=True)
             return reused
-        # Standard input and the hub may give other documents the next time.
-        can_resume = all(source.path is not None for source in sources)
         with (
             partial_directory(real_output, (TOKENIZER,)) as staging,
             _open_spool(directory, reading, overwrite, can_resume) as spool,
@@ -105,9 +102,9 @@ def prepare(
             preparation.read()
             documents = preparation.select(staging)
             encoder, encoded_blocks = preparation.encode(documents, staging / TOKENIZER)
-            hashes = [spool.sha256[number] for number in range(len(sources))]
-            identity = output_identity(sources, hashes, spec, settings)
-            report = write_output(staging, documents, encoded_blocks, encoder, identity, preparation.seconds)
+            for number, source in enumerate(sources):
+                source.sha256 = spool.sha256[number]
+            report = write_output(staging, documents, encoded_blocks, encoder, identity(), preparation.seconds)
             put_in_place(staging, real_output, stale=lambda name: name == REMOVED)
             (directory / COMMITTED).unlink(missing_ok=True)  # the spool is not needed any more
     return Prepared(output, report, reused=False, resumed=resumed)
@@ -164,16 +161,13 @@ class Preparation:
         self.sources, self.spec, self.settings, self.spool, self.strict = sources, spec, settings, spool, strict
         # disable=None: a bar on a terminal only.
         self.bar: Callable[..., tqdm] = partial(tqdm, leave=False, disable=None if progress else True)
-        self.sizes_and_times = [size_and_time(source) for source in sources]
-        self.total_bytes = sum(size for size, _ in self.sizes_and_times)
+        self.total_bytes = sum(source.size_and_time[0] for source in sources)
         small = all(source.path is not None for source in sources) and self.total_bytes < _SMALL
         self.processes = processes or (1 if small else len(os.sched_getaffinity(0)))
         self.tokenizer = load_tokenizer(spec.directory, settings.eos) if spec.directory is not None else None
         encoder = None if self.tokenizer is None else DocumentEncoder(self.tokenizer, settings.sentences)
         sets = EvaluationSets.read(settings.decontaminate) if settings.decontaminate else None
-        self.processor = BlockProcessor(
-            settings.seed, encoder, settings.repair, settings.min_tokens, settings.deduplicate, sets
-        )
+        self.processor = BlockProcessor(settings, encoder, sets)
         self.seconds: dict[str, float] = {}
 
     def read(self) -> None:
@@ -190,17 +184,15 @@ class Preparation:
     def _missing_blocks(self, bar: tqdm) -> Iterator[tuple[int, RecordBlock, str | None]]:
         """Yield each block that is not in the spool, and an empty one with the hash at the end of a source."""
         bytes_before = 0
-        for number, (source, before) in enumerate(zip(self.sources, self.sizes_and_times, strict=True)):
+        for number, source in enumerate(self.sources):
             if number not in self.spool.sha256:
                 last = self.spool.last_blocks.get(number, -1)
                 for block in read_blocks(source):
                     bar.update(bytes_before + source.position - bar.n)
                     if block.number > last:
                         yield number, block, None
-                if size_and_time(source) != before:
-                    raise UserError(f"{source.name}: it changed while it was read: run this again")
                 yield number, RecordBlock(source.name, 0, None, []), source.sha256
-            bytes_before += before[0]
+            bytes_before += source.size_and_time[0]
 
     def _check_strict(self) -> None:
         if self.strict and self.spool.counts.problems:
@@ -210,10 +202,10 @@ class Preparation:
     def select(self, staging: Path) -> DocumentTable:
         """Return the documents of the output, and write `removed.jsonl` if a step can remove some."""
         documents = DocumentTable(self.spool.blocks, [source.name for source in self.sources], self.spool.counts)
-        removed = documents.remove_duplicates(self.settings.deduplicate) + documents.remove_contaminated()
         if self.settings.deduplicate or self.settings.decontaminate:
             with open(staging / REMOVED, "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(document, ensure_ascii=False) + "\n" for document in removed)
+                for document in documents.remove(self.settings.deduplicate):
+                    file.write(json.dumps(document, ensure_ascii=False) + "\n")
         documents.select_validation(self.settings.validation)
         return documents
 

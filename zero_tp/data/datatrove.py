@@ -21,7 +21,7 @@ from zero_tp.data.documents import find_sources, group_records, read_blocks
 from zero_tp.data.formats import import_optional
 from zero_tp.data.parts import MANIFEST
 from zero_tp.data.records import Problem, Record, RecordBlock, RecordCounts, location
-from zero_tp.data.settings import PrepareSettings, check_settings, describe_files, library_versions, size_and_time
+from zero_tp.data.settings import PrepareSettings, check_settings, describe_files, library_versions
 from zero_tp.data.spool import Spool
 from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
@@ -58,17 +58,14 @@ class CorpusReader(PipelineStep):
         if any(source.path is None and source.kind != "hub" for source in self.sources):
             raise UserError("standard input can't be read by several tasks: write it to a file first")
         self.inputs = [(number, source.name) for number, source in enumerate(self.sources)]
-        self.sizes_and_times = [size_and_time(source) for source in self.sources]
         self.counts = RecordCounts()
 
     def run(self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield the documents of this task, in order."""
+        """Yield the documents of an earlier reader, then those of this task, in order."""
         self.counts = RecordCounts()
+        yield from data or ()  # of a reader before this one
         for number, _ in self.inputs[rank::world_size]:
             yield from self._documents(number)
-            if size_and_time(self.sources[number]) != self.sizes_and_times[number]:
-                name = self.sources[number].name
-                raise UserError(f"{name}: it has changed since the pipeline was made: start it again")
 
     def _documents(self, number: int) -> Iterator[Document]:
         source = self.sources[number]
@@ -118,14 +115,13 @@ class TokenizedCorpus(PipelineStep):
                 f"tokenizer {tokenizer}: a cluster takes a finished tokenizer: prepare some of the documents with "
                 "zero-tp prepare first, then pass that output's tokenizer directory"
             )
-        check_settings(PrepareSettings(str(tokenizer), seed=seed, min_tokens=min_tokens, sentences=sentences, eos=eos))
+        options: dict[str, Any] = {"eos": eos, "sentences": sentences, "seed": seed, "min_tokens": min_tokens}
+        chosen = PrepareSettings(str(tokenizer), **options)
+        check_settings(chosen)
         self.tokenizer, self.parts, self.eos, self.reader = spec.directory.absolute(), Path(parts), eos, reader
-        self.encoder = DocumentEncoder(load_tokenizer(spec.directory, eos), sentences)
-        self.processor = BlockProcessor(seed, self.encoder, min_tokens=min_tokens)
-        self.settings = {
-            **{"tokenizer": spec.fingerprint(), "eos": eos, "sentences": sentences, "seed": seed},
-            **{"min_tokens": min_tokens, "versions": library_versions(), **(settings or {})},
-        }
+        self.processor = BlockProcessor(chosen, DocumentEncoder(load_tokenizer(spec.directory, eos), sentences))
+        identity = {"tokenizer": spec.fingerprint(), **options, "versions": library_versions()}
+        self.settings = identity | dict(settings or {})
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
         """Write the part of task `rank`, which replaces one of a killed task or of an earlier run."""

@@ -23,23 +23,13 @@ from typing import IO, Any
 import zstandard
 
 from zero_tp.data.formats import FORMATS, STREAMS, TABLES, choose_json_key, read_hub
-from zero_tp.data.records import (
-    EVERY_STRING,
-    HUB,
-    Document,
-    Problem,
-    Record,
-    RecordBlock,
-    Source,
-    location,
-    object_of,
-)
+from zero_tp.data.records import EVERY_STRING, HUB, Document, Problem, Record, RecordBlock, Source, location, object_of
 from zero_tp.errors import UserError
 from zero_tp.files import open_regular
 
 STDIN = "-"
 _BLOCK_BYTES, _BLOCK_RECORDS = 2**20, 10_000
-# Bytes of one read. Compressed ones are few: 2 KiB may decompress to 64 MiB, and a read with an error is lost whole.
+# Compressed data is read in small pieces: 2 KiB may decompress to 64 MiB, and an error loses all of its piece.
 _READ_BYTES, _COMPRESSED_BYTES = 2**20, 2**11
 COMPRESSIONS: dict[str, Callable[[], Any]] = {
     ".gz": partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
@@ -96,12 +86,17 @@ def find_sources(
             check_files(paths)
             for path in paths:
                 name = os.fsencode(path).decode("utf-8", "backslashreplace")  # file names may hold any bytes
-                sources.append(Source(name, document_kind(path), text_key, documents, path=path))
+                sources.append(Source(name, document_kind(path), text_key, documents, path, _size_and_time(path)))
     if sum(source.path is None and source.kind != "hub" for source in sources) > 1:
         raise UserError("standard input can be read once: give - once")
     if not sources:
         raise UserError("no input files")
     return sources
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _files(name: str) -> list[Path]:
@@ -122,19 +117,16 @@ def _files(name: str) -> list[Path]:
 def stream(
     inputs: Sequence[str | Path], text_key: str | None = None, documents: str = "file"
 ) -> Iterator[tuple[str, Document | Problem]]:
-    """Yield the file and line (or row) of each record of the inputs, in order, with its Document or Problem.
-
-    Args: see `find_sources`.
-    """
+    """Yield the file and line (or row) of each record of `find_sources`' inputs, with its Document or Problem."""
     for source in find_sources(inputs, text_key, documents):
         for block in read_blocks(source):
             for place, document in block.documents():
                 yield location(block.source, place), document
 
 
-def read_documents(path: Path, text_key: str | None = None) -> Iterator[str]:
+def read_documents(path: Path, text_key: str | None = None, documents: str = "file") -> Iterator[str]:
     """Yield the texts of one file, in order. UserError: a record is no document (with file and line)."""
-    for place, document in stream([path], text_key):
+    for place, document in stream([path], text_key, documents):
         if isinstance(document, Problem):
             raise UserError(f"{place}: {document.detail}")
         yield document.text
@@ -155,13 +147,15 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_blocks(source: Source) -> Iterator[RecordBlock]:
-    """Yield all records of a source in blocks. UserError: it can't be read, or no field holds a text."""
+    """Yield all records of a source in blocks. UserError: it can't be read or has changed, or no field holds a text."""
     source.key, source.position = None, 0
     try:
         for number, records in enumerate(group_records(read_hub(source) if source.kind == "hub" else _records(source))):
             if number == 0 and source.kind in ("jsonl", "json"):
                 choose_json_key(source, records)
             yield RecordBlock(source.name, number, source.key, records)
+        if source.path is not None and source.size_and_time not in ((0, 0), _size_and_time(source.path)):
+            raise UserError(f"{source.name}: it has changed since this was started: start it again")
     except OSError as error:
         raise UserError(f"{source.name}: {error.strerror or error}") from error
 
@@ -174,16 +168,17 @@ def _records(source: Source) -> Iterator[Record]:
             source.sha256 = file_sha256(source.path)
             return
         ending, place = source.path.suffix if source.path is not None else "", 0
-        stream = _ByteStream(source, raw, COMPRESSIONS.get(ending))
+        is_compressed = ending in COMPRESSIONS
+        stored = _stored_bytes(source, raw, _COMPRESSED_BYTES if is_compressed else _READ_BYTES)
+        pieces = _decompress(stored, COMPRESSIONS[ending]) if is_compressed else stored
         try:
-            for record in STREAMS[source.kind](source, io.BufferedReader(stream, _READ_BYTES)):
+            for record in STREAMS[source.kind](source, io.BufferedReader(_ByteStream(pieces), _READ_BYTES)):
                 place = record.place
                 yield record
         except EOFError as error:
             yield Record(place + 1, Problem("unreadable", f"not a whole {ending} file ({error}): the rest is lost"))
-        while stream.read_stored():
+        for _ in stored:  # hash the rest
             pass
-        source.sha256 = stream.digest.hexdigest()
 
 
 def group_records(records: Iterable[Record]) -> Iterator[list[Record]]:
@@ -211,54 +206,46 @@ def file_sha256(path: Path) -> str:
 
 
 class _ByteStream(io.RawIOBase):
-    """The decompressed bytes of a file; hashes its stored bytes and counts them in `Source.position`.
+    """Pieces of bytes as a file."""
 
-    A file may have several compressed frames, with zeros after each. A frame that is damaged or cut raises an EOFError;
-    the readers of zstandard and fsspec end silently there.
-    """
-
-    def __init__(self, source: Source, raw: IO[bytes], new_decompressor: Callable[[], Any] | None) -> None:
-        self._source, self._raw, self._new_decompressor = source, raw, new_decompressor
-        self._size = _READ_BYTES if new_decompressor is None else _COMPRESSED_BYTES
-        self._frame: Any = None
-        self._stored, self._output = b"", memoryview(b"")
-        self.digest = hashlib.sha256()
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._rest = pieces, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._output:
-            self._stored = self._stored or self.read_stored()
-            if not self._stored:
-                if self._frame is not None:
-                    raise EOFError("it ends inside a frame")
-                return 0
-            self._output = memoryview(self._decompress())
-        count = min(len(buffer), len(self._output))
-        buffer[:count], self._output = self._output[:count], self._output[count:]
+        while not self._rest and (piece := next(self._pieces, None)) is not None:
+            self._rest = memoryview(piece)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
         return count
 
-    def read_stored(self) -> bytes:
-        """Read bytes of the file as stored."""
-        data = self._raw.read(self._size)
-        self.digest.update(data)
-        self._source.position += len(data)
-        return data
 
-    def _decompress(self) -> bytes:
-        """Decompress the bytes that were read, up to the end of a frame."""
-        stored, self._stored = self._stored, b""
-        if self._new_decompressor is None:
-            return stored
-        if self._frame is None:
-            if not (stored := stored.lstrip(b"\0")):
-                return b""
-            self._frame = self._new_decompressor()
-        try:
-            data: bytes = self._frame.decompress(stored)
-        except (OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
-            raise EOFError(str(error)) from error
-        if self._frame.eof:
-            self._stored, self._frame = self._frame.unused_data, None
-        return data
+def _stored_bytes(source: Source, raw: IO[bytes], size: int) -> Iterator[bytes]:
+    """Yield a file's bytes as stored; count them in `source.position`, and set `source.sha256` at the end."""
+    digest = hashlib.sha256()
+    while data := raw.read(size):
+        digest.update(data)
+        source.position += len(data)
+        yield data
+    source.sha256 = digest.hexdigest()
+
+
+def _decompress(stored: Iterator[bytes], new_decompressor: Callable[[], Any]) -> Iterator[bytes]:
+    """Yield the decompressed bytes of a file, which may have several frames, with zeros after each.
+
+    A frame that is damaged or cut raises an EOFError; the readers of zstandard and fsspec end silently there.
+    """
+    frame: Any = None
+    for data in stored:
+        while data := data if frame else data.lstrip(b"\0"):
+            frame = frame or new_decompressor()
+            try:
+                piece = frame.decompress(data)
+            except (OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
+                raise EOFError(str(error)) from error
+            yield piece
+            data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError("it ends inside a frame")

@@ -104,8 +104,13 @@ def _json_array(source: Source, file: io.BufferedReader) -> Iterator[Record]:
         file.read(3)
     number = 0
     try:
-        for number, item in enumerate(ijson.items(file, "item", use_float=True), start=1):
-            yield Record(number, json_object(item))
+        for number, item in enumerate(ijson.items(file, "item"), start=1):
+            content = json_object(item)
+            try:
+                str(content)  # as `group_records` does
+            except RecursionError:
+                content = Problem("malformed", "not valid JSON: nested too deeply")
+            yield Record(number, content)
     except (ijson.JSONError, UnicodeDecodeError) as error:
         yield Record(number + 1, Problem("unreadable", f"not valid JSON ({first_line(error)}): the rest of it is lost"))
 

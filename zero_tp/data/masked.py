@@ -47,7 +47,8 @@ class Masking:
     """Selects tokens of a row and masks them.
 
     Attributes:
-        probability: share of a row's ordinary tokens to select, rounded, at least 1; a longer word is never selected.
+        probability: share of a row's ordinary tokens to select, rounded, at least 1 token. A word of more tokens than
+            that is never selected.
         max_ngram: words of the longest n-gram; n words are drawn with probability ∝ 1/n.
     """
 
@@ -58,11 +59,7 @@ class Masking:
     def __call__(
         self, row: npt.NDArray[np.int64], randoms: Iterator[float]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the masked row [s], and its labels [s]: the token that was masked, or -100.
-
-        Args:
-            randoms: random numbers of [0, 1).
-        """
+        """Return the masked row [s], and its labels [s]: the token that was masked, or -100."""
         vocabulary = self.vocabulary
         maskable = ~vocabulary.special[row]
         begins = np.flatnonzero(vocabulary.word_begins(row))
@@ -208,9 +205,8 @@ class SegmentPairs:
             return self._assemble([tokens], False, randoms)
         if not len(begins):
             begins = np.flatnonzero(self.masking.vocabulary.word_begins(tokens)[1:]) + 1
-        cut = (
-            int(begins[int(next(randoms) * len(begins))]) if len(begins) else 1 + int(next(randoms) * (len(tokens) - 1))
-        )
+        cuts = begins if len(begins) else np.arange(1, len(tokens))
+        cut = int(cuts[int(next(randoms) * len(cuts))])
         parts = trim([tokens[:cut], tokens[cut:]], self.sequence_length - self.special_count, randoms)
         return self._assemble(parts, next(randoms) < 0.5, randoms)
 
@@ -243,7 +239,7 @@ class SegmentPairs:
         first, size = corpus.extent(document)
         start = j * length
         if start:
-            lowest = start - length // 2  # no earlier, or a long sentence would fill all of its windows
+            lowest = start - length // 2  # no earlier: windows of a long sentence must not repeat its beginning
             starts = corpus.sequences(first + lowest, start - lowest + 1)
             start = lowest + int(starts[-1]) if len(starts) else start
         stop = min(start + length, size)
@@ -268,11 +264,6 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
     """Training samples of the masked objective, one infinite sequence: see `TrainingSamples`.
 
     The start of the second segment, the segments' order and the masks are drawn from (seed, number of the sample).
-
-    Args:
-        prefixes: corpus prefix → weight, in any unit (only their proportions count).
-        pairs: makes the rows.
-        seed: of the order and of the rows.
     """
 
     def __init__(self, prefixes: Mapping[str, float], pairs: SegmentPairs, seed: int) -> None:

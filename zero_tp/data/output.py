@@ -60,27 +60,23 @@ class DocumentTable:
             rows = self.slice_of(number)
             yield from block.texts(self.facts["bytes"][rows], selected[rows])
 
-    def remove_duplicates(self, kind: str | None) -> list[dict[str, Any]]:
-        """Drop exact copies, and near ones if `kind` is "near"; return each with the document that it copies."""
-        removed = list[dict[str, Any]]()
-        if kind is None:
-            return removed
-        originals = exact_duplicates(self.facts["content"].copy())
-        for number in np.flatnonzero(originals != np.arange(len(originals))).tolist():
-            removed.append(self._remove(number, "duplicate", copy_of=self._location(int(originals[number]))))
-        if kind == "near":
+    def remove(self, duplicates: str | None) -> Iterator[dict[str, Any]]:
+        """Drop exact copies, near ones if `duplicates` is "near", and documents that overlap with an evaluation set.
+
+        Yields each with its reason, and a copy with the document that it copies.
+        """
+        if duplicates is not None:
+            originals = exact_duplicates(self.facts["content"].copy())
+            for number in np.flatnonzero(originals != np.arange(len(originals))).tolist():
+                yield self._remove(number, "duplicate", copy_of=self._location(int(originals[number])))
+        if duplicates == "near":
             sketches = enumerate(chain.from_iterable(map(self._sketches, range(len(self.blocks)))))
             numbered = ((number, sketch) for number, sketch in sketches if self.in_output[number])
             for near in near_duplicates(numbered, self._sketch):
                 similar = {"similarity": near.similarity} if near.similarity else {}
-                copied = self._location(near.earlier)
-                removed.append(self._remove(near.document, "near-duplicate", copy_of=copied, **similar))
-        return removed
-
-    def remove_contaminated(self) -> list[dict[str, Any]]:
-        """Drop documents that overlap with an evaluation set, and return them."""
-        numbers = np.flatnonzero(self.in_output & self.facts["contaminated"]).tolist()
-        return [self._remove(number, "contaminated") for number in numbers]
+                yield self._remove(near.document, "near-duplicate", copy_of=self._location(near.earlier), **similar)
+        for number in np.flatnonzero(self.in_output & self.facts["contaminated"]).tolist():
+            yield self._remove(number, "contaminated")
 
     def _remove(self, document: int, reason: str, **details: Any) -> dict[str, Any]:
         self.in_output[document] = False
@@ -106,21 +102,18 @@ class DocumentTable:
 
         Equal documents have equal hashes, so they are in the same split. Adding a document to the inputs moves at most
         a few others to the other split.
-
-        Args:
-            validation: see `PrepareSettings`.
         """
-        total, hashes, drops = int(self.in_output.sum()), self.facts["split"], ""
+        total, hashes, dropped = int(self.in_output.sum()), self.facts["split"], ""
         count = int(validation) if validation >= 1 else max(1, round(validation * total))
         if self.counts.problems:
             problem = self.counts.problems[0]
-            drops = f" ({self.counts.dropped.total():,} dropped, the first: {problem.where}: {problem.detail})"
+            dropped = f" ({self.counts.dropped.total():,} dropped, the first: {problem.where}: {problem.detail})"
         if not total:
-            raise UserError(f"no text in {', '.join(self.names)}{drops}")
+            raise UserError(f"no text in {', '.join(self.names)}{dropped}")
         if total < 2:
             raise UserError(
                 "the inputs hold 1 document: the split is by document, so give at least 2 (a .txt file is one, unless "
-                f"--documents says otherwise){drops}"
+                f"--documents says otherwise){dropped}"
             )
         if count >= total:
             raise UserError(f"validation {validation:g} of {total:,} documents leaves none to train on")
@@ -220,7 +213,7 @@ def write_output(
     }
     (directory / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     for split in SPLITS:
-        _ = IndexedCorpus(directory / split).content  # writes its cache, which saves the first start the reading
+        _ = IndexedCorpus(directory / split).content  # writes the cache, so the first run need not read the tokens
     return report
 
 

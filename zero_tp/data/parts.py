@@ -80,7 +80,7 @@ def merge(
     seconds = {"reading": time.perf_counter() - started, "tokenizer": 0.0}
     settings = manifests[0].settings
     sha256 = hashlib.sha256(json.dumps([part.model_dump() for part in manifests]).encode()).hexdigest()
-    identity = {"format": FORMAT, "parts": sha256, "validation": validation, **settings}
+    identity = {**settings, "format": FORMAT, "parts": sha256, "validation": validation}
     real_output = Path(os.path.realpath(output))
     with name_output_in_errors(output):
         if (reused := find_reusable(output, lambda: identity, overwrite)) is not None:

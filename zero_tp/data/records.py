@@ -34,9 +34,9 @@ class Source:
     Attributes:
         name: for messages; of the hub, hf:NAME[:CONFIGURATION[:SPLIT]].
         kind: a key of `formats.FORMATS`, or "hub".
-        text_key: field of the text; None: see `choose_key`.
-        documents: the unit of plain text that is one document: "file", "line" or "blank-line" (paragraphs).
+        text_key, documents: see `PrepareSettings`.
         path: of the file; None for standard input and the hub.
+        size_and_time: of the file when it was found, in bytes and ns; zeros without a file.
         key: the field of the text, set before the first record of a table or block; None for plain text.
         position: bytes of the file that have been read.
         sha256: of the bytes as stored, set after all blocks were read.
@@ -47,6 +47,7 @@ class Source:
     text_key: str | None = None
     documents: str = "file"
     path: Path | None = None
+    size_and_time: tuple[int, int] = (0, 0)
     key: str | None = None
     position: int = 0
     sha256: str = ""

@@ -97,11 +97,7 @@ class PackedSamples(TrainingSamples[Batch]):
     A corpus' token stream is cut into windows of s + 1 tokens at stride s, so an epoch has each target exactly once
     (except in the tail of fewer than s tokens, which fills no window).
 
-    Args:
-        prefixes: corpus prefix → weight, in any unit (only their proportions count).
-        sequence_length: s.
-        seed: seed of the order.
-        separate: separate the documents of a sample (see batch.py); its token ids are the same.
+    With `separate`, the documents of a sample are separate (see batch.py); its token ids are the same.
 
     Raises:
         UserError: no corpus, a weight that isn't a positive number or too small a share, a corpus shorter than s + 1
@@ -230,7 +226,7 @@ class FixedSamples(ABC, Generic[BatchType]):
         assert 0 <= data_rank < data_size
         total = len(self)
         count = total if limit is None else min(limit, total)
-        # Each rank's range is shifted by as much as its end, so all ranks yield as many batches.
+        # Start and end shift equally, so every rank yields the same number of batches.
         for first in range(data_rank * micro_batch, count + data_rank * micro_batch, micro_batch * data_size):
             numbers = range(first, min(first + micro_batch, count))
             yield self._batch([n * total // count for n in numbers], micro_batch)

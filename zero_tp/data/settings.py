@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from zero_tp.strict_json import read_json
 from zero_tp.validation import ConfigModel, Count, Positive, validate
 
 FORMAT = 1  # increment it when the same settings give other files
-SPOOL_FORMAT = 5  # increment it when the format of a spool changes
+SPOOL_FORMAT = 6  # increment it when the format of a spool changes
 
 
 @dataclass(frozen=True)
@@ -117,10 +116,9 @@ class Report(ConfigModel):
     files: PreparedFiles
 
 
-def output_identity(
-    sources: Sequence[Source], hashes: Sequence[str], spec: TokenizerSpec, settings: PrepareSettings
-) -> dict[str, Any]:
-    """Return everything that decides the output. Settings that were added later are left out at their defaults."""
+def output_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings) -> dict[str, Any]:
+    """Return everything that decides the output. A newer setting is in it only if set: older outputs stay reusable."""
+    hashes = [source.sha256 or (file_sha256(source.path) if source.path is not None else "") for source in sources]
     inputs = [
         {"kind": source.kind, "name": source.name} if source.kind == "hub" else {"kind": source.kind, "sha256": sha256}
         for source, sha256 in zip(sources, hashes, strict=True)
@@ -139,16 +137,15 @@ def output_identity(
 
 def reading_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings) -> dict[str, Any]:
     """Return everything that decides the content of a spool, as a JSON object."""
-    identity = {
+    identity: dict[str, Any] = {
         "format": [FORMAT, SPOOL_FORMAT],
         "inputs": [source.name for source in sources],
-        "sizes and times": [size_and_time(source) for source in sources],
+        "sizes and times": [list(source.size_and_time) for source in sources],
         "versions": library_versions(),
-        **asdict(settings) | settings.enabled_options(),
+        **asdict(settings) | {"decontaminate": []} | settings.enabled_options(),
         "tokenizer": spec.fingerprint(),
     }
-    as_json: dict[str, Any] = json.loads(json.dumps(identity))
-    return as_json
+    return identity
 
 
 def differing_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -251,12 +248,3 @@ def library_versions() -> dict[str, str]:
     """Return the versions of the installed libraries that decide an output."""
     libraries = ("tokenizers", "transformers", "ftfy", "rensa", "sentencex")
     return {name: version(name) for name in libraries if find_spec(name)}
-
-
-def size_and_time(source: Source) -> tuple[int, int]:
-    """Return the size and the modification time of a source; (0, 0) without a file."""
-    try:
-        status = source.path.stat() if source.path is not None else None
-    except OSError as error:
-        raise UserError(f"{source.name}: {error.strerror or error}") from error
-    return (status.st_size, status.st_mtime_ns) if status is not None else (0, 0)

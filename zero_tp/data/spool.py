@@ -29,7 +29,7 @@ DOCUMENT_FACTS = np.dtype(
     ]
 )
 """The facts of a document: 64 bits by which the split is drawn, its line or row in the input, its sizes, 128 bits of
-its content if duplicates are removed, the bytes of its sketch, and whether it overlaps with an evaluation set."""
+its content if duplicates are removed, its sketch's length in bytes, and whether it overlaps with an evaluation set."""
 BLOCKS, COMMITTED = "blocks", "committed"
 COLUMNS = ("documents", "texts", "sketches", "sizes", "tokens", "sentences")
 """A block's columns: its documents' `DOCUMENT_FACTS`, compressed texts and sketches; once they are tokenized, the

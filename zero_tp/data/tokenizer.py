@@ -29,6 +29,8 @@ _EOS_NAMES = re.compile(r"[<\[]\W?(/s|eos|eod|end.?of.?(text|document|sentence))
 MOST_IDS = 2**24  # larger ids would need tables of GiB
 _SPACE, *_BREAKS = (chr(256 + byte) for byte in b" \t\n\v\f\r")  # as byte-level BPE writes them: Ġ is the space
 _METASPACE = "\u2581"
+# sentencex 1.0.32 panics at white space of several bytes between a letter and a period; a space changes no boundary.
+_SENTENCEX_PANICS = re.compile(r"([^\W\d_]\s*)[^\S\x00-\x7f](?=\.)")
 EncodedDocument = tuple[npt.NDArray[np.uintc], npt.NDArray[np.bool_]]
 """A document's token ids [tokens], and whether a sentence begins with each [tokens]; [0] if sentences are not split."""
 
@@ -44,7 +46,9 @@ def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
                 str(directory), local_files_only=True, trust_remote_code=False
             )
             tokenizer.decode(tokenizer.encode("a"))  # checks settings that from_pretrained does not
-    except Exception as error:  # transformers raises anything from KeyError to its own types
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # transformers raises anything from KeyError to its own types, and tokenizers panics
         raise UserError(f"{directory}: its tokenizer can't be read: {first_line(error)}") from error
     if (largest := max(tokenizer.get_vocab().values(), default=0)) >= MOST_IDS:
         raise UserError(f"{directory}: the tokenizer's id {largest:,} is too large; ids go up to {MOST_IDS - 1:,}")
@@ -115,7 +119,7 @@ class DocumentEncoder:
         eos = tokenizer.eos_token_id
         self._eos = array("I", [] if eos is None else [eos])
         self.eos_count, self.language = len(self._eos), language
-        self.vocabulary_size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # ids may have gaps
+        self.vocabulary_size = vocabulary_size(tokenizer)
         # A copy, because the tokenizer that is saved must keep its own settings.
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_truncation()
@@ -126,7 +130,11 @@ class DocumentEncoder:
         """Return each text's token ids, eos at the end, and the starts of its sentences, if there is a language."""
         self._backend.encode_special_tokens = True  # a pickled tokenizer forgets it
         encode = self._backend.encode_batch if self.language else self._backend.encode_batch_fast  # has no offsets
-        encodings = encode(texts, add_special_tokens=False)
+        try:
+            encodings = encode(texts, add_special_tokens=False)
+        except Exception as error:  # tokenizers raises no other type
+            remedy = "use a tokenizer with an unknown token"
+            raise UserError(f"the tokenizer can't encode a document ({first_line(error)}); {remedy}") from error
         return list(zip(map(self._ids, encodings), map(self._sentence_starts, texts, encodings), strict=True))
 
     def _ids(self, encoding: Encoding) -> npt.NDArray[np.uintc]:
@@ -137,7 +145,7 @@ class DocumentEncoder:
             return np.zeros(0, np.bool_)
         from sentencex import segment
 
-        lengths = [len(sentence) for sentence in segment(self.language, text)]
+        lengths = list(map(len, segment(self.language, _SENTENCEX_PANICS.sub(r"\1 ", text))))
         assert sum(lengths) == len(text)
         # A token that includes the space before a sentence belongs to the sentence of its last character.
         ends = [end for _, end in encoding.offsets]
@@ -216,19 +224,19 @@ def _word_marks(serialized: dict[str, Any], directory: Path) -> tuple[tuple[str,
     If the third is "", a token without one of the first prefixes continues a word.
     """
     model = serialized["model"]
+    continuing, last = (model.get(key) or "" for key in ("continuing_subword_prefix", "end_of_word_suffix"))
+    if continuing or last:
+        return (), (last,) if last else (), continuing
     pipeline = json.dumps([serialized[key] for key in ("normalizer", "pre_tokenizer", "decoder")], ensure_ascii=False)
     if '"ByteLevel"' in pipeline:
         return (_SPACE, *_BREAKS), tuple(_BREAKS), ""
     if _METASPACE in pipeline:
         breaks = ("\n", "\t", "<0x0A>", "<0x09>")
         return (_METASPACE, *breaks), breaks, ""
-    continuing, last = (model.get(key) or "" for key in ("continuing_subword_prefix", "end_of_word_suffix"))
-    if not continuing and not last:
-        raise UserError(
-            f"tokenizer {directory}: it does not mark where words begin (as WordPiece's ##, byte-level BPE's Ġ or "
-            "SentencePiece's ▁ do), which the masked objective needs; use another tokenizer"
-        )
-    return (), (last,) if last else (), continuing
+    raise UserError(
+        f"tokenizer {directory}: it does not mark where words begin (as WordPiece's ##, byte-level BPE's Ġ or "
+        "SentencePiece's ▁ do), which the masked objective needs; use another tokenizer"
+    )
 
 
 def find_tokenizer(name: str | None, prefix: str) -> Path | None:
@@ -256,10 +264,17 @@ def files_sha256(directory: Path) -> str:
     return digest.hexdigest()
 
 
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return 1 + the largest id; ids may have gaps."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
+
+
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, dict[str, int]]:
     """Return the vocabulary size, and those of `bos_token_id`, `eos_token_id` and `pad_token_id` that it has."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return len(tokenizer), {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
+    return vocabulary_size(tokenizer), {
+        name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None
+    }
 
 
 def check_same_tokens(data: Path, model: Path) -> None:

@@ -137,7 +137,7 @@ def train_wordpiece(texts: Callable[[], Iterator[str]], size: int, *, cased: boo
     tokens = [*WORDPIECE_TOKENS, *sorted(piece for piece in pieces if piece[-1] in alphabet)]
     if len(tokens) > size:
         kind = "wordpiece-cased" if cased else "wordpiece"
-        raise UserError(f"tokenizer {kind}:{size}: the corpus' characters alone are {len(tokens)} tokens; give more")
+        raise UserError(f"tokenizer {kind}:{size}: the corpus' characters alone are {len(tokens)} tokens; raise SIZE")
     return BertTokenizer(vocab=train(size, tokens, 0), do_lower_case=not cased)
 
 

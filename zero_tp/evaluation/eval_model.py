@@ -135,33 +135,11 @@ class EvalModel:
     lock_step: bool = False
     quiet: bool = False
 
-    @property
-    def prefix_token(self) -> int:
-        """The token before a text: bos, or eos if the tokenizer has no bos."""
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        token = eos if bos is None else bos
-        assert isinstance(token, int)
-        return token
-
     def encode(self, text: str) -> Tokens:
         """Tokenize without special tokens; a special token's spelling is plain text, as in a prepared corpus."""
         # verbose=False: no warning about the length
         ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return np.array(ids, dtype=np.int64)
-
-    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokenize (context, continuation) as lm-eval does.
-
-        Both are tokenized together and split after as many tokens as the context alone has. Spaces between them belong
-        to the continuation. The context gets the tokenizer's special tokens; an empty one becomes the prefix token.
-        """
-        stripped = context.rstrip()
-        continuation = context[len(stripped) :] + continuation
-        if not stripped:
-            return [self.prefix_token], self.tokenizer.encode(continuation, add_special_tokens=False, verbose=False)
-        both = self.tokenizer.encode(stripped + continuation, verbose=False)
-        before = self.tokenizer.encode(stripped, verbose=False)
-        return before, both[len(before) :]
 
     def require_same_requests(self, requests: Iterable[bytes]) -> None:
         """Check that all ranks have the same requests: files may differ between machines. Collective.

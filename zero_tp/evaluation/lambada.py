@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from zero_tp.data.documents import document_kind, read_documents, read_objects
 from zero_tp.data.records import text_of
 from zero_tp.errors import UserError
-from zero_tp.evaluation.rows import continuation_rows
+from zero_tp.evaluation.rows import check_continuations, continuation_rows, encode_pair
 from zero_tp.evaluation.task import Origin, Task, TaskOptions, file_origin, read_hub
 from zero_tp.training.metrics import perplexity
 
@@ -22,11 +22,8 @@ if TYPE_CHECKING:
     from zero_tp.evaluation.eval_model import EvalModel
 
 
-class Passage(NamedTuple):
-    """A passage without its last word and the space before it, and that word."""
-
-    context: str
-    word: str
+Passage = tuple[str, str]
+"""A passage without its last word and the space before it; a space and that word."""
 
 
 class LambadaTask(Task):
@@ -38,10 +35,13 @@ class LambadaTask(Task):
     def __init__(self, file: Path | None, options: TaskOptions):
         self.passages, self.origin = lambada_passages(file, options.text_key, options.limit)
 
+    def check(self, positions: int, tokenizer: Any) -> None:
+        check_continuations(self.name, self.passages, positions, tokenizer)
+
     def figures(self, model: EvalModel) -> dict[str, Any]:
         """Compute the metrics; `truncated` counts passages longer than the model's positions."""
-        pairs = [model.encode_pair(context, " " + word) for context, word in self.passages]
-        rows, truncated = continuation_rows(pairs, model.positions)
+        encoded = (encode_pair(model.tokenizer, *passage) for passage in self.passages)
+        rows, truncated = continuation_rows(encoded, model.positions)
         scores = [scores[0] for scores in model.score(rows, self.name)]
         count, nll = len(scores), math.fsum(score.nll for score in scores)
         accuracy = sum(score.greedy for score in scores) / count
@@ -61,7 +61,7 @@ class LambadaTask(Task):
 def lambada_passages(path: Path | None, text_key: str, limit: int | None) -> tuple[list[Passage], Origin]:
     """Read the passages of a file, or OpenAI's variant of the test split from the hub.
 
-    A file has JSON lines with `context` and `continuation`, JSON lines with the whole passage, or one passage per line.
+    A file has JSON lines with `context` and `continuation`, or whole passages: one per record, or line of a .txt file.
     """
     if path is None:
         records, origin = read_hub("lambada", "EleutherAI/lambada_openai", "default", "lambada_test.jsonl")
@@ -69,8 +69,8 @@ def lambada_passages(path: Path | None, text_key: str, limit: int | None) -> tup
     if document_kind(path) == "jsonl":
         passages = [_passage_of_record(record, where, text_key) for where, record in islice(read_objects(path), limit)]
     else:
-        lines = (line for text in read_documents(path) for line in text.splitlines() if line.strip())
-        passages = [_passage_of_text(line, str(path)) for line in islice(lines, limit)]
+        texts = (text for text in read_documents(path, text_key, "line") if text.strip())
+        passages = [_passage_of_text(text, str(path)) for text in islice(texts, limit)]
     if not passages:
         raise UserError(f"{path}: it has no passage")
     return passages, file_origin(path)
@@ -82,7 +82,9 @@ def _passage_of_record(record: dict[str, Any], where: str, text_key: str) -> Pas
         return _passage_of_text(text_of(record, where, text_key), where)
     if not all(present):
         raise UserError(f"{where}: 'context' and 'continuation' go together; its keys are {', '.join(record)}")
-    return Passage(text_of(record, where, "context").rstrip(), text_of(record, where, "continuation").strip())
+    if not (word := text_of(record, where, "continuation").strip()):
+        raise UserError(f"{where}: its continuation is empty; give the passage's last word")
+    return text_of(record, where, "context").rstrip(), f" {word}"
 
 
 def _passage_of_text(text: str, where: str) -> Passage:
@@ -90,4 +92,4 @@ def _passage_of_text(text: str, where: str) -> Passage:
     parts = text.strip().rsplit(maxsplit=1)
     if len(parts) < 2:
         raise UserError(f"{where}: a passage needs at least two words")
-    return Passage(*parts)
+    return parts[0], f" {parts[1]}"

@@ -44,7 +44,7 @@ class LiveTasks(Callback):
             check_tokenizer(self._tokenizer, model_config, tokenizer)
             self._tasks = make_tasks(block.tasks, data, TaskOptions(limit=block.task_limit, include_path=include))
             for task in self._tasks:
-                task.check(positions)
+                task.check(positions, self._tokenizer)
         except UserError as error:
             # The error names options of `zero-tp evaluate`.
             message = f"zero_tp.evaluation.tasks: {error} (instead of --data, set zero_tp.evaluation.task_data)"

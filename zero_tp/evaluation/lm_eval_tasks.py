@@ -36,6 +36,7 @@ from zero_tp.data.documents import document_kind
 from zero_tp.errors import UserError, first_line, one_line, shown
 from zero_tp.evaluation.eval_model import EvalModel
 from zero_tp.evaluation.lm_eval_model import LMEvalModel
+from zero_tp.evaluation.rows import check_continuations
 from zero_tp.evaluation.task import (
     CHOICE_FIELDS,
     MULTIPLE_CHOICE,
@@ -180,8 +181,9 @@ class LMEvalTask(Task):
                 self.loaded = manager.load([name]) if file is None else _load_with_file(name, manager, file)
                 if not self.loaded["tasks"]:
                     raise UserError("a group without tasks; write its tasks as a list: task: [NAME, ...]")
+                self.pairs: list[tuple[str, str]] = []
                 for task in self.loaded["tasks"].values():
-                    _check_documents(task, options.limit)
+                    self.pairs += _check_documents(task, options.limit)
                     self._set_fewshot(task)
                 self.generated_tokens = max(map(_generated_tokens, self.loaded["tasks"].values()))
         except UserError as error:
@@ -194,7 +196,8 @@ class LMEvalTask(Task):
                 f"network give the evaluated split's file, with all its fields, with --data {name}=FILE"
             ) from error
 
-    def check(self, positions: int) -> None:
+    def check(self, positions: int, tokenizer: Any) -> None:
+        check_continuations(self.name, self.pairs, positions, tokenizer)
         if self.generated_tokens >= positions:
             raise UserError(
                 f"{self.name}: it generates {self.generated_tokens:,} tokens, and the model's {positions:,} positions "
@@ -238,10 +241,15 @@ class LMEvalTask(Task):
                     f"{self.name}: lm-eval can't evaluate it ({first_line(error)}); correct its task file or its data"
                 ) from error
         report = {key: results[key] for key in IN_REPORT if key in results}
-        metrics = report["results"].get(self.name) or report.get("groups", {}).get(self.name) or {}
+        metrics = {
+            name: {key: value for key, value in values.items() if key not in NOT_METRICS}
+            for name, values in (report["results"] | report.get("groups", {})).items()
+        }
+        # A tag, and a group without a mean, have only the metrics of their tasks.
+        of_tasks = {f"{name}/{key}": value for name, values in metrics.items() for key, value in values.items()}
         return {
             "data": {name: self._origin(task) for name, task in self.loaded["tasks"].items()},
-            "metrics": {key: value for key, value in metrics.items() if key not in NOT_METRICS},
+            "metrics": metrics.get(self.name) or of_tasks,
             "examples": sum(counts["effective"] for counts in results["n-samples"].values()),
             "tokens": lm.tokens,
             "tokens_computed": lm.tokens_computed,
@@ -273,8 +281,9 @@ def _load_with_file(name: str, manager: TaskManager, file: Path) -> dict[str, An
     split = next((key for key in ("test_split", "validation_split") if config.get(key)), None)
     if not isinstance(config.get("task"), str) or split is None:  # in a group, `task` is a list
         raise UserError("a group of tasks takes no file; give --data for its tasks")
-    kind = "json" if document_kind(file) == "jsonl" else "text"
-    data = {"dataset_path": kind, "dataset_name": None, "dataset_kwargs": {"data_files": {config[split]: str(file)}}}
+    kind = document_kind(file)
+    loader = {"jsonl": "json", "txt": "text"}.get(kind, kind)  # of the datasets library
+    data = {"dataset_path": loader, "dataset_name": None, "dataset_kwargs": {"data_files": {config[split]: str(file)}}}
     others = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
     task = {**others, split: config[split], "task": name, "num_fewshot": 0, **data}
     # In lm-eval, only a group can override keys of a task file.
@@ -307,8 +316,11 @@ def _fields_of(entry: Entry | None, *, allow_code: bool) -> list[str]:
     return sorted(fields)
 
 
-def _check_documents(task: Any, limit: int | None) -> None:
-    """Build every document's requests, so that a wrong document is reported before the model is loaded."""
+def _check_documents(task: Any, limit: int | None) -> Iterator[tuple[str, str]]:
+    """Build every document's requests, so that a wrong document is reported before the model is loaded.
+
+    Yields (context, continuation) of each request for a continuation's likelihood, without few-shot examples.
+    """
     for number, document in enumerate(islice(task.eval_docs, limit), 1):
         try:
             context = task.fewshot_context(document, num_fewshot=0)
@@ -316,6 +328,8 @@ def _check_documents(task: Any, limit: int | None) -> None:
             for request in requests if isinstance(requests, list) else [requests]:
                 if not all(isinstance(argument, str | dict) for argument in request.args):
                     raise TypeError(f"a request is {shown(request.args)}, not text")
+                if request.request_type == "loglikelihood":
+                    yield request.args
         except Exception as error:  # jinja, lm-eval's own use of the values, and a task's own code raise anything
             raise UserError(
                 f"document {number} of its data doesn't fit its task file ({first_line(error)}); correct either"

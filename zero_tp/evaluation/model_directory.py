@@ -23,6 +23,21 @@ if TYPE_CHECKING:
     from zero_tp.evaluation.eval_model import EvalModel
 
 
+FIRST_POSITION_AFTER_PADDING = {
+    *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "mpnet", "roberta"),
+    *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
+"""Model types whose first token has the position pad_token_id + 1."""
+
+
+def usable_positions(config: PretrainedConfig) -> int | None:
+    """Return the longest sequence that the model takes, in tokens; None: its config doesn't say."""
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    if positions is None or config.model_type not in FIRST_POSITION_AFTER_PADDING:
+        return positions
+    return positions - (config.pad_token_id or 0) - 1
+
+
 def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | None = None) -> ModelDirectory:
     """Find the files of a model in a directory or by its name on the Hugging Face hub.
 
@@ -100,9 +115,11 @@ class ModelDirectory:
 
     def sequence_length(self, requested: int | None) -> int:
         """Return the tokens of a window: `requested`, or the model's positions."""
-        positions: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        positions = usable_positions(self.config.get_text_config())
         if positions is not None and positions < 1:
-            raise UserError(f"{self.path}: max_position_embeddings is {positions}, not positive")
+            raise UserError(
+                f"{self.path}: its max_position_embeddings leave {positions} positions; at least 1 is needed"
+            )
         length = positions if requested is None else requested
         if length is None:
             raise UserError(f"{self.path}: its config has no max_position_embeddings; give --sequence-length")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from zero_tp.errors import UserError
-from zero_tp.evaluation.rows import Row, Tokens
+from zero_tp.evaluation.rows import Row, Tokens, prefix_token
 from zero_tp.evaluation.task import Origin, Task, TaskOptions, read_hub, read_texts, require_lm_eval
 from zero_tp.training import metrics
 
@@ -69,7 +69,7 @@ def perplexity(
         counts["words"] += len(text.split())
         counts["characters"] += len(text)
         counts["bytes"] += len(text.encode("utf-8"))
-        tokens = np.concatenate(([model.prefix_token], ids))
+        tokens = np.concatenate(([prefix_token(model.tokenizer)], ids))
         rows += sliding_windows(tokens, model.positions, overlap or model.positions)
     if not rows:
         raise UserError(f"{title}: the text has no token; give another text or tokenizer")
@@ -100,7 +100,7 @@ class PerplexityTask(Task):
         self.documents, self.origin = read_texts(file, options.text_key, options.limit)
         self.overlap = options.overlap
 
-    def check(self, positions: int) -> None:
+    def check(self, positions: int, tokenizer: Any) -> None:
         if self.overlap is not None and not 1 <= self.overlap <= positions:
             raise UserError(f"--overlap {self.overlap}: from 1 to the window's {positions:,} tokens")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,44 @@ class Row:
         return len(self.tokens) - 1
 
 
+def prefix_token(tokenizer: Any) -> int:
+    """Return the token before a text: bos, or eos if the tokenizer has no bos."""
+    token: int = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    return token
+
+
+def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """Tokenize (context, continuation) as lm-eval does.
+
+    Both are tokenized together and split after as many tokens as the context alone has. Spaces between them belong
+    to the continuation. The context gets the tokenizer's special tokens; an empty one becomes the prefix token.
+    """
+    stripped = context.rstrip()
+    continuation = context[len(stripped) :] + continuation
+    if not stripped:
+        return [prefix_token(tokenizer)], tokenizer.encode(continuation, add_special_tokens=False, verbose=False)
+    both = tokenizer.encode(stripped + continuation, verbose=False)
+    before = tokenizer.encode(stripped, verbose=False)
+    return before, both[len(before) :]
+
+
+def check_continuations(task: str, pairs: Iterable[tuple[str, str]], positions: int, tokenizer: Any) -> None:
+    """Raise a UserError if a model of `positions` tokens can't score a continuation; see `continuation_rows`.
+
+    Only continuations that may be empty or too long are tokenized: a token has at least one of the up to 4 bytes of a
+    character.
+    """
+    doubtful = (
+        (context, continuation)
+        for context, continuation in pairs
+        if not continuation.strip() or 4 * (len(context + continuation) - len(context.rstrip())) > positions
+    )
+    try:
+        continuation_rows((encode_pair(tokenizer, *pair) for pair in doubtful), positions)
+    except UserError as error:
+        raise UserError(f"{task}: {error}") from error
+
+
 def continuation_rows(pairs: Iterable[tuple[Sequence[int], Sequence[int]]], positions: int) -> tuple[list[Row], int]:
     """Make rows that score each continuation after its context, truncated on the left to `positions` input tokens.
 
@@ -45,7 +84,8 @@ def continuation_rows(pairs: Iterable[tuple[Sequence[int], Sequence[int]]], posi
             raise UserError(f"a {part} has no token; give another text or tokenizer")
         if len(continuation) > positions:
             raise UserError(
-                f"a continuation of {len(continuation):,} tokens is longer than the model's {positions:,} positions"
+                f"a continuation of {len(continuation):,} tokens is longer than the model's {positions:,} positions; "
+                "use a longer sequence length, or leave out that example"
             )
         tokens = np.array([*context, *continuation], dtype=np.int64)
         truncated += len(tokens) > positions + 1

@@ -79,8 +79,8 @@ class Task(ABC):
     name: str
     logged: ClassVar[tuple[str, ...]] = ()
 
-    def check(self, positions: int) -> None:  # noqa: B027  # most tasks fit every model
-        """Raise a UserError if the options don't fit a model of `positions` tokens."""
+    def check(self, positions: int, tokenizer: Any) -> None:  # noqa: B027  # some tasks fit every model
+        """Raise a UserError if the options or the data don't fit a model of `positions` tokens."""
 
     def run(self, model: EvalModel) -> dict[str, Any]:
         """Return the figures as JSON values, the same on all ranks. Collective."""

@@ -62,8 +62,11 @@ OWN_TASKS: dict[str, Callable[[Path | None, TaskOptions], Task]] = {
 TASK_NAMES = f"{', '.join(OWN_TASKS)} and all of lm-eval's"
 LM_EVAL_OPTIONS = ("num_fewshot", "apply_chat_template", "log_samples")
 """Options that apply to lm-eval's tasks only."""
-WINDOW_TASKS = (PerplexityTask.name, WikitextTask.name)
-"""Tasks that read a text in windows, to which `overlap` applies."""
+OWN_OPTIONS = {
+    "overlap": (PerplexityTask.name, WikitextTask.name),
+    "text_key": (PerplexityTask.name, WikitextTask.name, LambadaTask.name),
+}
+"""Options that apply to some of zero_tp's own tasks only."""
 PACKAGES = ("torch", "transformers", "tokenizers", "lm-eval", "datasets")
 """Packages whose versions the report has."""
 COMPARED = 1024
@@ -145,11 +148,13 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
 
         directory = open_task_directory(options.include_path)
     own = [name for name in OWN_TASKS if name in names and not (directory and name in directory.task_index)]
-    unused = [name for name in LM_EVAL_OPTIONS if getattr(options, name) not in (None, False)]
-    if unused and set(own) - {MULTIPLE_CHOICE} == set(names):
-        raise UserError(f"--{unused[0].replace('_', '-')}: {', '.join(names)}: for tasks of lm-eval only; leave it out")
-    if options.overlap is not None and not {*own} & {*WINDOW_TASKS}:
-        raise UserError(f"--overlap: {', '.join(names)}: for {' and '.join(WINDOW_TASKS)} only; leave it out")
+    for_lm_eval = ("tasks of lm-eval", set(names) - (set(own) - {MULTIPLE_CHOICE}))
+    tasks_of_option = dict.fromkeys(LM_EVAL_OPTIONS, for_lm_eval)
+    tasks_of_option |= {name: (" and ".join(readers), set(own) & set(readers)) for name, readers in OWN_OPTIONS.items()}
+    for option, (description, readers) in tasks_of_option.items():
+        if not readers and getattr(options, option) not in (0, getattr(TaskOptions, option)):
+            flag = f"--{option.replace('_', '-')}"
+            raise UserError(f"{flag}: {', '.join(names)}: for {description} only; leave it out")
     tasks = {name: OWN_TASKS[name](data.get(name), options) for name in own}
     if others := [name for name in names if name not in own]:
         require_lm_eval("a task other than zero_tp's own")
@@ -189,9 +194,8 @@ def evaluate(
     directory = open_directory(model, allow_pickle=settings.allow_pickle, tokenizer=settings.tokenizer)
     tasks = make_tasks(names, data, settings)
     length = directory.sequence_length(settings.sequence_length)
-    vocabulary_size = len(directory.tokenizer)
     for task in tasks:
-        task.check(length)
+        task.check(length, directory.tokenizer)
     topology, device = Topology(), _choose_device(settings.device, world)
     if environment is not None and world > 1:
         from zero_tp.process.connect import connect
@@ -211,7 +215,7 @@ def evaluate(
             "model_type": directory.config.model_type,
             "class": type(loaded.module).__name__,
             "parameters": loaded.module.num_parameters(),
-            "vocabulary_size": vocabulary_size,
+            "vocabulary_size": len(directory.tokenizer),
         },
         "settings": as_json(
             asdict(settings) | {"sequence_length": length, "device": device, "data_parallel": topology.data}

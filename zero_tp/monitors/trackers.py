@@ -14,6 +14,7 @@ import queue
 import textwrap
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from typing import Any
 
 from zero_tp.config import RunConfig
 from zero_tp.config.resolve import leaves
-from zero_tp.errors import ConfigError, first_line, one_line
+from zero_tp.errors import ConfigError, UserError, first_line, one_line
 from zero_tp.files import write_atomically
 from zero_tp.strict_json import read_json
 from zero_tp.training.callback import Callback, Metrics, TrainState
@@ -63,7 +64,11 @@ class RunInfo:
 
     def run_id(self, name: str) -> str | None:
         """Return the service's id of the resumed run; None for a new run."""
-        return self._run_ids().get(name) if self.step else None
+        return self.saved_id(name) if self.step else None
+
+    def saved_id(self, name: str) -> str | None:
+        """Return the id that this or an earlier start of the run has saved."""
+        return self._run_ids().get(name)
 
     def save_run_id(self, name: str, run_id: object) -> None:
         with _RUN_IDS_LOCK:
@@ -233,12 +238,18 @@ SERVICES = {
 class CsvFiles:
     """Write one file of lines `step,value` for each value, named as DeepSpeed's monitor names them.
 
-    Lines after the step that a run resumes from are removed: those steps are trained again.
+    Lines after the step that a run resumes from are removed: those steps are trained again. Another run's files are
+    refused; the file `run_id` names the run that the directory belongs to.
     """
 
     def __init__(self, block: Options, run: RunInfo) -> None:
         self.directory = Path(block.get("output_path") or run.directory / "csv", block.get("job_name") or run.name)
         self.directory.mkdir(parents=True, exist_ok=True)
+        owner, run_id = self.directory / "run_id", run.saved_id("csv_monitor") or uuid.uuid4().hex
+        if owner.exists() and owner.read_text() != run_id:
+            raise UserError(f"{self.directory} has another run's values; set another job_name, or remove it")
+        write_atomically(owner, run_id)
+        run.save_run_id("csv_monitor", run_id)
         for path in filter(Path.is_file, self.directory.glob("*.csv")):
             lines = path.read_text(errors="replace").splitlines(keepends=True)
             header, *rows = [line.rstrip("\n").split(",") for line in lines if line.endswith("\n")] or [[]]
