@@ -178,7 +178,8 @@ def test_a_description_of_a_grid_cannot_run() -> None:
     [
         ({"n_head": 3}, "heads 3 ≠ tensor 2 × 1.5 a rank; use a tensor degree that divides 3"),
         ({"n_inner": 7}, "MLP width 7 ≠ tensor 2 × 3.5 a rank; use a tensor degree that divides 7"),
-        ({"n_head": 5}, "n_embd: hidden size 24 ≠ heads 5"),
+        ({"n_head": 5}, r"^GPT2Config\.n_embd: hidden size 24 ≠ heads 5"),
+        ({"n_positions": 0}, r"^GPT2Config\.n_positions: 0 is not positive; give 1 or more"),
     ],
 )
 def test_configs_that_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -85,8 +85,7 @@ def spec(
 ) -> TransformerSpec:
     """Return the spec of a config.
 
-    A field that a config class lacks has Llama's value. One that a model ignores is not among the table's fields, so it
-    has its default.
+    A field that a config class lacks has Llama's value.
 
     Args:
         partial_rotary: the architecture supports rotating a part of each head.
@@ -271,7 +270,8 @@ def weights(
     Args:
         attention: the weights of `self_attn`; by default Llama's.
         mlp: linear layers of dense MLPs, our name → Hugging Face's.
-        block: name of the MLP with experts in files. linears: like `mlp`, for one expert.
+        block: files' name of a mixture of experts, whose prefix its weights have.
+        linears: linear layers of one expert, our name → Hugging Face's.
     """
     bias = spec.norm == "layer_norm"
     listed = [EMBEDDING, *layer_weights("attention_norm", "input_layernorm", bias=bias)]

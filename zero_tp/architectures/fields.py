@@ -125,7 +125,7 @@ class Fields:
         """
         if config.is_heterogeneous:
             reason = FIXED_IN_EVERY_CONFIG["per_layer_config"][1]
-            raise ConfigError(f"{MODEL_KEY}.per_layer_config", f"refused: {reason}")
+            raise ConfigError(f"{MODEL_KEY}.per_layer_config", f"refused: {reason}", "leave it out")
         attributes = vars(config)
         self.check(attributes)
         known = {*self.known(), *IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG}

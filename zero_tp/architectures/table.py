@@ -11,6 +11,8 @@ from transformers import PretrainedConfig
 
 from zero_tp.architectures.fields import Fields
 from zero_tp.architectures.spec import TransformerSpec
+from zero_tp.constants import MODEL_KEY
+from zero_tp.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -166,10 +168,18 @@ class Architecture:
         """Return whether its models are causal decoders. Only encoders have a `without_sentences`."""
         return self.without_sentences is None
 
-    def spec(self, config: PretrainedConfig) -> TransformerSpec:
-        """Check a config's fields and translate it to a TransformerSpec."""
-        self.fields.check_object(config)
-        return self.translate(config)
+    def spec(self, config: PretrainedConfig, key: str = "") -> TransformerSpec:
+        """Check a config's fields and translate it to a TransformerSpec.
+
+        Args:
+            key: prefix of the fields in errors; by default the name of the config's class.
+        """
+        try:
+            self.fields.check_object(config)
+            return self.translate(config)
+        except ConfigError as error:
+            name = error.key.removeprefix(f"{MODEL_KEY}.")
+            raise ConfigError(f"{key or type(config).__name__}.{name}", error.problem, error.remedy) from None
 
     def weights_of(self, spec: TransformerSpec) -> Iterator[Weight]:
         """Yield every parameter of a model of this spec, with its layer's number filled in."""

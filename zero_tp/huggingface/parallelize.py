@@ -28,8 +28,7 @@ def parallel_model(
             "PEFT: the model has adapters, which are layers of transformers' own; train it with transformers' Trainer, "
             "or give what its merge_and_unload() returns"
         )
-    causal = architecture_of(native.config).spec(native.config).causal
-    model_class = ZeroTPForCausalLM if causal else ZeroTPForPreTraining
+    model_class = ZeroTPForCausalLM if architecture_of(native.config).causal else ZeroTPForPreTraining
     model: HuggingFaceModel = model_class(
         native.config, topology, source=LiveSource(native), seed=seed, dtype=native.dtype, device=device
     )
