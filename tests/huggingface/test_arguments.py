@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig
+from transformers import BertConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from tests.support.encoders import encoder
 from tests.support.native import parallel_model
@@ -153,3 +154,42 @@ def test_adapters_of_peft_need_a_whole_model(directory: Path) -> None:
     native.peft_config = {"default": "lora"}
     with pytest.raises(UserError, match="PEFT: the model has adapters"):
         live_model(native, Topology(world=1))
+
+
+SIZES: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8}
+SIZES |= {"vocab_size": 10, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+@pytest.mark.parametrize("name", ["LlamaModel", "LlamaForSequenceClassification", "BertModel"])
+def test_live_models_with_other_heads_are_refused(name: str) -> None:
+    native_class = getattr(transformers, name)
+    native = native_class(native_class.config_class(**SIZES))
+    with pytest.raises(UserError, match=f"^model: {name} is not supported; give a "):
+        live_model(native, Topology(world=1))
+    with pytest.raises(UserError, match=r"^model: Linear is no model of transformers; give one"):
+        live_model(torch.nn.Linear(1, 1), Topology(world=1))
+
+
+def test_the_class_of_a_live_encoder_decides_about_its_sentence_head() -> None:
+    for name, other in (("BertForPreTraining", "BertForMaskedLM"), ("BertForMaskedLM", "BertForPreTraining")):
+        for architectures in (None, [other]):
+            native = getattr(transformers, name)(BertConfig(**SIZES))
+            native.config.architectures = architectures
+            model = live_model(native, Topology(world=1))
+            assert model.spec.sentence_head == (name == "BertForPreTraining")
+
+
+def test_a_negative_padding_id_counts_from_the_end_of_the_vocabulary() -> None:
+    native = LlamaForCausalLM(LlamaConfig(**SIZES | {"pad_token_id": -1}))
+    model = live_model(native, Topology(world=1)).train()
+    tokens = torch.tensor([[9, 1, 9, 2]])
+    for each in (native, model):
+        each(tokens, labels=tokens).loss.backward()
+    expected = native.get_input_embeddings().weight.grad
+    torch.testing.assert_close(model.get_input_embeddings().weight.grad, expected)
+    assert not expected[9].any() and expected[1].any()
+
+
+def test_a_model_is_saved_in_a_dtype_by_name(directory: Path, tmp_path: Path) -> None:
+    opened(directory).save_pretrained(tmp_path, dtype="bfloat16")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}

@@ -93,7 +93,7 @@ def spec(
         attention_bias: biases on Q, K, V and the output projection; by default the config's.
         overrides: arguments of TransformerSpec that differ from Llama's.
     """
-    layers, std = config.num_hidden_layers, config.initializer_range
+    layers, std, padding = config.num_hidden_layers, config.initializer_range, config.pad_token_id
     mlps = (mlp,) * layers if isinstance(mlp, str) else mlp
     heads, kv_heads, head_size = grouped_heads(config)
     if attention_bias is None:
@@ -122,7 +122,8 @@ def spec(
         "output_bias": attention_bias,
         "mlp_bias": getattr(config, "mlp_bias", False),
         "tied": config.tie_word_embeddings,
-        "padding_token": config.pad_token_id,
+        # As in torch, a negative id counts from the end of the vocabulary.
+        "padding_token": padding + config.vocab_size if padding is not None and padding < 0 else padding,
         "init_std": std,
         "residual_std": std,
         "dropouts": dropouts(config, attention="attention_dropout"),

@@ -377,12 +377,20 @@ def refuse(config: TypedConfig) -> None:
 
 
 def check_deepspeed(
-    values: dict[str, Any], topology: Topology, entry_point: EntryPoint, recompute: RecomputePolicy | None = None
+    values: dict[str, Any],
+    topology: Topology,
+    entry_point: EntryPoint,
+    recompute: RecomputePolicy | None = None,
+    layers: int | None = None,
 ) -> TypedConfig:
-    """Return the typed form of a DeepSpeed config that has no `zero_tp` block, after every check."""
+    """Return the typed form of a DeepSpeed config that has no `zero_tp` block, after every check.
+
+    Args:
+        layers: number of the model's layers; without it, `recompute` is not compared with them.
+    """
     parallel = Parallel(tensor=topology.tensor, sequence=topology.sequence)
     policy = recompute or RecomputePolicy(mode="none")
     zero_tp = ZeroTP.model_construct(parallel=parallel, recompute=policy)  # type: ignore[call-arg]
-    config = TypedConfig(values, check_types(values, entry_point), zero_tp, entry_point)
+    config = TypedConfig(values, check_types(values, entry_point), zero_tp, entry_point, layers)
     refuse(config)
     return config

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from zero_tp.architectures import architecture_of
 from zero_tp.errors import UserError
@@ -21,14 +22,28 @@ def parallel_model(
     """Return our model with the weights of a live model of transformers' own class. Each rank takes its shards.
 
     Args:
-        native: the same on every rank, without PEFT adapters.
+        native: the same on every rank, without PEFT adapters; an instance of its model_type's `native_class`.
+
+    Raises:
+        UserError: another class, adapters, or a config that our layers cannot compute.
     """
     if getattr(native, "peft_config", None):
         raise UserError(
             "PEFT: the model has adapters, which are layers of transformers' own; train it with transformers' Trainer, "
             "or give what its merge_and_unload() returns"
         )
-    model_class = ZeroTPForCausalLM if architecture_of(native.config).causal else ZeroTPForPreTraining
+    if not isinstance(native, PreTrainedModel):
+        raise UserError(
+            f"model: {type(native).__name__} is no model of transformers; give one, such as GPT2LMHeadModel"
+        )
+    architecture = architecture_of(native.config)
+    classes = (architecture.native_class, architecture.without_sentences)
+    class_name = next((base.__name__ for base in type(native).__mro__ if base.__name__ in classes), None)
+    if class_name is None:
+        names = " or ".join(filter(None, classes))
+        raise UserError(f"model: {type(native).__name__} is not supported; give a {names}")
+    native.config.architectures = [class_name]  # as its save_pretrained does; it decides about the sentence head
+    model_class = ZeroTPForCausalLM if architecture.causal else ZeroTPForPreTraining
     model: HuggingFaceModel = model_class(
         native.config, topology, source=LiveSource(native), seed=seed, dtype=native.dtype, device=device
     )

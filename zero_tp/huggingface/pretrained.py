@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from zero_tp.architectures.configs import config_from_directory
 from zero_tp.errors import UserError, shown
 from zero_tp.huggingface.arguments import UNSUPPORTED_IN_FROM_PRETRAINED, append_revision, refuse_arguments
-from zero_tp.models.parallel_model import ParallelModel
+from zero_tp.models.parallel_model import ParallelModel, parse_dtype
 from zero_tp.topology import Topology
 from zero_tp.weights.export import MAX_SHARD_SIZE, save_pretrained, save_tensors
 from zero_tp.weights.live_weights import load_native
@@ -105,7 +105,7 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         variant: str | None = None,
         token: str | bool | None = None,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         safe_serialization: bool = True,
         distributed_checkpoint: bool = False,
         **options: Any,
@@ -131,6 +131,7 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
                 raise UserError(f"save_pretrained: {name} is not built: it writes one directory of safetensors")
         parameters = dict(self.named_parameters())
         shared: dict[str, Any] = {"generation": self.generation_config, "max_shard_size": str(max_shard_size)}
+        shared["dtype"] = parse_dtype(dtype)
         if state_dict is not None and self.topology.tensor > 1:
             raise UserError(
                 "save_pretrained: state_dict holds one rank's shards of a split model; leave it out, and "
@@ -139,8 +140,8 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         sharded = self.topology.tensor > 1 or any(hasattr(parameter, "ds_tensor") for parameter in parameters.values())
         if state_dict is None and (sharded or is_main_process is None):
             merge = is_main_process is not None
-            save_pretrained(directory, parameters, self.config, self.topology, dtype=dtype, merge=merge, **shared)
+            save_pretrained(directory, parameters, self.config, self.topology, merge=merge, **shared)
         elif is_main_process is not False and state_dict == {}:  # DeepSpeed's own checkpoint has the weights
             self.config.save_pretrained(directory)
         elif is_main_process is not False:
-            save_tensors(directory, self.config, state_dict or parameters, dtype=dtype, **shared)
+            save_tensors(directory, self.config, state_dict or parameters, **shared)
