@@ -15,6 +15,7 @@ from transformers import BertConfig, GenerationConfig, LlamaConfig, LlamaForCaus
 from tests.support.encoders import encoder
 from tests.support.native import parallel_model
 from tests.support.tiny_models import speeches, tiny_gpt2
+from zero_tp.architectures import weights_of
 from zero_tp.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.huggingface import parallel_model as live_model
@@ -188,6 +189,30 @@ def test_a_negative_padding_id_counts_from_the_end_of_the_vocabulary() -> None:
     expected = native.get_input_embeddings().weight.grad
     torch.testing.assert_close(model.get_input_embeddings().weight.grad, expected)
     assert not expected[9].any() and expected[1].any()
+
+
+def test_frozen_weights_stay_frozen() -> None:
+    native = LlamaForCausalLM(LlamaConfig(**SIZES))
+    attention = native.model.layers[0].self_attn
+    for module in (native.model.embed_tokens, native.model.norm, attention.q_proj, attention.k_proj):
+        module.requires_grad_(False)
+    with pytest.raises(UserError, match=r"q_proj.weight, .*v_proj.weight are one weight here, of which a part is froz"):
+        live_model(native, Topology(world=1))
+    attention.v_proj.requires_grad_(False)
+    model, tokens = live_model(native, Topology(world=1)), torch.tensor([[9, 1, 9, 2]])
+    for each in (native, model):
+        each(tokens, labels=tokens).loss.backward()
+    frozen = {name for name, each in model.named_parameters() if each.grad is None}
+    assert frozen == {
+        "transformer.embedding.word.weight",
+        "transformer.final_norm.weight",
+        "transformer.layers.0.attention.qkv.weight",
+    }
+    expected = {name: each.grad for name, each in native.named_parameters() if each.grad is not None}
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    for weight in weights_of(native.config):
+        if weight.our_name in found:
+            torch.testing.assert_close(found[weight.our_name], weight.from_hf(expected))
 
 
 def test_a_model_is_saved_in_a_dtype_by_name(directory: Path, tmp_path: Path) -> None:

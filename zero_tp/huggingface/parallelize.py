@@ -21,11 +21,13 @@ def parallel_model(
 ) -> HuggingFaceModel:
     """Return our model with the weights of a live model of transformers' own class. Each rank takes its shards.
 
+    Frozen weights stay frozen.
+
     Args:
         native: the same on every rank, without PEFT adapters; an instance of its model_type's `native_class`.
 
     Raises:
-        UserError: another class, adapters, or a config that our layers cannot compute.
+        UserError: another class, adapters, a config that our layers cannot compute, or a weight that is frozen in part.
     """
     if getattr(native, "peft_config", None):
         raise UserError(
@@ -44,7 +46,18 @@ def parallel_model(
         raise UserError(f"model: {type(native).__name__} is not supported; give a {names}")
     native.config.architectures = [class_name]  # as its save_pretrained does; it decides about the sentence head
     model_class = ZeroTPForCausalLM if architecture.causal else ZeroTPForPreTraining
+    source = LiveSource(native)
     model: HuggingFaceModel = model_class(
-        native.config, topology, source=LiveSource(native), seed=seed, dtype=native.dtype, device=device
+        native.config, topology, source=source, seed=seed, dtype=native.dtype, device=device
     )
+    frozen = {name for name, each in native.named_parameters(remove_duplicate=False) if not each.requires_grad}
+    for our_name, parameter in model.named_parameters():
+        weight = source.weights[our_name]
+        names = {weight.in_memory} if weight.in_memory else set(weight.names)
+        if frozen & names and not names <= frozen:
+            listed = ", ".join(sorted(map(str, names)))
+            raise UserError(
+                f"model: {listed} are one weight here, of which a part is frozen; freeze all of them or none"
+            )
+        parameter.requires_grad_(not frozen & names)
     return model
