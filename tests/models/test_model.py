@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.support.pools import Pools
 from zero_tp.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import audit
+from zero_tp.parallel.random import SHARED, RandomStreams
 from zero_tp.topology import Topology
 
 LENGTH, BATCH = 16, 3
@@ -165,6 +167,23 @@ def refusals(world: int, sequence: bool) -> int:
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_would_be_silently_wrong_is_refused(ranks: Pools, sequence: bool) -> None:
     assert ranks(2).run(refusals, 2, sequence) == [1, 1]
+
+
+def test_random_streams_are_those_of_the_device_that_a_model_is_moved_to() -> None:
+    model, fresh = (ZeroTPForCausalLM(reference_model().config, Topology(world=1), seed=3) for _ in range(2))
+    with model.streams.use(SHARED):
+        torch.rand(1)
+    drawn = model.streams.state_dict()
+    model.double()
+    assert all(map(torch.equal, model.streams.state_dict().values(), drawn.values())), "a cast restarts nothing"
+    with patch.object(RandomStreams, "generator_device", torch.device("cuda", 0)):  # as if it came from there
+        model.activation_checkpointing_enable()
+        recomputing = model._activations
+        model.float()
+    assert all(map(torch.equal, model.streams.state_dict().values(), fresh.streams.state_dict().values()))
+    assert model._activations is recomputing
+    model.to("meta")
+    assert model._activations is not recomputing and model.streams.generator_device == torch.device("cpu")
 
 
 def test_a_description_of_a_grid_cannot_run() -> None:

@@ -116,6 +116,15 @@ class HuggingFaceModel(PretrainedWeights):
             self._checkpointing = policy, {"cpu_checkpointing": offload}
             self._activations = ActivationMemory(self, *self._checkpointing, self.device)
 
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        """Move or cast the model; offloading of recomputed layers' inputs depends on the device."""
+        before = self.device
+        moved = super()._apply(*arguments, **options)
+        if self.device != before and self._activations is not None and self._checkpointing is not None:
+            self._activations.remove()
+            self._activations = ActivationMemory(self, *self._checkpointing, self.device)
+        return moved
+
     def activation_checkpointing_disable(self) -> None:
         """Keep all activations again."""
         if self._activations is not None:
