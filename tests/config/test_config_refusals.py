@@ -234,13 +234,16 @@ MODEL, OBJECTIVE = "zero_tp.model", "zero_tp.objective"
         ({"train_micro_batch_size_per_gpu": 2**31}, "train_micro_batch_size_per_gpu: 2147483648: must be less than"),
         (
             {"zero_tp.training.timeout_minutes": 1e9},
-            "zero_tp.training.timeout_minutes: 1000000000.0: must be <= 10000000",
+            "zero_tp.training.timeout_minutes: 1000000000.0: must be less than or",
         ),
         (
             {"zero_tp.training.timeout_minutes": {"save": 1e9}},
             "zero_tp.training.timeout_minutes.save: 1000000000.0: must",
         ),
-        ({OBJECTIVE: {"type": "masked", "max_ngram": 10**9}}, f"{OBJECTIVE}.max_ngram: 1000000000: must be <= 1000"),
+        (
+            {OBJECTIVE: {"type": "masked", "max_ngram": 10**9}},
+            f"{OBJECTIVE}.max_ngram: 1000000000: must be less than or",
+        ),
         ({"zero_tp.tokenizer": "a\0b"}, 'zero_tp.tokenizer: "a\\u0000b" has a NUL character'),
         ({"zero_tp.data.train": {"a\0b": 1.0}}, 'zero_tp.data.train: "a\\u0000b" has a NUL character'),
     ],
