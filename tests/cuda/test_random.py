@@ -43,7 +43,8 @@ def test_a_model_that_is_moved_to_the_device_recomputes_its_dropout() -> None:
     config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=16, vocab_size=64)
     tokens, found = torch.arange(32, device="cuda").view(2, 16), []
     for recomputes in (False, True):
-        model = ZeroTPForCausalLM(config, Topology(world=1), seed=5).cuda().train()
+        model = ZeroTPForCausalLM(config, Topology(world=1), seed=5).train()
+        model.to(device=torch.device("cuda"))
         if recomputes:
             model.activation_checkpointing_enable()
         torch.cuda.manual_seed(7 + recomputes)

@@ -182,7 +182,7 @@ def test_random_streams_are_those_of_the_device_that_a_model_is_moved_to() -> No
         model.float()
     assert all(map(torch.equal, model.streams.state_dict().values(), fresh.streams.state_dict().values()))
     assert model._activations is recomputing
-    model.to("meta")
+    model.to(device=torch.device("meta"))  # type: ignore[call-arg]
     assert model._activations is not recomputing and model.streams.generator_device == torch.device("cpu")
 
 

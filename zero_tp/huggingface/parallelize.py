@@ -53,11 +53,11 @@ def parallel_model(
     frozen = {name for name, each in native.named_parameters(remove_duplicate=False) if not each.requires_grad}
     for our_name, parameter in model.named_parameters():
         weight = source.weights[our_name]
-        names = {weight.in_memory} if weight.in_memory else set(weight.names)
-        if frozen & names and not names <= frozen:
-            listed = ", ".join(sorted(map(str, names)))
+        native_names = {weight.in_memory} if weight.in_memory else set(weight.names)
+        if frozen & native_names and not native_names <= frozen:
+            listed = ", ".join(sorted(native_names))
             raise UserError(
                 f"model: {listed} are one weight here, of which a part is frozen; freeze all of them or none"
             )
-        parameter.requires_grad_(not frozen & names)
+        parameter.requires_grad_(not frozen & native_names)
     return model
