@@ -59,7 +59,7 @@ _NO_DEFAULT = object()
 class Fields:
     """The treatment of each field that a model_type's Hugging Face config has.
 
-    The attributes except `undeclared` name different fields, none of them in IRRELEVANT_IN_EVERY_CONFIG or
+    A field is in one attribute at most, `undeclared` aside, and then neither in IRRELEVANT_IN_EVERY_CONFIG nor in
     FIXED_IN_EVERY_CONFIG. Any other field must have its class's default; one that the class does not declare is
     refused.
 

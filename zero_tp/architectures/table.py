@@ -144,7 +144,7 @@ class Architecture:
         tied: Hugging Face names that alias another when the embeddings are tied, {alias: source}.
         native_class: name of the transformers class that opens an export.
         without_sentences: name of the encoder's class without a sentence head.
-        stored: tensors that files name differently, {name in the class: name in files}.
+        file_names: of tensors that files name differently, {name in the class: name in files}.
         base_prefix: prefix of names in the class with a head; files of the bare model lack it.
         obsolete_tensors: patterns of buffers that older versions saved, without the prefix. They are ignored.
         optional_heads: head → pattern of its tensors. Files may lack it; it is then initialised from the seed.
@@ -161,7 +161,7 @@ class Architecture:
     obsolete_tensors: tuple[str, ...] = ()
     optional_heads: Mapping[str, str] = field(default_factory=dict)
     obsolete_suffixes: Mapping[str, str] = field(default_factory=dict)
-    stored: Mapping[str, str] = field(default_factory=dict)
+    file_names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def causal(self) -> bool:
