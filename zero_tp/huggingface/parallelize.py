@@ -50,7 +50,8 @@ def parallel_model(
     model: HuggingFaceModel = model_class(
         native.config, topology, source=source, seed=seed, dtype=native.dtype, device=device
     )
-    frozen = {name for name, each in native.named_parameters(remove_duplicate=False) if not each.requires_grad}
+    parameters = native.named_parameters(remove_duplicate=False)
+    frozen = {name for name, parameter in parameters if not parameter.requires_grad}
     for our_name, parameter in model.named_parameters():
         weight = source.weights[our_name]
         native_names = {weight.in_memory} if weight.in_memory else set(weight.names)
