@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.native import our_class
-from zero_tp.architectures.configs import pretrained_config
+from zero_tp.architectures.configs import config_from_directory
 from zero_tp.errors import UserError
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -27,7 +27,7 @@ def write_config(directory: Path, name: str, **changes: Any) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_files_are_read(name: str, tmp_path: Path) -> None:
     write_config(tmp_path, name)
-    config = pretrained_config(tmp_path)
+    config = config_from_directory(tmp_path)
     model = our_class(config)(config, device="meta", dtype=torch.bfloat16)
     assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name]["parameters"]
 
@@ -67,11 +67,11 @@ def test_published_files_are_read(name: str, tmp_path: Path) -> None:
 def test_what_changes_the_model_is_refused(name: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     write_config(tmp_path, name, **changes)
     with pytest.raises(UserError, match=rf"config\.json: .*{words}") as caught:
-        pretrained_config(tmp_path)
+        config_from_directory(tmp_path)
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_padding_id_below_0_counts_from_the_end_as_in_torch(tmp_path: Path) -> None:
     """As early Llama files have it; transformers hands it to torch's Embedding."""
     write_config(tmp_path, "llama-3.2-1b", pad_token_id=-1)
-    assert pretrained_config(tmp_path).pad_token_id == torch.nn.Embedding(128256, 1, -1).padding_idx
+    assert config_from_directory(tmp_path).pad_token_id == torch.nn.Embedding(128256, 1, -1).padding_idx

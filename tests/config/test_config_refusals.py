@@ -14,6 +14,7 @@ from tests.support.mistakes import RIGHT, changed, written
 from tests.tools.fuzz.commands import LONGEST_REFUSAL, PYTHON_WORDS
 from tests.tools.fuzz.configs import BASE, LLAMA
 from tests.tools.fuzz.damage import ODD, at, places
+from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.commands.check import describe
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.config.deepspeed import FIXED, REFUSED_KEYS
@@ -184,6 +185,11 @@ def test_the_engine_refuses_before_it_builds(monkeypatch: pytest.MonkeyPatch) ->
         TrainingEngine(LlamaConfig(), Topology(world=1), settings, seed=1)
     with pytest.raises(ConfigError, match=r"^gradient_acumulation_steps: unknown key; did you mean"):
         TrainingEngine(LlamaConfig(), Topology(world=1), {"gradient_acumulation_steps": 2}, seed=1)
+    settings["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
+    for name in ("layers", "every"):
+        policy = RecomputePolicy(mode="full", **{name: 33})
+        with pytest.raises(ConfigError, match=rf"^zero_tp\.recompute\.{name}: refused above the model's layers"):
+            TrainingEngine(LlamaConfig(), Topology(world=1), settings, seed=1, recompute=policy)
 
 
 def test_every_refusal_has_a_config_here_and_the_right_config_has_none() -> None:
@@ -213,7 +219,7 @@ def test_an_optimizer_of_a_trainer_s_own_may_be_untested() -> None:
     assert not notes(check_deepspeed(config, Topology(world=1), EntryPoint.TRAINER), "no effect")
 
 
-MODEL = "zero_tp.model"
+MODEL, OBJECTIVE = "zero_tp.model", "zero_tp.objective"
 
 
 @pytest.mark.parametrize(
@@ -226,6 +232,18 @@ MODEL = "zero_tp.model"
         ({f"{MODEL}.n_layer": 2**31}, f"{MODEL}.n_layer: 2147483648 is more than 10000: each is built by itself"),
         ({f"{MODEL}.vocab_size": 2**31 - 1, f"{MODEL}.n_embd": 2**20}, f"{MODEL}.hidden_size: a matrix of 2147483647"),
         ({"train_micro_batch_size_per_gpu": 2**31}, "train_micro_batch_size_per_gpu: 2147483648: must be less than"),
+        (
+            {"zero_tp.training.timeout_minutes": 1e9},
+            "zero_tp.training.timeout_minutes: 1000000000.0: must be less than or",
+        ),
+        (
+            {"zero_tp.training.timeout_minutes": {"save": 1e9}},
+            "zero_tp.training.timeout_minutes.save: 1000000000.0: must",
+        ),
+        (
+            {OBJECTIVE: {"type": "masked", "max_ngram": 10**9}},
+            f"{OBJECTIVE}.max_ngram: 1000000000: must be less than or",
+        ),
         ({"zero_tp.tokenizer": "a\0b"}, 'zero_tp.tokenizer: "a\\u0000b" has a NUL character'),
         ({"zero_tp.data.train": {"a\0b": 1.0}}, 'zero_tp.data.train: "a\\u0000b" has a NUL character'),
     ],

@@ -17,7 +17,7 @@ from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.data.batch import Batch, separate_documents
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.attention import AttentionCore, SDPACore, disable_cudnn_for_mask, runs_without_mask
-from zero_tp.models.context import AttentionMask, Packed, Pieces
+from zero_tp.models.context import AttentionMask, PackedSequences, VarlenMask
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
 from zero_tp.training.guards import deterministic_algorithms
@@ -53,7 +53,7 @@ def computed(
     given = [each.clone().requires_grad_() for each in heads]
     like = given[0].flatten(2)
     mask = (AttentionCore if masked else SDPACore).build_mask(facts, spec, like)
-    assert isinstance(mask, Tensor if masked else Packed)
+    assert isinstance(mask, Tensor if masked else VarlenMask)
     output = SDPACore(spec, RandomStreams(Topology(world=1), 0, DEVICE))(
         *(each.permute(1, 2, 0, 3) for each in given), mask
     )
@@ -78,8 +78,8 @@ def test_pieces_without_a_mask(
         for each in (8, kv_heads, kv_heads)
     ]
     upstream = torch.randn(rows, 8, LENGTH, size, device=DEVICE, generator=generator).to(dtype)
-    pieces = Pieces.of(documents_of(rows), DEVICE) if apart else None
-    facts = AttentionMask(LENGTH, LENGTH, pieces=pieces, window=window)
+    packed = PackedSequences.from_document_ids(documents_of(rows), DEVICE) if apart else None
+    facts = AttentionMask(LENGTH, LENGTH, packed=packed, window=window)
     exact = computed(spec, facts, [each.double() for each in heads], upstream.double(), masked=True)
     beside = computed(spec, facts, heads, upstream, masked=True)
     without = computed(spec, facts, heads, upstream, masked=False)
@@ -178,5 +178,5 @@ def test_no_mask_reaches_cudnn() -> None:
     with disable_cudnn_for_mask(mask):
         masked = torch._fused_sdp_choice(query, query, query, mask, 0.0, False)
     assert SDPBackend(masked) == SDPBackend.EFFICIENT_ATTENTION
-    mask_of_documents = AttentionMask(1024, 1024, pieces=Pieces.of_rows(2, 1024, DEVICE))
+    mask_of_documents = AttentionMask(1024, 1024, packed=PackedSequences.one_per_row(2, 1024, DEVICE))
     assert runs_without_mask(mask_of_documents, spec_of(128, 2), torch.bfloat16, DEVICE)

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from transformers import GPT2Config
 
 from tests.parallel.test_random import drawn
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
 
@@ -35,3 +37,17 @@ def test_shared_states_give_what_copied_ones_do() -> None:
         results.append(drawn(streams, lambda: torch.rand(3, device="cuda")))
     expected, found = results
     assert all(map(torch.equal, found, expected))
+
+
+def test_a_model_that_is_moved_to_the_device_recomputes_its_dropout() -> None:
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=16, vocab_size=64)
+    tokens, found = torch.arange(32, device="cuda").view(2, 16), []
+    for recomputes in (False, True):
+        model = ZeroTPForCausalLM(config, Topology(world=1), seed=5).train()
+        model.to(device=torch.device("cuda"))
+        if recomputes:
+            model.activation_checkpointing_enable()
+        torch.cuda.manual_seed(7 + recomputes)
+        model(tokens, labels=tokens).loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))

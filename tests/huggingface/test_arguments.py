@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig
+from transformers import BertConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from tests.support.encoders import encoder
 from tests.support.native import parallel_model
 from tests.support.tiny_models import speeches, tiny_gpt2
+from zero_tp.architectures import weights_of
 from zero_tp.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.huggingface import parallel_model as live_model
@@ -153,3 +155,66 @@ def test_adapters_of_peft_need_a_whole_model(directory: Path) -> None:
     native.peft_config = {"default": "lora"}
     with pytest.raises(UserError, match="PEFT: the model has adapters"):
         live_model(native, Topology(world=1))
+
+
+SIZES: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8}
+SIZES |= {"vocab_size": 10, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+@pytest.mark.parametrize("name", ["LlamaModel", "LlamaForSequenceClassification", "BertModel"])
+def test_live_models_with_other_heads_are_refused(name: str) -> None:
+    native_class = getattr(transformers, name)
+    native = native_class(native_class.config_class(**SIZES))
+    with pytest.raises(UserError, match=f"^model: {name} is not supported; give a "):
+        live_model(native, Topology(world=1))
+    with pytest.raises(UserError, match=r"^model: Linear is no model of transformers; give one"):
+        live_model(torch.nn.Linear(1, 1), Topology(world=1))
+
+
+def test_the_class_of_a_live_encoder_decides_about_its_sentence_head() -> None:
+    for name, other in (("BertForPreTraining", "BertForMaskedLM"), ("BertForMaskedLM", "BertForPreTraining")):
+        for architectures in (None, [other]):
+            native = getattr(transformers, name)(BertConfig(**SIZES))
+            native.config.architectures = architectures
+            model = live_model(native, Topology(world=1))
+            assert model.spec.sentence_head == (name == "BertForPreTraining")
+
+
+def test_a_negative_padding_id_counts_from_the_end_of_the_vocabulary() -> None:
+    native = LlamaForCausalLM(LlamaConfig(**SIZES | {"pad_token_id": -1}))
+    model = live_model(native, Topology(world=1)).train()
+    tokens = torch.tensor([[9, 1, 9, 2]])
+    for each in (native, model):
+        each(tokens, labels=tokens).loss.backward()
+    expected = native.get_input_embeddings().weight.grad
+    torch.testing.assert_close(model.get_input_embeddings().weight.grad, expected)
+    assert isinstance(expected, torch.Tensor) and not expected[9].any() and expected[1].any()
+
+
+def test_frozen_weights_stay_frozen() -> None:
+    native = LlamaForCausalLM(LlamaConfig(**SIZES))
+    attention = native.model.layers[0].self_attn
+    for module in (native.model.embed_tokens, native.model.norm, attention.q_proj, attention.k_proj):
+        module.requires_grad_(False)
+    with pytest.raises(UserError, match=r"q_proj.weight, .*v_proj.weight are one weight here, of which a part is froz"):
+        live_model(native, Topology(world=1))
+    attention.v_proj.requires_grad_(False)
+    model, tokens = live_model(native, Topology(world=1)), torch.tensor([[9, 1, 9, 2]])
+    for each in (native, model):
+        each(tokens, labels=tokens).loss.backward()
+    frozen = {name for name, each in model.named_parameters() if each.grad is None}
+    assert frozen == {
+        "transformer.embedding.word.weight",
+        "transformer.final_norm.weight",
+        "transformer.layers.0.attention.qkv.weight",
+    }
+    expected = {name: each.grad for name, each in native.named_parameters() if each.grad is not None}
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    for weight in weights_of(native.config):
+        if weight.our_name in found:
+            torch.testing.assert_close(found[weight.our_name], weight.from_hf(expected))
+
+
+def test_a_model_is_saved_in_a_dtype_by_name(directory: Path, tmp_path: Path) -> None:
+    opened(directory).save_pretrained(tmp_path, dtype="bfloat16")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}

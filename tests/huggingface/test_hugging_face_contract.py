@@ -132,13 +132,17 @@ def test_what_is_not_built_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
     with pytest.raises(ConfigError, match=r"gradient_checkpointing_kwargs\.mode"):
         model.activation_checkpointing_enable({"mode": "everything"})
-    for fields, name in (({"layers": 9}, "layers"), ({"keep_micro_batches": 1}, "keep_micro_batches")):
-        with pytest.raises(UserError, match=rf"gradient_checkpointing_kwargs: {name}: "):
+    for fields, name in (({"layers": 9}, "layers"), ({"every": 2}, "every"), ({"keep_micro_batches": 1}, "keep_micro")):
+        with pytest.raises(UserError, match=rf"gradient_checkpointing_kwargs: {name}\w*: .*; use "):
             model.activation_checkpointing_enable(fields)
+    with pytest.raises(UserError, match="every_n_layers: 2, but every is 1; give one of them"):
+        model.activation_checkpointing_enable({"every": 1}, every_n_layers=2)
     with pytest.raises(UserError, match='offload: "selective" keeps no inputs of layers'):
         model.activation_checkpointing_enable({"mode": "selective"}, offload=True)
     with pytest.raises(UserError, match="0 tokens"):
         model.resize_token_embeddings(0)
+    with pytest.raises(UserError, match="pad_to_multiple_of: 0; give 1 or more"):
+        model.resize_token_embeddings(40, pad_to_multiple_of=0)
 
 
 def test_trainers_with_a_loss_of_their_own_are_refused() -> None:

@@ -21,7 +21,7 @@ from zero_tp.architectures import architecture_of
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models import cpu_flash
 from zero_tp.models.attention import CORES, SDPACore
-from zero_tp.models.context import AttentionMask, Packed, Pieces
+from zero_tp.models.context import AttentionMask, PackedSequences, VarlenMask
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
 
@@ -130,7 +130,9 @@ def test_pieces_are_what_the_mask_shows(numbers: list[list[int]], window: int | 
     core = SDPACore(spec, RandomStreams(Topology(world=1), 0))
     heads = [torch.randn(length, batch, each, 8, dtype=torch.float64) for each in (4, kv_heads, kv_heads)]
     upstream = torch.randn(batch, 4, length, 8, dtype=torch.float64)
-    facts = AttentionMask(length, length, pieces=Pieces.of(documents, torch.device("cpu")), window=window)
+    facts = AttentionMask(
+        length, length, packed=PackedSequences.from_document_ids(documents, torch.device("cpu")), window=window
+    )
     # Neighbours of one number are one piece, others are not.
     apart = (documents[:, 1:] != documents[:, :-1]).long().cumsum(1)
     same = torch.nn.functional.pad(apart, (1, 0))
@@ -148,7 +150,7 @@ def test_pieces_are_what_the_mask_shows(numbers: list[list[int]], window: int | 
 
     expected = computed(Tensor)
     with packed_kernels() as kernel:
-        found = computed(Packed)
+        found = computed(VarlenMask)
         kernel.assert_called_once()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -159,9 +161,9 @@ def test_a_window_alone_is_a_piece_for_each_row() -> None:
     spec = architecture_of(config).spec(config)
     like = torch.empty(6, 2, 32)
     with packed_kernels():
-        packed = SDPACore.build_mask(AttentionMask(6, 6, window=3), spec, like)
-    assert isinstance(packed, Packed) and packed.window == 2
-    assert packed.pieces.starts.tolist() == [0, 6, 12] and packed.pieces.longest == 6
+        mask = SDPACore.build_mask(AttentionMask(6, 6, window=3), spec, like)
+    assert isinstance(mask, VarlenMask) and mask.window == 2
+    assert mask.packed.cu_seqlens.tolist() == [0, 6, 12] and mask.packed.max_seqlen == 6
 
 
 def test_attention_by_products_keeps_what_torch_keeps() -> None:

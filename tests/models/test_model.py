@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.support.pools import Pools
 from zero_tp.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import audit
+from zero_tp.parallel.random import SHARED, RandomStreams
 from zero_tp.topology import Topology
 
 LENGTH, BATCH = 16, 3
@@ -167,6 +169,23 @@ def test_what_would_be_silently_wrong_is_refused(ranks: Pools, sequence: bool) -
     assert ranks(2).run(refusals, 2, sequence) == [1, 1]
 
 
+def test_random_streams_are_those_of_the_device_that_a_model_is_moved_to() -> None:
+    model, fresh = (ZeroTPForCausalLM(reference_model().config, Topology(world=1), seed=3) for _ in range(2))
+    with model.streams.use(SHARED):
+        torch.rand(1)
+    drawn = model.streams.state_dict()
+    model.double()
+    assert all(map(torch.equal, model.streams.state_dict().values(), drawn.values())), "a cast restarts nothing"
+    with patch.object(RandomStreams, "generator_device", torch.device("cuda", 0)):  # as if it came from there
+        model.activation_checkpointing_enable()
+        recomputing = model._activations
+        model.float()
+    assert all(map(torch.equal, model.streams.state_dict().values(), fresh.streams.state_dict().values()))
+    assert model._activations is recomputing
+    model.to(device=torch.device("meta"))  # type: ignore[call-arg]
+    assert model._activations is not recomputing and model.streams.generator_device == torch.device("cpu")
+
+
 def test_a_description_of_a_grid_cannot_run() -> None:
     model = ZeroTPForCausalLM(reference_model().config, Topology(2, world=2, rank=1))
     with pytest.raises(RuntimeError, match="only describes a grid"):
@@ -178,7 +197,8 @@ def test_a_description_of_a_grid_cannot_run() -> None:
     [
         ({"n_head": 3}, "heads 3 ≠ tensor 2 × 1.5 a rank; use a tensor degree that divides 3"),
         ({"n_inner": 7}, "MLP width 7 ≠ tensor 2 × 3.5 a rank; use a tensor degree that divides 7"),
-        ({"n_head": 5}, "n_embd: hidden size 24 ≠ heads 5"),
+        ({"n_head": 5}, r"^GPT2Config\.n_embd: hidden size 24 ≠ heads 5"),
+        ({"n_positions": 0}, r"^GPT2Config\.n_positions: 0 is not positive; give 1 or more"),
     ],
 )
 def test_configs_that_are_refused(changes: dict[str, Any], message: str) -> None:

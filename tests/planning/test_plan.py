@@ -55,7 +55,7 @@ def test_parameters_of_bert_are_those_of_the_paper(name: str, layers: int, hidde
     tokens, length = 1024 * 512, 512
     dense = 24 * tokens * layers * hidden**2 + 4 * tokens * layers * length * hidden
     head = 0.15 * 2 * tokens * hidden * (hidden + 30522)
-    assert flops.model_flops(spec, 1024, 512, config.labelled) == pytest.approx(3 * (dense + head))
+    assert flops.model_flops(spec, 1024, 512, config.label_fraction) == pytest.approx(3 * (dense + head))
 
 
 @pytest.mark.parametrize(

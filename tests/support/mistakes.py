@@ -138,7 +138,7 @@ MISTAKES: tuple[Mistake, ...] = (
     # Missing
     mistake("zero_tp", "required", value=Missing),
     mistake("zero_tp.training.steps", "required", value=Missing),
-    Mistake({"zero_tp.training.tokens": 10**9}, "zero_tp.training.steps", ("given beside zero_tp.training.tokens",)),
+    Mistake({"zero_tp.training.tokens": 10**9}, "zero_tp.training.steps", ("given with zero_tp.training.tokens",)),
     mistake("zero_tp.model.model_type", ("required", "gpt2"), value=Missing),
     mistake("optimizer", "required", value=Missing),
     mistake("optimizer.params.lr", "required", value=Missing),

@@ -98,7 +98,7 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
     resets = block.data.document_attention == "reset"
     batch: AnyBatch = Batch(tokens, tokens, *([torch.zeros_like(tokens)] * 2 if resets else []))
     if block.masked is not None:
-        masked = torch.arange(block.data.sequence_length) < config.labelled * block.data.sequence_length
+        masked = torch.arange(block.data.sequence_length) < config.label_fraction * block.data.sequence_length
         ones = torch.ones_like(tokens)
         names = {"token_type_ids": ones, "attention_mask": ones, "labels": tokens.masked_fill(~masked, -100)}
         batch = MaskedBatch({"input_ids": tokens, **names, "next_sentence_label": ones[:, 0]}).to(trainer.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.support.native import perturbed, to_theirs
-from zero_tp.architectures.configs import pretrained_config
+from zero_tp.architectures.configs import config_from_directory
 from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.evaluation.model_directory import open_directory
@@ -70,7 +70,7 @@ def is_native(model: Any, reference: Any) -> int:
 def test_a_rank_reads_its_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: int, tied: bool) -> None:
     reference = native(tie_word_embeddings=tied)
     reference.save_pretrained(tmp_path, max_shard_size="20KB")
-    config = pretrained_config(tmp_path)
+    config = config_from_directory(tmp_path)
     whole = {name: parameter.detach() for name, parameter in load(tmp_path).named_parameters()}
     is_native(load(tmp_path), reference)
     source = PretrainedSource(tmp_path, config)

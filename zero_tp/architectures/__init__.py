@@ -38,7 +38,7 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         raise UserError(
-            f"zero_tp.model.model_type: {config.model_type!r} has no architecture table; "
+            f"model_type: {config.model_type!r} has no architecture table; "
             f"supported: {', '.join(sorted(ARCHITECTURES))}"
         )
     return architecture

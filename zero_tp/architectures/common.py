@@ -85,8 +85,7 @@ def spec(
 ) -> TransformerSpec:
     """Return the spec of a config.
 
-    A field that a config class lacks has Llama's value. One that a model ignores is not among the table's fields, so it
-    has its default.
+    A field that a config class lacks has Llama's value.
 
     Args:
         partial_rotary: the architecture supports rotating a part of each head.
@@ -94,7 +93,7 @@ def spec(
         attention_bias: biases on Q, K, V and the output projection; by default the config's.
         overrides: arguments of TransformerSpec that differ from Llama's.
     """
-    layers, std = config.num_hidden_layers, config.initializer_range
+    layers, std, padding = config.num_hidden_layers, config.initializer_range, config.pad_token_id
     mlps = (mlp,) * layers if isinstance(mlp, str) else mlp
     heads, kv_heads, head_size = grouped_heads(config)
     if attention_bias is None:
@@ -123,7 +122,8 @@ def spec(
         "output_bias": attention_bias,
         "mlp_bias": getattr(config, "mlp_bias", False),
         "tied": config.tie_word_embeddings,
-        "padding_token": config.pad_token_id,
+        # As in torch, a negative id counts from the end of the vocabulary.
+        "padding_token": padding + config.vocab_size if padding is not None and padding < 0 else padding,
         "init_std": std,
         "residual_std": std,
         "dropouts": dropouts(config, attention="attention_dropout"),
@@ -271,7 +271,8 @@ def weights(
     Args:
         attention: the weights of `self_attn`; by default Llama's.
         mlp: linear layers of dense MLPs, our name → Hugging Face's.
-        block: name of the MLP with experts in files. linears: like `mlp`, for one expert.
+        block: files' name of a mixture of experts, whose prefix its weights have.
+        linears: linear layers of one expert, our name → Hugging Face's.
     """
     bias = spec.norm == "layer_norm"
     listed = [EMBEDDING, *layer_weights("attention_norm", "input_layernorm", bias=bias)]

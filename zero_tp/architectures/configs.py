@@ -36,7 +36,7 @@ def fields_of(model_type: str) -> Fields:
     return architectures.ARCHITECTURES[model_type].fields
 
 
-def written_config(model: dict[str, Any]) -> PretrainedConfig:
+def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
     """Return the config of a `zero_tp.model` block: `model_type` and fields of Hugging Face's config.
 
     A token id that the block omits is None if Hugging Face's default lies outside the vocabulary.
@@ -69,7 +69,7 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
         ) from None
     with _under_written_name(fields, aliases):
         check_rope_names(config, fields)
-        spec = architectures.architecture_of(config).spec(config)
+        spec = architectures.architecture_of(config).spec(config, MODEL_KEY)
         # The first matrices of all experts are one parameter.
         experts = 0 if spec.experts is None else 2 * spec.experts.count * spec.experts.size
         embeddings = (spec.vocabulary, spec.token_types, spec.positions if spec.position == "learned" else 0)
@@ -90,17 +90,17 @@ def _check_sizes(fields: dict[str, Any], aliases: dict[str, str]) -> None:
             raise ConfigError(f"{MODEL_KEY}.{name}", f"{value} is more than {most}: {reason}", "use a smaller one")
 
 
-def pretrained_config(directory: Path, key: str = "", **changes: Any) -> PretrainedConfig:
+def config_from_directory(directory: Path, key: str = "", **changes: Any) -> PretrainedConfig:
     """Return the config of a Hugging Face directory, checked like a `zero_tp.model` block.
 
     Args:
         key: prefix of the error message if the directory holds no model; by default the directory.
         changes: fields that override the directory's.
     """
-    return config_from(read_config_json(directory, key), directory, **changes)
+    return config_from_json(read_config_json(directory, key), directory, **changes)
 
 
-def config_from(raw: dict[str, Any], directory: Path, **changes: Any) -> PretrainedConfig:
+def config_from_json(raw: dict[str, Any], directory: Path, **changes: Any) -> PretrainedConfig:
     """Return the config of the content of a config.json.
 
     An unknown field is refused, because its effect is unknown. A token id outside the vocabulary becomes None: it is a
@@ -123,7 +123,7 @@ def config_from(raw: dict[str, Any], directory: Path, **changes: Any) -> Pretrai
             # transformers gives a padding row to a negative id too, as torch counts from the end.
             has_row = name == "pad_token_id" and name in known.read and -vocabulary <= value < 0
             fields[name] = value + vocabulary if has_row else None
-        config = written_config({"model_type": model_type, **fields, **changes})
+        config = config_from_block({"model_type": model_type, **fields, **changes})
     except ConfigError as error:
         name = error.key.removeprefix(f"{MODEL_KEY}.")
         if name in changes:
@@ -139,7 +139,7 @@ def read_config_json(directory: Path, key: str = "") -> dict[str, Any]:
     """Return the content of a Hugging Face directory's config.json.
 
     Args:
-        key: see `pretrained_config`.
+        key: see `config_from_directory`.
     """
     named = f" {directory}" if key else ""
     where = key or str(directory)
@@ -254,4 +254,4 @@ def _under_written_name(fields: dict[str, Any], aliases: dict[str, str]) -> Iter
     except ConfigError as error:
         own = error.key.removeprefix(f"{MODEL_KEY}.")
         name = next((alias for alias, target in aliases.items() if target == own and alias in fields), own)
-        raise ConfigError(f"{MODEL_KEY}.{name}", error.problem, error.remedy or "leave it out") from None
+        raise ConfigError(f"{MODEL_KEY}.{name}", error.problem, error.remedy) from None

@@ -59,7 +59,7 @@ _NO_DEFAULT = object()
 class Fields:
     """The treatment of each field that a model_type's Hugging Face config has.
 
-    The attributes except `undeclared` name different fields, none of them in IRRELEVANT_IN_EVERY_CONFIG or
+    A field is in one attribute at most, `undeclared` aside, and then neither in IRRELEVANT_IN_EVERY_CONFIG nor in
     FIXED_IN_EVERY_CONFIG. Any other field must have its class's default; one that the class does not declare is
     refused.
 
@@ -125,7 +125,7 @@ class Fields:
         """
         if config.is_heterogeneous:
             reason = FIXED_IN_EVERY_CONFIG["per_layer_config"][1]
-            raise ConfigError(f"{MODEL_KEY}.per_layer_config", f"refused: {reason}")
+            raise ConfigError(f"{MODEL_KEY}.per_layer_config", f"refused: {reason}", "leave it out")
         attributes = vars(config)
         self.check(attributes)
         known = {*self.known(), *IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG}

@@ -63,7 +63,7 @@ ARCHITECTURE = Architecture(
     tied={"lm_head.weight": "gpt_neox.embed_in.weight"},
     native_class="GPTNeoXForCausalLM",
     base_prefix="gpt_neox.",
-    stored={"lm_head.weight": "embed_out.weight"},
+    file_names={"lm_head.weight": "embed_out.weight"},
     # The causal mask, its value, and the frequencies, computed from the config.
     obsolete_tensors=(r"layers\.\d+\.attention\.(masked_)?bias", r"(layers\.\d+\.attention\.)?rotary_emb\.inv_freq"),
 )

@@ -7,7 +7,7 @@ from zero_tp.architectures import common
 FIELDS = common.fields(
     sizes=("num_key_value_heads", "head_dim"),
     read=("pad_token_id", "attention_bias", "mlp_bias"),
-    fixed={"rope_interleaved": (False, "features turn with those half a head away, as the class does")},
+    fixed={"rope_interleaved": (False, "the class rotates feature i with feature i + d/2")},
     irrelevant={
         "pretraining_tp": "transformers computes the same whatever it says",
         "is_llama_config": "a note of who wrote the file",

@@ -71,7 +71,8 @@ def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = F
     _check_values(parameters, kind)
     rotary_dim = _rotary_dim(config, parameters, head_size, partial_rotary)
     if kind == "dynamic" and rotary_dim <= 2:
-        raise _rope_error("rope_type", f"'dynamic' is not defined for heads of which {rotary_dim} features turn")
+        problem = f"'dynamic' needs more than 2 rotated features in a head, not {rotary_dim}"
+        raise _rope_error("rope_type", problem, "use larger heads, or another rope_type")
 
     @functools.lru_cache(8)
     def cached_frequencies(length: int | None, device: torch.device) -> tuple[Tensor, float]:
@@ -92,7 +93,7 @@ def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = F
         # Uncached: models are built inside `deepspeed.zero.Init`, which rounds new tensors to the model's dtype.
         cached_frequencies.__wrapped__(None, torch.device("cpu"))
     except (ArithmeticError, ValueError, RuntimeError) as error:
-        raise _rope_error("", f"{kind!r} has no frequencies with these values ({error})") from error
+        raise _rope_error("", f"{kind!r} has no frequencies with these values ({error})", "change them") from error
     size = 2 * ((rotary_dim + 1) // 2)  # features rotate in pairs
     return Rotary(frequencies, size, by_length=kind == "dynamic")
 
@@ -116,26 +117,29 @@ def _check_values(parameters: Mapping[str, Any], kind: str) -> None:
         value = parameters.get(name)
         if name in REQUIRED:
             if not _is_positive(value):
-                raise _rope_error(name, f"{value!r} is not a positive number, which {kind!r} needs")
+                raise _rope_error(name, f"{value!r} is not a positive number, which {kind!r} needs", "give one")
         elif name == "truncate":
             if not isinstance(value, bool | None):
-                raise _rope_error(name, f"{value!r} is neither true nor false")
+                raise _rope_error(name, f"{value!r} is neither true nor false", "leave it out for the default")
         elif value is not None and not _is_positive(value):
             raise _rope_error(name, f"{value!r} is not a positive number", "leave it out for the default")
     if not _is_positive(parameters.get("rope_theta")):
-        raise _rope_error("rope_theta", f"{parameters.get('rope_theta')!r} is not a positive number")
+        problem = f"{parameters.get('rope_theta')!r} is not a positive number"
+        raise _rope_error("rope_theta", problem, "give one, such as 10000.0")
 
 
 def _rotary_dim(config: PretrainedConfig, parameters: Mapping[str, Any], head_size: int, partial_rotary: bool) -> int:
     """Return the number of features of a head that rotate."""
     share = parameters.get("partial_rotary_factor", 1.0)
     if not _is_positive(share) or share > 1:
-        raise _rope_error("partial_rotary_factor", f"{share!r} is not a share above 0 and up to 1")
+        raise _rope_error("partial_rotary_factor", f"{share!r} is not a number above 0 and up to 1", "give one")
     if share != 1.0 and not partial_rotary:
-        raise _rope_error("partial_rotary_factor", f"{share} is refused: {config.model_type} rotates whole heads")
+        problem = f"{share} is refused: {config.model_type} rotates whole heads"
+        raise _rope_error("partial_rotary_factor", problem, "leave it out")
     rotary_dim = int(head_size * share)
     if not 0 < rotary_dim <= head_size:
-        raise _rope_error("partial_rotary_factor", f"{share} of a head of {head_size} features rotates {rotary_dim}")
+        problem = f"{share} of a head of {head_size} features rotates {rotary_dim}"
+        raise _rope_error("partial_rotary_factor", problem, "give a larger one")
     if rotary_dim % 2 and rotary_dim == head_size:
         raise _rope_error("", f"heads of {head_size} features cannot be rotated in pairs", "give an even head size")
     return rotary_dim
@@ -149,7 +153,7 @@ def check_rope_values(parameters: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             check_rope_values(value)
         elif name in POSITIVE and value is not None and not _is_positive(value):
-            raise _rope_error(name, f"{value!r} is not a positive number")
+            raise _rope_error(name, f"{value!r} is not a positive number", "give one")
 
 
 def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> None:
@@ -165,7 +169,7 @@ def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> No
                 raise ConfigError(f"{MODEL_KEY}.{key}", problem, f"give it as rope_parameters.{part} alone")
 
 
-def _rope_error(name: str, problem: str, remedy: str = "") -> ConfigError:
+def _rope_error(name: str, problem: str, remedy: str) -> ConfigError:
     return ConfigError(f"{MODEL_KEY}.rope_parameters" + (f".{name}" if name else ""), problem, remedy)
 
 

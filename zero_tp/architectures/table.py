@@ -11,6 +11,8 @@ from transformers import PretrainedConfig
 
 from zero_tp.architectures.fields import Fields
 from zero_tp.architectures.spec import TransformerSpec
+from zero_tp.constants import MODEL_KEY
+from zero_tp.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Architecture:
         tied: Hugging Face names that alias another when the embeddings are tied, {alias: source}.
         native_class: name of the transformers class that opens an export.
         without_sentences: name of the encoder's class without a sentence head.
-        stored: tensors that files name differently, {name in the class: name in files}.
+        file_names: of tensors that files name differently, {name in the class: name in files}.
         base_prefix: prefix of names in the class with a head; files of the bare model lack it.
         obsolete_tensors: patterns of buffers that older versions saved, without the prefix. They are ignored.
         optional_heads: head → pattern of its tensors. Files may lack it; it is then initialised from the seed.
@@ -159,17 +161,25 @@ class Architecture:
     obsolete_tensors: tuple[str, ...] = ()
     optional_heads: Mapping[str, str] = field(default_factory=dict)
     obsolete_suffixes: Mapping[str, str] = field(default_factory=dict)
-    stored: Mapping[str, str] = field(default_factory=dict)
+    file_names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def causal(self) -> bool:
         """Return whether its models are causal decoders. Only encoders have a `without_sentences`."""
         return self.without_sentences is None
 
-    def spec(self, config: PretrainedConfig) -> TransformerSpec:
-        """Check a config's fields and translate it to a TransformerSpec."""
-        self.fields.check_object(config)
-        return self.translate(config)
+    def spec(self, config: PretrainedConfig, key: str = "") -> TransformerSpec:
+        """Check a config's fields and translate it to a TransformerSpec.
+
+        Args:
+            key: prefix of the fields in errors; by default the name of the config's class.
+        """
+        try:
+            self.fields.check_object(config)
+            return self.translate(config)
+        except ConfigError as error:
+            name = error.key.removeprefix(f"{MODEL_KEY}.")
+            raise ConfigError(f"{key or type(config).__name__}.{name}", error.problem, error.remedy) from None
 
     def weights_of(self, spec: TransformerSpec) -> Iterator[Weight]:
         """Yield every parameter of a model of this spec, with its layer's number filled in."""

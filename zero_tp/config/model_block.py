@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FROM = "from_pretrained"
 BALANCING_LOSS_FIELDS = ("output_router_logits", "router_aux_loss_coef")
-"""Fields of the load-balancing loss, which may be given beside `from_pretrained`: published configs omit them."""
+"""Fields of the load-balancing loss, which may be given with `from_pretrained`: published configs omit them."""
 SET_BY_OTHER_KEYS = {
     "attn_implementation": "zero_tp.attention",
     "_attn_implementation": "zero_tp.attention",
@@ -50,14 +50,14 @@ def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrai
 def model_config(model: dict[str, Any], saved: dict[str, Any] | None = None) -> PreTrainedConfig:
     """Return the Hugging Face config of `zero_tp.model`, without checks against other keys."""
     from zero_tp.architectures import ARCHITECTURES
-    from zero_tp.architectures.configs import written_config
+    from zero_tp.architectures.configs import config_from_block
 
     if not {"model_type", FROM} & model.keys():
         remedy = f'supported: {", ".join(ARCHITECTURES)}; or give {{"{FROM}": DIR}}'
         raise ConfigError(f"{MODEL_KEY}.model_type", "required, but not given", remedy)
     for name in model.keys() & SET_BY_OTHER_KEYS.keys():
         raise ConfigError(f"{MODEL_KEY}.{name}", "is not a field of a model", f"use {SET_BY_OTHER_KEYS[name]}")
-    return written_config(model) if FROM not in model else _config_from(model, saved)
+    return config_from_block(model) if FROM not in model else _pretrained_config(model, saved)
 
 
 def _check_objective(zero_tp: ZeroTP, spec: TransformerSpec, config: PreTrainedConfig) -> None:
@@ -74,13 +74,13 @@ def _check_objective(zero_tp: ZeroTP, spec: TransformerSpec, config: PreTrainedC
         raise ConfigError(f"{MODEL_KEY}.type_vocab_size", problem, remedy)
 
 
-def _config_from(model: dict[str, Any], saved: dict[str, Any] | None) -> PreTrainedConfig:
+def _pretrained_config(model: dict[str, Any], saved: dict[str, Any] | None) -> PreTrainedConfig:
     """Return the config of `{"from_pretrained": DIR, …}`, or the saved one if DIR is gone.
 
     Other fields in the block may change dropout probabilities and the load-balancing loss.
     """
     from zero_tp.architectures import ARCHITECTURES
-    from zero_tp.architectures.configs import config_from, pretrained_config
+    from zero_tp.architectures.configs import config_from_directory, config_from_json
 
     directory, key = model[FROM], f"{MODEL_KEY}.{FROM}"
     if not isinstance(directory, str) or not directory:
@@ -90,11 +90,11 @@ def _config_from(model: dict[str, Any], saved: dict[str, Any] | None) -> PreTrai
     allowed |= dict.fromkeys(BALANCING_LOSS_FIELDS)
     for name in changes:
         if name not in allowed:
-            problem = f"given beside {FROM}, but {directory} decides it"
+            problem = f"given with {FROM}, but {directory} decides it"
             raise ConfigError(f"{MODEL_KEY}.{name}", problem, f"leave it out; only {', '.join(allowed)} can be given")
     if saved is not None and not Path(directory).exists():
-        return config_from(saved, Path(directory), **changes)
-    return pretrained_config(resolve(directory, key, weights=False), key, **changes)
+        return config_from_json(saved, Path(directory), **changes)
+    return config_from_directory(resolve(directory, key, weights=False), key, **changes)
 
 
 def _check_length(zero_tp: ZeroTP, positions: int, config: PreTrainedConfig) -> None:

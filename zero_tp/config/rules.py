@@ -47,8 +47,8 @@ class Rule:
         kind: the config is refused, the keys have no effect, or they do something unusual.
         keys: dotted keys or patterns of them (`fnmatch`), separated by blanks; a refusal has one key.
         applies: whether the config matches the rule.
-        reason: why the keys have no effect, or what they do. Of a refusal: "in which case: why; the remedy"; without
-            a remedy, the key has to be left out.
+        reason: why the keys have no effect, or what they do. A refusal's is "CASE: WHY; REMEDY", as in "with ZeRO: it
+            is not tested; use stage 0". The default remedy is to leave the key out.
     """
 
     kind: Literal["refused", "no effect", "note"]
@@ -144,8 +144,10 @@ def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
     yield no_effect(f"{OPTIMIZER}.dampening", not momentum, f"{OPTIMIZER}.momentum is 0")
     # A Trainer may pass DeepSpeed an optimizer of its own, and transformers then sets the first of these keys.
     in_trainer, tested = config.entry_point is EntryPoint.TRAINER, "only SGD under ZeRO is untested"
-    is_own = in_trainer and "optimizer" not in config.values
-    yield no_effect("zero_allow_untested_optimizer", not is_own and (config.stage == 0 or not is_sgd), tested)
+    has_own_optimizer = in_trainer and "optimizer" not in config.values
+    yield no_effect(
+        "zero_allow_untested_optimizer", not has_own_optimizer and (config.stage == 0 or not is_sgd), tested
+    )
     client_only = "it concerns an optimizer that a script creates"
     yield no_effect("zero_force_ds_cpu_optimizer", not in_trainer, client_only)
     yield no_effect(f"{SCHEDULER}.cycle_*mom*", is_sgd, "the optimizer has no betas")
@@ -289,14 +291,14 @@ def _offload_rules(config: TypedConfig) -> Iterator[Rule]:
             config.on_nvme(block) and config[f"{ZERO}.{block}.nvme_path"] is None,
             'when it is missing with device "nvme": DeepSpeed swaps to a directory; give one on the NVMe device',
         )
-        but_device = f"{ZERO}.{block}.[!d]*"
-        yield no_effect(but_device, not config.offloads(block), f"{block}.device is none")
-        for_nvme = _zero_keys(*(f"{block}.{key}" for key in keys))
-        yield no_effect(for_nvme, not config.on_nvme(block), f"{block}.device is not nvme")
+        all_but_device = f"{ZERO}.{block}.[!d]*"
+        yield no_effect(all_but_device, not config.offloads(block), f"{block}.device is none")
+        nvme_keys = _zero_keys(*(f"{block}.{key}" for key in keys))
+        yield no_effect(nvme_keys, not config.on_nvme(block), f"{block}.device is not nvme")
     yield no_effect("aio.*", not any(map(config.on_nvme, NVME)), "nothing is offloaded to NVMe")
-    unused_read = config.stage in (1, 2) and config.offloads("offload_optimizer")
+    reads_key = config.stage in (1, 2) and config.offloads("offload_optimizer")
     reason = "only ZeRO-1 and ZeRO-2 with an offloaded optimizer read it"
-    yield no_effect(_zero_keys("ignore_unused_parameters"), not unused_read, reason)
+    yield no_effect(_zero_keys("ignore_unused_parameters"), not reads_key, reason)
 
 
 def _zero_rules(config: TypedConfig) -> Iterator[Rule]:
@@ -330,8 +332,8 @@ def _engine_rules(config: TypedConfig) -> Iterator[Rule]:
     for keys, reason in NEVER_READ.items():
         yield no_effect(keys, True, reason)
     for block in SWITCHED_BLOCKS:
-        but_enabled = f"{block}.[!e]* {block}.e[!n]*"
-        yield no_effect(but_enabled, not config[f"{block}.enabled"], f"{block}.enabled is not true")
+        all_but_enabled = f"{block}.[!e]* {block}.e[!n]*"
+        yield no_effect(all_but_enabled, not config[f"{block}.enabled"], f"{block}.enabled is not true")
     untimed = not config["timers.throughput.enabled"]
     yield no_effect("timers.throughput.synchronized", untimed, "timers.throughput.enabled is not true")
     yield note(
@@ -375,12 +377,20 @@ def refuse(config: TypedConfig) -> None:
 
 
 def check_deepspeed(
-    values: dict[str, Any], topology: Topology, entry_point: EntryPoint, recompute: RecomputePolicy | None = None
+    values: dict[str, Any],
+    topology: Topology,
+    entry_point: EntryPoint,
+    recompute: RecomputePolicy | None = None,
+    layers: int | None = None,
 ) -> TypedConfig:
-    """Return the typed form of a DeepSpeed config that has no `zero_tp` block, after every check."""
+    """Return the typed form of a DeepSpeed config that has no `zero_tp` block, after every check.
+
+    Args:
+        layers: number of the model's layers; without it, `recompute` is not compared with them.
+    """
     parallel = Parallel(tensor=topology.tensor, sequence=topology.sequence)
     policy = recompute or RecomputePolicy(mode="none")
     zero_tp = ZeroTP.model_construct(parallel=parallel, recompute=policy)  # type: ignore[call-arg]
-    config = TypedConfig(values, check_types(values, entry_point), zero_tp, entry_point)
+    config = TypedConfig(values, check_types(values, entry_point), zero_tp, entry_point, layers)
     refuse(config)
     return config

@@ -82,8 +82,9 @@ class RunConfig:
             ConfigErrors: all keys that are wrong by themselves or, if there are none, all refused combinations.
         """
         path = Path(path)
-        near = "" if path.exists() else did_you_mean(str(path), config_names())
-        remedy = "give the path of a JSON config, or a name of ds_configs" + (f": {near}" if "?" in near else "")
+        suggestion = "" if path.exists() else did_you_mean(str(path), config_names())  # a question, or a list of names
+        remedy = "give the path of a JSON config, or a name of ds_configs"
+        remedy += f": {suggestion}" if "?" in suggestion else ""
         values = read_json(path, remedy)
         apply_overrides(values, overrides)
         check_leaves(values)
@@ -182,7 +183,7 @@ class RunConfig:
         return {**copy.deepcopy(self.typed.values), "zero_tp": self.zero_tp.model_dump(mode="json", by_alias=True)}
 
     @property
-    def labelled(self) -> float:
+    def label_fraction(self) -> float:
         """Return the share of a sample's tokens that have labels."""
         masked = self.zero_tp.masked
         return 1.0 if masked is None else masked.mask_probability
@@ -241,10 +242,11 @@ def _check_keys(
         with collector:
             batch = resolve_batch(values, data)
     model = look_up(block, "model")
-    if not (collector.errors and isinstance(model, dict) and is_hub_name(model.get(FROM, ""))):  # no download in vain
+    from_hub = isinstance(model, dict) and is_hub_name(model.get(FROM, ""))
+    if not (collector.errors and from_hub):  # with other errors, a download would be in vain
         with collector:
             if zero_tp is not None:
-                zero_tp, hf_config = _pin_hub_names(zero_tp, saved)
+                zero_tp, hf_config = _pin_and_check_model(zero_tp, saved)
             elif isinstance(model, dict):
                 model_config(model)
     collector.raise_all()
@@ -259,12 +261,12 @@ def _check_block(block: Any) -> ZeroTP:
     zero_tp = validate(ZeroTP, block, "zero_tp", unresolvable_autos(block, "zero_tp"))
     steps, tokens = zero_tp.training.steps, zero_tp.training.tokens
     if (steps is None) == (tokens is None):
-        problem = "required, but not given" if steps is None else "given beside zero_tp.training.tokens"
+        problem = "required, but not given" if steps is None else "given with zero_tp.training.tokens"
         raise ConfigError("zero_tp.training.steps", problem, "give the steps or the tokens of the whole run")
     return zero_tp
 
 
-def _pin_hub_names(zero_tp: ZeroTP, saved: SavedStart | None) -> tuple[ZeroTP, PreTrainedConfig]:
+def _pin_and_check_model(zero_tp: ZeroTP, saved: SavedStart | None) -> tuple[ZeroTP, PreTrainedConfig]:
     """Pin hub names to the commits of the run's first start; return the block and the model's config."""
     model, key = zero_tp.model, f"{MODEL_KEY}.{FROM}"
     earlier = None if saved is None else saved.config

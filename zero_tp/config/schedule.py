@@ -149,6 +149,6 @@ def check_scheduler(values: dict[str, Any]) -> ConfigModel:
         raise ConfigError("scheduler.type", f"{shown(name)} is unknown", did_you_mean(name, SCHEDULES))
     params = validate(SCHEDULES[name], block.params, "scheduler.params")
     if isinstance(params, CosineWithMinLR) and (params.min_lr is None) == (params.min_lr_rate is None):
-        problem = "required, but not given" if params.min_lr is None else "given beside min_lr_rate"
+        problem = "required, but not given" if params.min_lr is None else "given with min_lr_rate"
         raise ConfigError("scheduler.params.min_lr", problem, "give min_lr, or its ratio to the rate as min_lr_rate")
     return params

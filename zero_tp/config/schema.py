@@ -11,6 +11,8 @@ from zero_tp.errors import did_you_mean, shown
 from zero_tp.validation import ConfigModel, Positive
 
 Name = Annotated[str, Field(min_length=1)]
+Minutes = Annotated[float, Field(gt=0, le=10_000_000)]
+"""At most 19 years: torch's clocks count nanoseconds in 64 bits, and a limit beyond their range is over at once."""
 
 
 def _as_weights(value: Any) -> Any:
@@ -46,8 +48,8 @@ class MaskedObjective(ConfigModel):
     mask_probability: float = Field(
         0.15, gt=0, lt=1, description="Share of a sample's tokens that is masked, special ones not counted."
     )
-    max_ngram: Positive = Field(
-        3, description="Words of the longest n-gram masked at once; n words with probability ∝ 1/n."
+    max_ngram: int = Field(
+        3, gt=0, le=1000, description="Words of the longest n-gram masked at once; n words with probability ∝ 1/n."
     )
     sentence_order: bool = Field(
         True,
@@ -83,13 +85,13 @@ class Spike(ConfigModel):
 
 
 class Timeouts(ConfigModel):
-    start: float | None = Field(
-        None, gt=0, description="Minutes without progress after which a start (reading, connecting, resuming) fails."
+    start: Minutes | None = Field(
+        None, description="Minutes without progress after which a start (reading, connecting, resuming) fails."
     )
-    step: float = Field(30, gt=0, description="The same for a step.")
-    save: float = Field(30, gt=0, description="Minutes for a rank to write its part of a checkpoint.")
-    evaluation: float = Field(30, gt=0, description="The same for validation and tasks.")
-    heartbeat: float | None = Field(
+    step: Minutes = Field(30, description="The same for a step.")
+    save: Minutes = Field(30, description="Minutes for a rank to write its part of a checkpoint.")
+    evaluation: Minutes = Field(30, description="The same for validation and tasks.")
+    heartbeat: Minutes | None = Field(
         5, ge=0.5, description="Minutes that a rank or the ranks' store may be silent; null: no limit."
     )
 
@@ -127,7 +129,7 @@ class Training(ConfigModel):
     spike: Spike | None = Field(
         None, description="Skip a step whose loss or gradient norm is far above those of the steps before."
     )
-    timeout_minutes: Annotated[float, Field(gt=0)] | Timeouts = Field(
+    timeout_minutes: Minutes | Timeouts = Field(
         30, description="Limit of one collective, in minutes; or of each phase without progress."
     )
     keep_freed_memory: bool = Field(

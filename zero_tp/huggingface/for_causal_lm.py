@@ -61,8 +61,10 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
     ) -> Any:
         """Call transformers' own `generate`. Collective over the TP group.
 
-        All ranks sample with the random numbers of the group's first rank, so they return the same tokens. Different
-        prompts, a rank without one among them, and unsupported caches are refused on every rank.
+        All ranks sample with the random numbers of the group's first rank, so they return the same tokens.
+
+        Raises:
+            UserError: on every rank, if the ranks' prompts differ or one rank has none, or for an unsupported cache.
         """
         group = self.topology.tensor_group
         prompt = inputs if inputs is not None else options.get("input_ids")

@@ -19,7 +19,7 @@ class ZeroTPForPreTraining(MaskedLM, HuggingFaceModel):
 
     @with_signature_of(MaskedLM.forward, hidden="label_places")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `MaskedLM.forward`; an evaluation returns logits instead of the figures.
+        """Run `MaskedLM.forward`; an evaluation returns logits, and no other metric than the loss.
 
         Args:
             kwargs: transformers' arguments that `MaskedLM.forward` lacks may be None or False.

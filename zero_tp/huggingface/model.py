@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, shown
 from zero_tp.huggingface.pretrained import PretrainedWeights
 from zero_tp.huggingface.vocabulary import resize_vocabulary
 from zero_tp.parallel.layout import whole_shape
@@ -66,6 +66,8 @@ class HuggingFaceModel(PretrainedWeights):
         before = whole_shape(self.get_input_embeddings().weight)[0]  # type: ignore[arg-type]
         tokens = before if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None:
+            if pad_to_multiple_of < 1:
+                raise UserError(f"pad_to_multiple_of: {pad_to_multiple_of}; give 1 or more, or leave it out")
             tokens = -(-tokens // pad_to_multiple_of) * pad_to_multiple_of
         if tokens != before:
             resize_vocabulary(self, tokens, by_mean=mean_resizing)
@@ -95,13 +97,17 @@ class HuggingFaceModel(PretrainedWeights):
         """
         fields = {"mode": "full", **(activation_checkpointing_kwargs or {})}
         fields.pop("use_reentrant", None)
-        if every_n_layers != 1:
-            fields.setdefault("every", every_n_layers)
+        if every_n_layers != 1 and fields.setdefault("every", every_n_layers) != every_n_layers:
+            raise UserError(
+                f"every_n_layers: {every_n_layers}, but every is {shown(fields['every'])}; give one of them"
+            )
         policy = validate(RecomputePolicy, fields, "gradient_checkpointing_kwargs")
+        beyond = f"the model has {self.spec.layers} layers; use a smaller one"
         for name, is_wrong, reason in (
             ("offload", offload and policy.mode != "full", f'"{policy.mode}" keeps no inputs of layers; use "full"'),
-            ("layers", (policy.layers or 0) > self.spec.layers, f"the model has {self.spec.layers}"),
-            ("keep_micro_batches", policy.keep_micro_batches > 0, "only a run counts a step's micro-batches"),
+            ("layers", (policy.layers or 0) > self.spec.layers, beyond),
+            ("every", (policy.every or 0) > self.spec.layers, beyond),
+            ("keep_micro_batches", policy.keep_micro_batches > 0, "only a run counts a step's micro-batches; use 0"),
         ):
             if is_wrong:
                 raise UserError(f"gradient_checkpointing_kwargs: {name}: {reason}")
@@ -109,6 +115,15 @@ class HuggingFaceModel(PretrainedWeights):
         if policy.mode != "none":
             self._checkpointing = policy, {"cpu_checkpointing": offload}
             self._activations = ActivationMemory(self, *self._checkpointing, self.device)
+
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        """Move or cast the model; offloading of recomputed layers' inputs depends on the device."""
+        before = self.device
+        moved = super()._apply(*arguments, **options)
+        if self.device != before and self._activations is not None and self._checkpointing is not None:
+            self._activations.remove()
+            self._activations = ActivationMemory(self, *self._checkpointing, self.device)
+        return moved
 
     def activation_checkpointing_disable(self) -> None:
         """Keep all activations again."""

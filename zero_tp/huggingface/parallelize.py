@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from zero_tp.architectures import architecture_of
 from zero_tp.errors import UserError
@@ -20,17 +21,44 @@ def parallel_model(
 ) -> HuggingFaceModel:
     """Return our model with the weights of a live model of transformers' own class. Each rank takes its shards.
 
+    Frozen weights stay frozen.
+
     Args:
-        native: the same on every rank, without PEFT adapters.
+        native: the same on every rank, without PEFT adapters; an instance of its model_type's `native_class`.
+
+    Raises:
+        UserError: another class, adapters, a config that our layers cannot compute, or a weight that is frozen in part.
     """
     if getattr(native, "peft_config", None):
         raise UserError(
             "PEFT: the model has adapters, which are layers of transformers' own; train it with transformers' Trainer, "
             "or give what its merge_and_unload() returns"
         )
-    causal = architecture_of(native.config).spec(native.config).causal
-    model_class = ZeroTPForCausalLM if causal else ZeroTPForPreTraining
+    if not isinstance(native, PreTrainedModel):
+        raise UserError(
+            f"model: {type(native).__name__} is no model of transformers; give one, such as GPT2LMHeadModel"
+        )
+    architecture = architecture_of(native.config)
+    classes = (architecture.native_class, architecture.without_sentences)
+    class_name = next((base.__name__ for base in type(native).__mro__ if base.__name__ in classes), None)
+    if class_name is None:
+        names = " or ".join(filter(None, classes))
+        raise UserError(f"model: {type(native).__name__} is not supported; give a {names}")
+    native.config.architectures = [class_name]  # as its save_pretrained does; it decides about the sentence head
+    model_class = ZeroTPForCausalLM if architecture.causal else ZeroTPForPreTraining
+    source = LiveSource(native)
     model: HuggingFaceModel = model_class(
-        native.config, topology, source=LiveSource(native), seed=seed, dtype=native.dtype, device=device
+        native.config, topology, source=source, seed=seed, dtype=native.dtype, device=device
     )
+    parameters = native.named_parameters(remove_duplicate=False)
+    frozen = {name for name, parameter in parameters if not parameter.requires_grad}
+    for our_name, parameter in model.named_parameters():
+        weight = source.weights[our_name]
+        native_names = {weight.in_memory} if weight.in_memory else set(weight.names)
+        if frozen & native_names and not native_names <= frozen:
+            listed = ", ".join(sorted(native_names))
+            raise UserError(
+                f"model: {listed} are one weight here, of which a part is frozen; freeze all of them or none"
+            )
+        parameter.requires_grad_(not frozen & native_names)
     return model

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from zero_tp.architectures.configs import pretrained_config
+from zero_tp.architectures.configs import config_from_directory
 from zero_tp.errors import UserError, shown
 from zero_tp.huggingface.arguments import UNSUPPORTED_IN_FROM_PRETRAINED, append_revision, refuse_arguments
-from zero_tp.models.parallel_model import ParallelModel
+from zero_tp.models.parallel_model import ParallelModel, parse_dtype
 from zero_tp.topology import Topology
 from zero_tp.weights.export import MAX_SHARD_SIZE, save_pretrained, save_tensors
 from zero_tp.weights.live_weights import load_native
@@ -62,7 +62,7 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         known = (*inspect.signature(cls.from_pretrained).parameters, "torch_dtype", *HUB_OPTIONS)
         refuse_arguments(f"{cls.__name__}.from_pretrained", options, known, UNSUPPORTED_IN_FROM_PRETRAINED)
         files = resolve(append_revision(directory, revision), allow_pickle=allow_pickle, **hub)
-        config = pretrained_config(files)
+        config = config_from_directory(files)
         if attn_implementation not in (None, "eager", "sdpa"):
             problem = f"attn_implementation: {shown(attn_implementation)} is not built"
             raise UserError(f'{problem}; give "sdpa", with the fastest kernel of torch\'s that fits, or "eager"')
@@ -105,7 +105,7 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         variant: str | None = None,
         token: str | bool | None = None,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         safe_serialization: bool = True,
         distributed_checkpoint: bool = False,
         **options: Any,
@@ -130,7 +130,8 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
             if value:
                 raise UserError(f"save_pretrained: {name} is not built: it writes one directory of safetensors")
         parameters = dict(self.named_parameters())
-        common: dict[str, Any] = {"generation": self.generation_config, "max_shard_size": str(max_shard_size)}
+        shared: dict[str, Any] = {"generation": self.generation_config, "max_shard_size": str(max_shard_size)}
+        shared["dtype"] = parse_dtype(dtype)
         if state_dict is not None and self.topology.tensor > 1:
             raise UserError(
                 "save_pretrained: state_dict holds one rank's shards of a split model; leave it out, and "
@@ -139,8 +140,8 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         sharded = self.topology.tensor > 1 or any(hasattr(parameter, "ds_tensor") for parameter in parameters.values())
         if state_dict is None and (sharded or is_main_process is None):
             merge = is_main_process is not None
-            save_pretrained(directory, parameters, self.config, self.topology, dtype=dtype, merge=merge, **common)
+            save_pretrained(directory, parameters, self.config, self.topology, merge=merge, **shared)
         elif is_main_process is not False and state_dict == {}:  # DeepSpeed's own checkpoint has the weights
             self.config.save_pretrained(directory)
         elif is_main_process is not False:
-            save_tensors(directory, self.config, state_dict or parameters, dtype=dtype, **common)
+            save_tensors(directory, self.config, state_dict or parameters, **shared)

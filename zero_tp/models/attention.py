@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from zero_tp import devices
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.models import cpu_flash
-from zero_tp.models.context import AttentionMask, ForwardContext, Packed, Pieces
+from zero_tp.models.context import AttentionMask, ForwardContext, PackedSequences, VarlenMask
 from zero_tp.models.norm import NORMS, SplitRMSNorm
 from zero_tp.models.position import rotate
-from zero_tp.models.qkv import FusedQKV, GroupedQKV, heads_of_ranks
+from zero_tp.models.qkv import FusedQKV, GroupedQKV, heads_by_rank
 from zero_tp.parallel.elementwise import ElementwiseModule
 from zero_tp.parallel.linear import RowParallelLinear
 from zero_tp.parallel.parameter import Normal, ParameterMaker
@@ -45,10 +45,10 @@ class AttentionCore(nn.Module):
         self.p, self.streams, self.causal = spec.dropouts.attention, streams, spec.causal
 
     @staticmethod
-    def build_mask(mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | Packed | None:
+    def build_mask(mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | VarlenMask | None:
         """Return what is added to the scores, [b or 1, 1, s or 1, keys]: 0, or -∞ for hidden keys.
 
-        Layers with the same window share it. `SDPACore` may return `Packed` documents, or None, instead.
+        Layers with the same window share it. `SDPACore` may return a `VarlenMask`, or None, instead.
 
         Args:
             like: has the dtype and device of the activations; its second dimension is b.
@@ -83,17 +83,17 @@ class SDPACore(AttentionCore):
     """
 
     @staticmethod
-    def build_mask(mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | Packed | None:
+    def build_mask(mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | VarlenMask | None:
         if mask.is_plain:
             return None
         if not runs_without_mask(mask, spec, like.dtype, like.device):
             return AttentionCore.build_mask(mask, spec, like)
-        pieces = mask.pieces or Pieces.of_rows(like.shape[1], mask.queries, like.device)
-        return Packed(pieces, -1 if mask.window is None else mask.window - 1)
+        packed = mask.packed or PackedSequences.one_per_row(like.shape[1], mask.queries, like.device)
+        return VarlenMask(packed, -1 if mask.window is None else mask.window - 1)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Packed | None) -> Tensor:
-        if isinstance(mask, Packed):
-            return packed_attention(query, key, value, mask)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | VarlenMask | None) -> Tensor:
+        if isinstance(mask, VarlenMask):
+            return varlen_attention(query, key, value, mask)
         causal = self.causal and mask is None and query.shape[2] > 1  # a single query sees every key
         dropout_p = self.p if self.training else 0.0
         if mask is not None and query.device.type != "cpu":
@@ -122,7 +122,7 @@ def disable_cudnn_for_mask(mask: Tensor | None) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, mask: VarlenMask) -> Tensor:
     """Return softmax(QKᵀ/√d)V of each document by torch's flash kernels. Shapes as in AttentionCore.
 
     The kernels take concatenated rows, [b·s, heads, d], which copies Q, K and V if b > 1.
@@ -132,20 +132,20 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: Packed) 
     def join_rows(heads: Tensor) -> Tensor:
         return heads.transpose(1, 2).flatten(0, 1)
 
-    pieces = packed.pieces
+    packed = mask.packed
     attended = varlen_attn(
         join_rows(query),
         join_rows(key),
         join_rows(value),
-        pieces.starts,
-        pieces.starts,
-        pieces.longest,
-        pieces.longest,
-        window_size=(packed.window, 0),  # `window` keys before the query's own, none after
+        packed.cu_seqlens,
+        packed.cu_seqlens,
+        packed.max_seqlen,
+        packed.max_seqlen,
+        window_size=(mask.window, 0),  # `window` keys before the query's own, none after
         enable_gqa=key.shape[1] != query.shape[1],
     )
     assert isinstance(attended, Tensor)
-    return attended.unflatten(0, (pieces.rows, pieces.length)).transpose(1, 2)
+    return attended.unflatten(0, (packed.batch, packed.length)).transpose(1, 2)
 
 
 class EagerCore(AttentionCore):
@@ -200,8 +200,8 @@ class Attention(ElementwiseModule):
         self.key_norm: nn.Module = nn.Identity()
         if spec.query_key_norm == "whole":
             for name, heads in (("query_norm", spec.heads), ("key_norm", spec.kv_heads)):
-                owned = heads_of_ranks(spec.heads, heads, make.topology.tensor)
-                setattr(self, name, SplitRMSNorm(make.child(name), owned, spec.head_size, spec.norm_epsilon))
+                by_rank = heads_by_rank(spec.heads, heads, make.topology.tensor)
+                setattr(self, name, SplitRMSNorm(make.child(name), by_rank, spec.head_size, spec.norm_epsilon))
         elif spec.query_key_norm == "heads":
             norm, is_partial = NORMS[spec.norm], make.topology.tensor > 1
             self.query_norm = norm(make.child("query_norm"), spec.head_size, spec.norm_epsilon, part=is_partial)

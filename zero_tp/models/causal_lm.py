@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
-from zero_tp.models.context import ForwardInputs, Pieces, document_ids_from_positions
+from zero_tp.models.context import ForwardInputs, PackedSequences, document_ids_from_positions
 from zero_tp.models.head import OutputLayer
 from zero_tp.models.parallel_model import ParallelModel, check_shape
 from zero_tp.models.router_balance import RouterBalance
@@ -170,14 +170,14 @@ class CausalLM(ParallelModel):
         sequence = self._runs_sequence_parallel(input_ids.shape[1])
         if document_ids is None and position_ids is not None and attention_mask is None and past_key_values is None:
             document_ids = document_ids_from_positions(position_ids.expand(*input_ids.shape))
-        pieces = None if document_ids is None else self._pieces(document_ids, input_ids.device)
-        inputs = ForwardInputs(attention_mask, position_ids, pieces, past_key_values, balance)
+        packed = None if document_ids is None else self._pack(document_ids, input_ids.device)
+        inputs = ForwardInputs(attention_mask, position_ids, packed, past_key_values, balance)
         hidden: Tensor = self.transformer(input_ids.t().contiguous(), inputs=inputs, sequence=sequence)
         return hidden, sequence
 
-    def _pieces(self, document_ids: Tensor, device: torch.device) -> Pieces:
-        """Find the pieces of documents. The planner's model overrides this, because its tensors have no data."""
-        return Pieces.of(document_ids, device)
+    def _pack(self, document_ids: Tensor, device: torch.device) -> PackedSequences:
+        """Return the packed documents. The planner's model overrides this, because its tensors have no data."""
+        return PackedSequences.from_document_ids(document_ids, device)
 
     def _check_shapes(
         self,

@@ -18,51 +18,48 @@ from zero_tp.models.position import Rotation
 from zero_tp.models.router_balance import RouterBalance
 
 
-def document_starts(documents: Tensor) -> npt.NDArray[np.int32]:
-    """Return the start of each run of equal neighbours in the rows of `documents`, and the number of all tokens."""
-    numbers = documents.cpu().numpy()
-    begins = np.ones(numbers.shape, dtype=bool)
-    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    return np.append(np.flatnonzero(begins), numbers.size).astype(np.int32)
-
-
 @dataclass(frozen=True)
-class Pieces:
-    """Segments of a batch's rows, each a run of tokens of one document, numbered row by row.
+class PackedSequences:
+    """The documents packed in a batch's rows. A sequence is a run of tokens of one document in one row.
 
     Attributes:
-        starts: where each of n pieces begins among all b·s tokens, and b·s at the end ("cu_seqlens"), int32 [n + 1].
-        longest: length of the longest piece, or an upper bound.
-        rows, length: b and s.
+        cu_seqlens: where each of n sequences begins among all b·s tokens, and b·s at the end, int32 [n + 1].
+        max_seqlen: length of the longest sequence, or an upper bound.
+        batch, length: b and s.
     """
 
-    starts: Tensor
-    longest: int
-    rows: int
+    cu_seqlens: Tensor
+    max_seqlen: int
+    batch: int
     length: int
 
     @classmethod
-    def of(cls, documents: Tensor, device: torch.device) -> Pieces:
-        """Find the pieces of `documents` [b, s], each token's document number, on the host."""
-        return cls.from_starts(document_starts(documents), documents.shape, device)
+    def from_document_ids(cls, document_ids: Tensor, device: torch.device) -> PackedSequences:
+        """Start a sequence at each row and wherever `document_ids` [b, s] change; computed on the host."""
+        ids = document_ids.cpu().numpy()
+        begins = np.ones(ids.shape, dtype=bool)
+        begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        cu_seqlens = np.append(np.flatnonzero(begins), ids.size).astype(np.int32)
+        return cls.from_cu_seqlens(cu_seqlens, document_ids.shape, device)
 
     @classmethod
-    def from_starts(cls, starts: npt.NDArray[np.int32], shape: torch.Size, device: torch.device) -> Pieces:
-        """Copy `starts` from the host to the device. `shape` is [b, s]."""
-        on_device = torch.tensor(starts, pin_memory=device.type != "cpu").to(device, non_blocking=True)
-        return cls(on_device, int(np.diff(starts).max()), *shape)
+    def from_cu_seqlens(
+        cls, cu_seqlens: npt.NDArray[np.int32], shape: torch.Size, device: torch.device
+    ) -> PackedSequences:
+        """Copy `cu_seqlens` from the host to the device. `shape` is [b, s]."""
+        on_device = torch.tensor(cu_seqlens, pin_memory=device.type != "cpu").to(device, non_blocking=True)
+        return cls(on_device, int(np.diff(cu_seqlens).max()), *shape)
 
     @classmethod
-    def of_rows(cls, rows: int, length: int, device: torch.device) -> Pieces:
-        """Return one piece for each row."""
-        starts = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
-        return cls(starts, length, rows, length)
+    def one_per_row(cls, batch: int, length: int, device: torch.device) -> PackedSequences:
+        cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
+        return cls(cu_seqlens, length, batch, length)
 
     @property
-    def numbers(self) -> Tensor:
-        """Return the number of each token's piece, int64 [b, s]."""
-        tokens = torch.arange(self.rows * self.length, dtype=torch.int32, device=self.starts.device)
-        return torch.bucketize(tokens, self.starts, right=True).view(self.rows, self.length)
+    def sequence_ids(self) -> Tensor:
+        """Return the number of each token's sequence, int64 [b, s]."""
+        tokens = torch.arange(self.batch * self.length, dtype=torch.int32, device=self.cu_seqlens.device)
+        return torch.bucketize(tokens, self.cu_seqlens, right=True).view(self.batch, self.length)
 
 
 def document_ids_from_positions(positions: Tensor) -> Tensor | None:
@@ -74,10 +71,13 @@ def document_ids_from_positions(positions: Tensor) -> Tensor | None:
     return begins.cumsum(1) if begins.any() else None
 
 
-class Packed(NamedTuple):
-    """Replaces a mask: a token sees itself and `window` earlier tokens of its piece; a negative window is unlimited."""
+class VarlenMask(NamedTuple):
+    """What `varlen_attn` takes instead of a mask tensor.
 
-    pieces: Pieces
+    A token sees itself and `window` earlier tokens of its sequence; a negative window is unlimited.
+    """
+
+    packed: PackedSequences
     window: int
 
 
@@ -89,8 +89,8 @@ class AttentionMask:
         queries, keys: s and k.
         first_query, first_key: positions of the first ones in the sequence; a windowed cache has dropped earlier keys.
         padding: [b, all tokens so far], 1 for a token and 0 for padding; None without padding.
-        pieces: of the documents; None for one document per row.
-        window: how many tokens a token sees, itself included (`Packed.window` excludes it); None: unlimited.
+        packed: the documents packed in the rows; None for one document per row.
+        window: how many tokens a token sees, itself included (`VarlenMask.window` excludes it); None: unlimited.
         causal: a token sees itself and those before it; else all of its row.
     """
 
@@ -99,19 +99,19 @@ class AttentionMask:
     first_query: int = 0
     first_key: int = 0
     padding: Tensor | None = None
-    pieces: Pieces | None = None
+    packed: PackedSequences | None = None
     window: int | None = None
     causal: bool = True
 
     @property
     def is_plain(self) -> bool:
-        """Return whether causal or full attention needs no mask: nothing else hides keys, and queries are the last."""
+        """Return whether SDPA needs no mask: `is_causal`, or full attention, hides exactly the same keys."""
         if not self.causal:
             return self.padding is None
         windowed = self.window is not None and self.first_query + self.queries - self.first_key > self.window
         ends = self.first_key + self.keys == self.first_query + self.queries
         aligned = self.queries in (1, self.keys)
-        return self.padding is None and self.pieces is None and not windowed and ends and aligned
+        return self.padding is None and self.packed is None and not windowed and ends and aligned
 
     def visible(self, device: torch.device) -> Tensor:
         """Return the mask as booleans, [b or 1, 1, s, k]; [b or 1, 1, 1, k] if not causal.
@@ -126,9 +126,9 @@ class AttentionMask:
         visible = (key <= query)[None, None]
         if self.window is not None:
             visible = visible & (key > query - self.window)
-        if self.pieces is not None:
-            numbers = self.pieces.numbers
-            visible = visible & (numbers[:, None, :, None] == numbers[:, None, None, :])
+        if self.packed is not None:
+            ids = self.packed.sequence_ids
+            visible = visible & (ids[:, None, :, None] == ids[:, None, None, :])
         if self.padding is not None:
             unpadded = self.padding[:, self.first_key : self.first_key + self.keys].to(device).bool()
             # A cache of fixed length has more keys than there are tokens; causality hides them.
@@ -137,7 +137,7 @@ class AttentionMask:
         return visible | ((key == query) & ~visible.any(-1, keepdim=True))
 
     def _visible_to_all(self, device: torch.device) -> Tensor:
-        assert self.window is None and self.pieces is None and self.queries == self.keys
+        assert self.window is None and self.packed is None and self.queries == self.keys
         if self.padding is None:
             return torch.ones(1, 1, 1, self.keys, dtype=torch.bool, device=device)
         unpadded = self.padding.to(device).bool()
@@ -152,14 +152,14 @@ class ForwardInputs:
         padding: [b, all tokens so far], 1 for a token, 0 for padding; None without padding.
         positions: [b or 1, s]; by default those after the cached ones. If frequencies depend on the length
             (`Rotary.by_length`), reading the greatest position synchronises with the device.
-        pieces: the documents; a token attends to its own.
+        packed: the documents packed in the rows; a token attends to its own.
         cache: keys and values of earlier tokens; gets the present ones.
         balance: counts what the routers of experts choose.
     """
 
     padding: Tensor | None = None
     positions: Tensor | None = None
-    pieces: Pieces | None = None
+    packed: PackedSequences | None = None
     cache: Cache | None = None
     balance: RouterBalance | None = None
 
@@ -181,7 +181,7 @@ class ForwardContext:
     """
 
     sequence: bool
-    masks: dict[int | None, Tensor | Packed | None]
+    masks: dict[int | None, Tensor | VarlenMask | None]
     rotation: Rotation | None = None
     cache: Cache | None = None
     balance: RouterBalance | None = None

@@ -36,28 +36,28 @@ def head_products(spec: TransformerSpec) -> int:
     return spec.hidden * (spec.vocabulary + (0 if spec.causal else spec.hidden))
 
 
-def forward_flops(spec: TransformerSpec, batch: int, length: int, labelled: float = 1.0) -> ForwardFlops:
+def forward_flops(spec: TransformerSpec, batch: int, length: int, label_fraction: float = 1.0) -> ForwardFlops:
     """Return the FLOPs of a forward of `batch` sequences.
 
     The core counts every score, also masked ones, as the papers do.
 
     Args:
-        labelled: share of the tokens that go through the head.
+        label_fraction: share of the tokens that go through the head.
     """
     tokens = batch * length
     core = 4.0 * tokens * length * spec.heads * spec.head_size
-    return ForwardFlops(2.0 * tokens * layer_products(spec), core, 2.0 * tokens * labelled * head_products(spec))
+    return ForwardFlops(2.0 * tokens * layer_products(spec), core, 2.0 * tokens * label_fraction * head_products(spec))
 
 
-def model_flops(spec: TransformerSpec, global_batch: int, length: int, labelled: float = 1.0) -> float:
+def model_flops(spec: TransformerSpec, global_batch: int, length: int, label_fraction: float = 1.0) -> float:
     """Return the FLOPs of one step, forward and backward, whatever is recomputed.
 
     With GPT-2's layers this is equation 7 of arXiv 2205.05198.
 
     Args:
-        labelled: see `forward_flops`.
+        label_fraction: see `forward_flops`.
     """
-    layer, core, logits = forward_flops(spec, global_batch, length, labelled)
+    layer, core, logits = forward_flops(spec, global_batch, length, label_fraction)
     return 3 * (spec.layers * (layer + core) + logits)
 
 
@@ -65,7 +65,7 @@ def hardware_flops(
     spec: TransformerSpec,
     global_batch: int,
     length: int,
-    labelled: float = 1.0,
+    label_fraction: float = 1.0,
     recomputed: tuple[float, float] = (0.0, 0.0),
 ) -> float:
     """Return the FLOPs that one step runs: those of `model_flops`, and the products that backward computes again.
@@ -77,9 +77,9 @@ def hardware_flops(
         recomputed: (whole layers, layers of which only the attention core), see
             `RecomputePolicy.recomputed_layers_and_cores`.
     """
-    layer, core, _ = forward_flops(spec, global_batch, length, labelled)
+    layer, core, _ = forward_flops(spec, global_batch, length, label_fraction)
     layers, cores = recomputed
-    return model_flops(spec, global_batch, length, labelled) + layers * (layer + core) + cores * core
+    return model_flops(spec, global_batch, length, label_fraction) + layers * (layer + core) + cores * core
 
 
 def utilisation(flops: float, seconds: float, devices: int, peak_flops: float | None) -> float | None:

@@ -88,7 +88,11 @@ class MaskedTokenHead(nn.Module):
     def forward(
         self, rows: Tensor, labels: Tensor | None, *, per_token: bool = False, divisor: Tensor | float | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits of hidden states [n, h], or with labels [n] the loss and number of correct ones, or scores."""
+        """Compute logits or losses from hidden states [n, h].
+
+        Without labels, return the logits [n, v]. With labels [n], return the loss and the number of labels that are
+        the argmax; with `per_token` both of each label, [n].
+        """
         inputs = self.norm(self.activation(self.dense(rows))).unsqueeze(1)
         if labels is None:
             logits: Tensor = self.decoder(inputs, None)

@@ -25,41 +25,41 @@ class Activation(ElementwiseModule):
         super().__init__()
         self.function = function
 
-    def forward(self, wide: Tensor) -> Tensor:
-        return self.function(wide)
+    def forward(self, intermediate: Tensor) -> Tensor:
+        return self.function(intermediate)
 
 
-def _gated(wide: Tensor, function: Function) -> Tensor:
-    gate, up = wide.chunk(2, -1)
+def _gated(intermediate: Tensor, function: Function) -> Tensor:
+    gate, up = intermediate.chunk(2, -1)
     return function(gate) * up
 
 
-def _gated_gradient(wide: Tensor, gradient: Tensor, function: Function) -> Tensor:
-    return torch.func.vjp(lambda repeated: _gated(repeated, function), wide)[1](gradient)[0]
+def _gated_gradient(intermediate: Tensor, gradient: Tensor, function: Function) -> Tensor:
+    return torch.func.vjp(lambda repeated: _gated(repeated, function), intermediate)[1](gradient)[0]
 
 
 class _Gate(torch.autograd.Function):
     """Compute activation(gate) · up; backward recomputes it."""
 
     @staticmethod
-    def forward(ctx: Any, wide: Tensor, function: Function, ops: ElementwiseOps) -> Tensor:
-        ctx.save_for_backward(wide)
+    def forward(ctx: Any, intermediate: Tensor, function: Function, ops: ElementwiseOps) -> Tensor:
+        ctx.save_for_backward(intermediate)
         ctx.function, ctx.ops = function, ops
-        output: Tensor = ops.map_rows(_gated, (wide.reshape(-1, wide.shape[-1]),), function)
-        return output.view(*wide.shape[:-1], -1)
+        output: Tensor = ops.map_rows(_gated, (intermediate.reshape(-1, intermediate.shape[-1]),), function)
+        return output.view(*intermediate.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (wide,) = ctx.saved_tensors
-        rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (wide, gradient)]
-        return ctx.ops.map_rows(_gated_gradient, rows, ctx.function).view(wide.shape), None, None
+        (intermediate,) = ctx.saved_tensors
+        rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (intermediate, gradient)]
+        return ctx.ops.map_rows(_gated_gradient, rows, ctx.function).view(intermediate.shape), None, None
 
 
 class GatedActivation(Activation):
     """activation(gate) · up of a tensor that holds both; backward keeps only that tensor. [*, 2n] → [*, n]."""
 
-    def forward(self, wide: Tensor) -> Tensor:
-        output: Tensor = _Gate.apply(wide, self.function, self.elementwise)
+    def forward(self, intermediate: Tensor) -> Tensor:
+        output: Tensor = _Gate.apply(intermediate, self.function, self.elementwise)
         return output
 
 
@@ -76,8 +76,8 @@ class MLP(nn.Module):
         )
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
-        wide = self.up(tensor, sequence=context.sequence)
-        return self.down(self.activation(wide), sequence=context.sequence)
+        intermediate = self.up(tensor, sequence=context.sequence)
+        return self.down(self.activation(intermediate), sequence=context.sequence)
 
 
 class GatedMLP(nn.Module):
@@ -98,5 +98,5 @@ class GatedMLP(nn.Module):
         self.down = RowParallelLinear(make.child("down"), size, spec.hidden, bias=spec.mlp_bias, init=residual_init)
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
-        wide = self.gate_up(tensor, sequence=context.sequence)
-        return self.down(self.activation(wide), sequence=context.sequence)
+        intermediate = self.gate_up(tensor, sequence=context.sequence)
+        return self.down(self.activation(intermediate), sequence=context.sequence)

@@ -107,6 +107,6 @@ class Experts(nn.Module):
             tensor = copy_to_tensor_region(tensor, group)
         weights, chosen = self.router(tensor, context.balance, group=group, sequence=sequence)
         routing = Routing.from_groups(chosen, self.router.experts.count)
-        wide = self.gate_up(tensor, routing, sequence=sequence)
-        routed = self.down(self.activation(wide), weights, routing).unflatten(0, (-1, tensor.shape[1]))
+        intermediate = self.gate_up(tensor, routing, sequence=sequence)
+        routed = self.down(self.activation(intermediate), weights, routing).unflatten(0, (-1, tensor.shape[1]))
         return (reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region)(routed, group)

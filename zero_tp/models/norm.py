@@ -37,10 +37,12 @@ class Norm(ElementwiseModule):
 
 class _PartialLayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, weight: Tensor, bias: Tensor, epsilon: float, total: GradientSum) -> Tensor:
+    def forward(
+        ctx: Any, part: Tensor, weight: Tensor, bias: Tensor, epsilon: float, gradient_sum: GradientSum
+    ) -> Tensor:
         normed, mean, scale = torch.native_layer_norm(part, weight.shape, weight, bias, epsilon)
         ctx.save_for_backward(part, mean, scale, weight, bias)
-        ctx.total = total
+        ctx.gradient_sum = gradient_sum
         return normed
 
     @staticmethod
@@ -53,7 +55,7 @@ class _PartialLayerNorm(torch.autograd.Function):
                 gradient, part, weight.shape, mean, scale, weight, bias, list(wanted)
             )
 
-        reducing = ctx.total.start(*gradients(False, True, True)[1:]) if needs_weight or needs_bias else None
+        reducing = ctx.gradient_sum.start(*gradients(False, True, True)[1:]) if needs_weight or needs_bias else None
         input_gradient = gradients(True, False, False)[0] if needs_input else None
         weight_gradient, bias_gradient = reducing.wait() if reducing is not None else (None, None)
         return input_gradient, weight_gradient, bias_gradient, None, None
@@ -75,9 +77,9 @@ class LayerNorm(Norm):
 
 def _rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return the normed rows [n, h], rounded before the weight, and their scales, fp32 [n, 1]."""
-    wide = rows.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-    return weight * (wide * scale).to(rows.dtype), scale
+    rows_fp32 = rows.float()
+    scale = torch.rsqrt(rows_fp32.square().mean(-1, keepdim=True) + epsilon)
+    return weight * (rows_fp32 * scale).to(rows.dtype), scale
 
 
 def _weight_gradient(gradient: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
@@ -88,9 +90,9 @@ def _weight_gradient(gradient: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
 def _rows_gradient(gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
     """Return the gradient of the rows [n, h]."""
     normed = rows.float() * scale
-    wide = (gradient * weight).float()
-    projection = (wide * normed).mean(-1, keepdim=True)
-    return ((wide - normed * projection) * scale).to(rows.dtype)
+    normed_gradient = (gradient * weight).float()
+    projection = (normed_gradient * normed).mean(-1, keepdim=True)
+    return ((normed_gradient - normed * projection) * scale).to(rows.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -98,11 +100,11 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, weight: Tensor, epsilon: float, total: GradientSum | None, ops: ElementwiseOps
+        ctx: Any, tensor: Tensor, weight: Tensor, epsilon: float, gradient_sum: GradientSum | None, ops: ElementwiseOps
     ) -> Tensor:
         normed, scale = ops.map_rows(_rms_norm, (_rows(tensor),), weight, epsilon)
         ctx.save_for_backward(tensor, weight, scale)
-        ctx.total, ctx.ops = total, ops
+        ctx.gradient_sum, ctx.ops = gradient_sum, ops
         output: Tensor = normed.view(tensor.shape)
         return output
 
@@ -114,7 +116,7 @@ class _RMSNorm(torch.autograd.Function):
         reducing = weight_gradient = input_gradient = None
         if needs_weight:
             weight_gradient = ctx.ops.sum_rows(_weight_gradient, rows).to(weight.dtype)
-            reducing = ctx.total.start(weight_gradient) if ctx.total is not None else None
+            reducing = ctx.gradient_sum.start(weight_gradient) if ctx.gradient_sum is not None else None
         if needs_input:
             input_gradient = ctx.ops.map_rows(_rows_gradient, rows, weight).view(tensor.shape)
         if reducing is not None:
@@ -154,9 +156,9 @@ class _SplitRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, scale = ctx.saved_tensors
-        normed, wide = rows.float() * scale, (gradient * weight).float()
-        projection = all_reduce((wide * normed).sum(-1, keepdim=True), ctx.group) / ctx.size
-        rows_gradient = ((wide - normed * projection * ctx.share) * scale).to(rows.dtype)
+        normed, normed_gradient = rows.float() * scale, (gradient * weight).float()
+        projection = all_reduce((normed_gradient * normed).sum(-1, keepdim=True), ctx.group) / ctx.size
+        rows_gradient = ((normed_gradient - normed * projection * ctx.share) * scale).to(rows.dtype)
         return rows_gradient, _weight_gradient(gradient, rows, scale).to(weight.dtype), None, None, None, None
 
 

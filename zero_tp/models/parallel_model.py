@@ -97,6 +97,15 @@ class ParallelModel(WrapperChecks, ABC):
         self.gradient_hooks = GradientHooks(self, self.topology.tensor_group)
         self.generation_config = getattr(source, "generation", None) or self.generation_config
 
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        """Move or cast the model. On another device the random streams restart: dropout draws from the device's own."""
+        moved = super()._apply(*arguments, **options)
+        device = next(self.parameters()).device
+        if device != self.streams.generator_device and device.type not in DEVICES_WITHOUT_RNG:
+            # In place, because dropout modules and recomputation hold them.
+            self.streams.__init__(self.topology, self.seed, device)  # type: ignore[misc]
+        return moved
+
     @abstractmethod
     def _make_heads(self, make: ParameterMaker) -> None:
         """Make the heads, which turn hidden states into losses."""

@@ -17,7 +17,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 """Queries [b, a/t, s, d]; keys and values [b, the KV heads that these need, s, d]."""
 
 
-def heads_of_ranks(heads: int, kv_heads: int, tensor: int) -> list[range]:
+def heads_by_rank(heads: int, kv_heads: int, tensor: int) -> list[range]:
     """Return the KV heads that each TP rank's queries need; ranks share some if `tensor` does not divide `kv_heads`."""
     local, group_size = heads // tensor, heads // kv_heads
     return [range(r * local // group_size, ((r + 1) * local - 1) // group_size + 1) for r in range(tensor)]
@@ -70,13 +70,13 @@ class GroupedQKV(nn.Module):
         self.key_bias = bias("key_bias", kv_width, kv_layout)
         self.value_bias = bias("value_bias", kv_width, kv_layout)
 
-        own = heads_of_ranks(spec.heads, spec.kv_heads, topology.tensor)[topology.tensor_rank]
+        own = heads_by_rank(spec.heads, spec.kv_heads, topology.tensor)[topology.tensor_rank]
         self.rows = None if split else slice(own.start * spec.head_size, own.stop * spec.head_size)
         local, group_size = spec.heads // topology.tensor, spec.heads // spec.kv_heads
         queries = range(topology.tensor_rank * local, (topology.tensor_rank + 1) * local)
-        uses = [sum(query // group_size == head for query in queries) for head in own]
+        counts = [sum(query // group_size == head for query in queries) for head in own]
         # With k = 3 and t = 2 a rank may have 4 queries of one KV head and 2 of another.
-        self.uses = None if len(set(uses)) == 1 else uses
+        self.queries_per_head = None if len(set(counts)) == 1 else counts
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Heads:
         """Project [s, b, h], a sequence shard when `sequence`, to heads of the whole sequence."""
@@ -88,8 +88,8 @@ class GroupedQKV(nn.Module):
 
     def repeat_for_queries(self, key_or_value: Tensor) -> Tensor:
         """Repeat KV heads [b, KV heads, s, d] if they serve different numbers of queries; the cores repeat evenly."""
-        if self.uses is None:
+        if self.queries_per_head is None:
             return key_or_value
         # An index tensor would be copied to the device, which synchronises.
-        heads = zip(key_or_value.split(1, 1), self.uses, strict=True)
-        return torch.cat([head.expand(-1, uses, -1, -1) for head, uses in heads], 1)
+        heads = zip(key_or_value.split(1, 1), self.queries_per_head, strict=True)
+        return torch.cat([head.expand(-1, queries, -1, -1) for head, queries in heads], 1)

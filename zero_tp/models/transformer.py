@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.models.attention import CORES, Attention
-from zero_tp.models.context import AttentionMask, ForwardContext, ForwardInputs, Packed
+from zero_tp.models.context import AttentionMask, ForwardContext, ForwardInputs, VarlenMask
 from zero_tp.models.mlp import MLP, GatedMLP
 from zero_tp.models.moe import Experts
 from zero_tp.models.norm import NORMS
@@ -145,11 +145,11 @@ class Transformer(nn.Module):
         """
         past, cache, positions = inputs.past, inputs.cache, inputs.positions
         build_mask = CORES[self.spec.attention].build_mask
-        masks: dict[int | None, Tensor | Packed | None] = {}
+        masks: dict[int | None, Tensor | VarlenMask | None] = {}
         for number, window in enumerate(self.spec.windows):
             if window not in masks:
                 keys, first = cache.get_mask_sizes(length, number) if cache is not None else (length, 0)
-                limits = (inputs.padding, inputs.pieces, window, self.spec.causal)
+                limits = (inputs.padding, inputs.packed, window, self.spec.causal)
                 masks[window] = build_mask(AttentionMask(length, keys, past, first, *limits), self.spec, like)
         rotary, rotation_tables = self.spec.rotary, None
         if rotary is not None:

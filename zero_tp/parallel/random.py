@@ -58,6 +58,10 @@ class RandomStreams:
             self._activate = _shared_state
         self.reseed(topology, seed)
 
+    @property
+    def generator_device(self) -> torch.device:
+        return self._generators[SHARED].device
+
     def reseed(self, topology: Topology, seed: int) -> None:
         """Restart both streams."""
         self._generators = {

@@ -34,7 +34,7 @@ from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.constants import DTYPES
 from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
 from zero_tp.models.causal_lm import CausalLM
-from zero_tp.models.context import Pieces
+from zero_tp.models.context import PackedSequences
 from zero_tp.models.masked_lm import MaskedLM
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.elementwise import ElementwiseOps, set_training_elementwise
@@ -139,9 +139,9 @@ class DocumentPerTokenLM(CausalLM):
     One document for each token takes the most bytes.
     """
 
-    def _pieces(self, document_ids: Tensor, device: torch.device) -> Pieces:
-        starts = np.arange(document_ids.numel() + 1, dtype=np.int32)
-        return Pieces.from_starts(starts, document_ids.shape, device)
+    def _pack(self, document_ids: Tensor, device: torch.device) -> PackedSequences:
+        cu_seqlens = np.arange(document_ids.numel() + 1, dtype=np.int32)
+        return PackedSequences.from_cu_seqlens(cu_seqlens, document_ids.shape, device)
 
 
 class Unfilled:

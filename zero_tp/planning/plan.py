@@ -160,7 +160,7 @@ class Plan(Estimate):
     def model_flops(self) -> float:
         """Return the model FLOPs of one step, all devices together."""
         config = self.config
-        return model_flops(self.model.spec, config.global_batch, self.workload.length, config.labelled)
+        return model_flops(self.model.spec, config.global_batch, self.workload.length, config.label_fraction)
 
     @property
     def mfu(self) -> float | None:

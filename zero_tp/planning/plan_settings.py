@@ -90,7 +90,7 @@ def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workloa
         policy=block.recompute_policy,
         checkpointing=config.typed.values.get("activation_checkpointing", {}),
         documents=block.data.document_attention == "reset" and block.masked is None,
-        labelled=config.labelled,
+        labelled=config.label_fraction,
         varlen=varlen,
     )
 

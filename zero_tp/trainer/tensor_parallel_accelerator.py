@@ -123,7 +123,7 @@ class TensorParallelAccelerator(Accelerator):
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a model with frozen parameters: splitting it would unfreeze them, and a checkpoint has states of all."""
+    """Refuse a model with frozen parameters: a checkpoint has optimizer states of all."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             raise UserError(

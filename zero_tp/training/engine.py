@@ -87,7 +87,7 @@ class TrainingEngine:
         self.topology, self.device = topology, torch.device(device)
         disable_shared_memory_collectives()  # a script that calls no `connect_deepspeed` would wait for a compiler
         deepspeed_config = copy.deepcopy(deepspeed_config)  # the check converts values in it
-        check_deepspeed(deepspeed_config, topology, EntryPoint.ENGINE, recompute)
+        check_deepspeed(deepspeed_config, topology, EntryPoint.ENGINE, recompute, config.num_hidden_layers)
         self.zero = zero_engine(deepspeed_config, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
         # DeepSpeed broadcasts the first DP rank's weights: zero.Init as each is built, or `initialize` all of them.

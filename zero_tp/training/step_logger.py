@@ -76,8 +76,8 @@ class StepLogger(Callback):
         config, engine = state.config, state.engine
         spec, length, batch = engine.model.spec, config.zero_tp.data.sequence_length, config.global_batch
         recomputed = config.zero_tp.recompute_policy.recomputed_layers_and_cores(spec.layers, config.accumulation)
-        self._model_flops = model_flops(spec, batch, length, config.labelled)
-        self._hardware_flops = hardware_flops(spec, batch, length, config.labelled, recomputed)
+        self._model_flops = model_flops(spec, batch, length, config.label_fraction)
+        self._hardware_flops = hardware_flops(spec, batch, length, config.label_fraction, recomputed)
         self._peak = None
         if engine.device.type == "cuda":
             allow_tf32 = torch.backends.cuda.matmul.allow_tf32

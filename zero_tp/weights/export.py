@@ -160,7 +160,7 @@ def write_native(
     config.dtype, config.architectures = entries[0].dtype, [native_class_of(config)]
     native = native_model(config)
     _check_entries(entries, native, config)
-    file_names = architecture_of(config).stored
+    file_names = architecture_of(config).file_names
     shards = plan_shards(
         [replace(entry, name=file_names.get(entry.name, entry.name)) for entry in entries], max_shard_size
     )

@@ -64,7 +64,7 @@ def load_native(
     """
     aliases, missing = aliases_of(config), list[str]()
     names = set(aliases)
-    names_of_files = {file_name: name for name, file_name in architecture_of(config).stored.items()}
+    names_of_files = {file_name: name for name, file_name in architecture_of(config).file_names.items()}
     tensors = {names_of_files.get(name, name): tensor for name, tensor in tensors.items()}
     tensors = as_stored(weights_of(config), tensors)
     for alias, source in aliases.items():

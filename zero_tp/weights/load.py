@@ -154,7 +154,7 @@ def _match_names(
     Files of the bare model lack the prefix of the class with a head. Tensors that the architecture ignores are dropped.
     """
     stored: dict[str, str] = {}
-    native_names = {file_name: name for name, file_name in architecture.stored.items()}
+    native_names = {file_name: name for name, file_name in architecture.file_names.items()}
     for file_name, tensor in tensors.items():
         name = native_names.get(file_name, file_name)
         for old, new in architecture.obsolete_suffixes.items():

@@ -1,4 +1,4 @@
-"""What commands are given beside data, models and checkpoints is drawn at random: device files, --set, and paths.
+"""What commands are given with data, models and checkpoints is drawn at random: device files, --set, and paths.
 
     python -m tests.tools.fuzz inputs --count 1000
 
