@@ -18,8 +18,10 @@ from transformers import GPT2Config
 from tests.support.encoders import MODEL_TYPES as ENCODERS
 from tests.support.native import native_model
 from tests.support.plan_configs import CASES, CONFIGS, FAMILIES, MASKED, ROOT, TIERS, WINDOWS_OF_7, WORLD, family, load
+from tests.support.planned import FILE
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.config import RunConfig
 from zero_tp.data.batch import Batch
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.flops import layer_products
@@ -28,7 +30,8 @@ from zero_tp.parallel.elementwise import ElementwiseOps
 from zero_tp.planning import dryrun
 from zero_tp.planning.dryrun import LayerKind, dry_run, layer_contexts, representative_layers
 from zero_tp.planning.formulas import model_states
-from zero_tp.planning.memory import model_of
+from zero_tp.planning.gathered import most_gathered
+from zero_tp.planning.memory import model_size
 from zero_tp.planning.plan_settings import ZeroSettings, workload_of
 from zero_tp.planning.tracking import join_parts, measure
 from zero_tp.planning.zero import ZeroMemory
@@ -110,7 +113,7 @@ def test_few_layers_represent_many(layers: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_model_states_are_the_papers_and_padding(stage: int) -> None:
     config = load([f"zero_optimization.stage={stage}", "zero_tp.parallel.tensor=1"])
-    parameters = model_of(config.hf_config(), 1, False).parameters
+    parameters = model_size(config.hf_config(), 1, False).parameters
     states = ZeroMemory(parameters, ZeroSettings.of(config, cpu=False)).states
     papers = model_states(parameters.total, stage, WORLD)
     # Stage 3 pads each parameter to the number of ranks, stages 1 and 2 each of two groups to twice that.
@@ -119,6 +122,40 @@ def test_model_states_are_the_papers_and_padding(stage: int) -> None:
     assert 0 <= states.optimizer - papers["optimizer"] <= 12 * own
     assert 0 <= states.parameters - papers["parameters"] <= 2 * (padded if stage < 3 else own)
     assert stage < 3 or 0 <= states.gradients - papers["gradients"] <= 2 * own
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "moments"),
+    [
+        ({"type": "AdamW", "params": {"lr": 1e-3}}, 8),
+        ({"type": "AdamW", "params": {"lr": 1e-3, "amsgrad": True}}, 12),
+        ({"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}, 4),
+        ({"type": "SGD", "params": {"lr": 1e-3}}, 0),
+    ],
+)
+def test_moments_are_those_that_torchs_optimizer_creates(optimizer: dict[str, Any], moments: int) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    parameter.grad = torch.ones(1000)
+    created = getattr(torch.optim, optimizer["type"])([parameter], **optimizer["params"])
+    created.step()
+    states = created.state[parameter].items()
+    assert moments * 1000 == sum(value.nbytes for name, value in states if name != "step" and value is not None)
+    config = RunConfig.load(ROOT / FILE, ["zero_optimization.stage=0", f"optimizer={json.dumps(optimizer)}"], WORLD)
+    settings = ZeroSettings.of(config, cpu=False)
+    assert settings.moments == moments and not settings.torch_optimizer
+
+
+def test_a_recomputed_layer_is_gathered_as_a_whole() -> None:
+    """The modules of a layer run again before the backward of the last of them; no prefetch, all used again soon."""
+    modules, layers = ((100,), (10,), (20,), (10,), (20,), (50,)), (-1, 0, 0, 1, 1, 2)
+
+    def most(recomputed: range, max_reuse: int) -> list[float]:
+        gathered = most_gathered(modules, layers, False, recomputed, 0, 0, 10**9, max_reuse)
+        return [gathered["backward", layer] for layer in (1, 0)]
+
+    assert most(range(0), 1) == [20, 20]
+    assert most(range(2), 25) == [30, 30]
+    assert most(range(1), 25) == [20, 30]
 
 
 def rank_of(overrides: list[str]) -> int:
@@ -150,7 +187,7 @@ def test_the_plan_against_a_real_step(number: int) -> None:
     overrides = CONFIGS[number]
     engine = engine_peaks(TIERS.get(number, "heavy"), rank_of(overrides))[json.dumps(overrides)]
     parallel = load(overrides).zero_tp.parallel
-    model = model_of(load(overrides).hf_config(), parallel.tensor, parallel.sequence)
+    model = model_size(load(overrides).hf_config(), parallel.tensor, parallel.sequence)
     assert engine["parameters"] == model.parameters.total
     assert engine["planned"] == pytest.approx(engine["measured"], rel=0.03)
     if load(overrides).zero_stage < 3:  # MemTracker misses half of ZeRO-3's first step; test_papers_zero.py has it
@@ -191,6 +228,6 @@ def test_parameters_of_every_architecture_are_those_of_transformers(name: str) -
     hf_config = config.hf_config()
     with torch.device("meta"):
         theirs = native_model(hf_config, **({"attn_implementation": "eager"} if encoder else {}))
-    spec, parameters, whole = model_of(hf_config, 1, False)
+    spec, parameters, whole = model_size(hf_config, 1, False)
     assert whole == parameters.total == theirs.num_parameters()
     assert layer_products(spec) * spec.layers < whole
