@@ -164,7 +164,7 @@ def named_device(name: str, ranks: int = 1) -> Device:
         ranks: number of ranks of the run; CPU ranks share one machine's memory and cores.
     """
     if name.endswith(".json"):
-        return validate(Device, read_json(Path(name)), name)
+        return validate(Device, read_json(Path(name), "give the path of a device's JSON file"), name)
     key = name.lower().replace("_", "-").replace("rtx-", "rtx")
     if key == "cpu":
         return _cpu_device(ranks)

@@ -153,6 +153,7 @@ def test_a_device_file_is_planned_for(tmp_path: Path) -> None:
     [
         ("a100-80g", r"--device: 'a100-80g' is unknown.*a100-80gb"),
         ("v100", "v100-32gb has no bf16 matrix units"),
+        ("other.json", r"^other\.json: no such file; give the path of a device's JSON file$"),
         ("mine.json", r"memory_gbp: unknown key.*memory_gbps"),
     ],
 )
@@ -199,7 +200,7 @@ def test_a_tiny_models_figures_are_in_small_units() -> None:
     assert float(totals[1][1]) == pytest.approx(1e3 * planned.time.total, abs=0.0006)
     assert all(float(line.split()[-1]) > 0 for line in lines[memory + 1 :] if line.startswith("  parameters"))
     (run,) = (line for line in lines if "the whole run" in line)
-    numbers = re.search(r"([\d,.]+) minutes, ([\d.]+) device-hours", run)
+    numbers = re.search(r"([\d,.]+) seconds, ([\d.]+) device-hours", run)
     assert (
         numbers
         and float(numbers[1]) > 0
@@ -265,6 +266,7 @@ def test_the_command(tmp_path: Path) -> None:
         ("--world-size 8 --device h100 --write x.json", "--write: writes what --search finds"),
         ("--world-size 8 --device h100 --top 3", "--top: shows what --search finds"),
         ("--world-size 8 --device h100 --html /proc/x/x.html", "/proc/x: can't be written"),
+        ("--world-size 8 --device h100 --html=", "--html: . is a directory; give the path of a file"),
         ("--world-size 8 --device h100 --pipeline 2", "unrecognized arguments: --pipeline 2"),
         ("--world-size 3 --device h100", "zero_tp.parallel.tensor: tensor 2 × data 1.5 ≠ world 3"),
     ],

@@ -57,8 +57,11 @@ def check(options: argparse.Namespace) -> None:
     for name, value, verb in (("--write", options.write, "writes"), ("--top", options.top, "shows")):
         if value and not options.search:
             raise UserError(f"{name}: {verb} what --search finds; give --search too")
-    for path in filter(None, (options.write, options.html)):
-        check_writable(path.parent)
+    for name, path in (("--write", options.write), ("--html", options.html)):
+        if path is not None:
+            if path.is_dir():
+                raise UserError(f"{name}: {path} is a directory; give the path of a file")
+            check_writable(path.parent)
     if options.html:
         new_figure(1, 1)  # refuses before the work if matplotlib is missing
 

@@ -33,7 +33,7 @@ def heading(plan: Plan) -> list[str]:
     config, block = plan.config, plan.config.zero_tp
     model, parameters = config.hf_config(), plan.model.whole
     sizes = f"TP {block.parallel.tensor} × DP {config.data_parallel}"
-    sequence = ", SP" if block.parallel.sequence else ""
+    sequence = ", SP" if plan.workload.sequence else ""
     active, experts = "", plan.model.spec.experts
     if experts is not None:
         active = f" ({plan.model.active:,} active: {experts.per_token} of {experts.count} experts)"
@@ -52,7 +52,7 @@ def heading(plan: Plan) -> list[str]:
 def memory(plan: Plan) -> list[str]:
     paper, peak, device = plan.paper.bytes(), plan.peak, plan.device
     paper["activations"] += paper.pop("outside layers")
-    name, unit = ("GiB", GIB) if plan.tensor_bytes >= GIB else ("MiB", MIB)
+    name, unit = ("GiB", GIB) if sum(paper.values()) >= GIB else ("MiB", MIB)
     lines = [f"{f'memory of one device [{name}]':28}{'by papers':>10}{'allocated':>12}"]
     for category in CATEGORIES:
         if peak.bytes[category] or paper.get(category):
@@ -104,7 +104,7 @@ def time(plan: Plan) -> list[str]:
     lines.append(
         f"  {'total':26}{factor * total:10.3f}   {speed:,.0f} tokens/s, {speed / plan.ranks:,.0f} a device{mfu}"
     )
-    units = (("days", DAY), ("hours", HOUR), ("minutes", 60))
+    units = (("days", DAY), ("hours", HOUR), ("minutes", 60), ("seconds", 1))
     unit, size = next((one for one in units if plan.run_seconds >= one[1]), units[-1])
     device_hours = plan.run_seconds * plan.ranks / HOUR
     tokens = tqdm.format_sizeof(plan.run_tokens).replace("G", "B")

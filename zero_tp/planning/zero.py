@@ -244,9 +244,10 @@ class ZeroMemory:
         total = self.parameters.total
         if zero.stage in (0, 3) or zero.single_replica or zero.separate_fp32_grads:
             states = self.during("backward", total, -1)
-            flat = e if zero.stage == 0 else 0
-            if zero.separate_fp32_grads:
-                flat = self._accumulated_element + zero.reduced  # a flat copy to accumulate, and one to send
+            flat = 0
+            if zero.stage == 0 or zero.separate_fp32_grads:  # a flat copy, and another in the dtype to send
+                flat = self._accumulated_element
+                flat += zero.reduced if zero.reduced != flat else 0
             flattened = flat * min(total, ALLREDUCE_BUCKET) if zero.data > 1 else 0
             return states._replace(buffers=states.buffers + flattened)
         if zero.stage == 1 and not zero.overlap:
@@ -275,7 +276,12 @@ class ZeroMemory:
             total = self.parameters.total
             return states._replace(gradients=e * total + (4 * total if e < 4 else 0))
         if zero.offload_optimizer:
-            return states._replace(gathered=0.0) if zero.stage == 3 else states
+            if zero.stage == 3:
+                return states._replace(gathered=0.0)
+            if not zero.accumulates_wider:
+                return states
+            bucket = zero.accumulated * self.bucket if zero.stage == 1 and not zero.overlap else 0
+            return states._replace(gradients=self._reduced_gradients, buffers=states.buffers + bucket)
         if zero.separate_fp32_grads:
             return states._replace(gradients=e * self.parameters.total)
         updated = self._update_numel
