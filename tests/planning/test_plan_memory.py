@@ -18,10 +18,8 @@ from transformers import GPT2Config
 from tests.support.encoders import MODEL_TYPES as ENCODERS
 from tests.support.native import native_model
 from tests.support.plan_configs import CASES, CONFIGS, FAMILIES, MASKED, ROOT, TIERS, WINDOWS_OF_7, WORLD, family, load
-from tests.support.planned import FILE
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.config import RunConfig
 from zero_tp.data.batch import Batch
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.flops import layer_products
@@ -140,9 +138,23 @@ def test_moments_are_those_that_torchs_optimizer_creates(optimizer: dict[str, An
     created.step()
     states = created.state[parameter].items()
     assert moments * 1000 == sum(value.nbytes for name, value in states if name != "step" and value is not None)
-    config = RunConfig.load(ROOT / FILE, ["zero_optimization.stage=0", f"optimizer={json.dumps(optimizer)}"], WORLD)
-    settings = ZeroSettings.of(config, cpu=False)
+    settings = ZeroSettings.of(load(["zero_optimization.stage=0", f"optimizer={json.dumps(optimizer)}"]), cpu=False)
     assert settings.moments == moments and not settings.torch_optimizer
+
+
+def test_gradients_in_fp32_count_while_they_are_sent_and_while_an_offloaded_optimizer_updates() -> None:
+    def zero_memory(*overrides: str) -> ZeroMemory:
+        config = load([*overrides, "zero_tp.parallel.tensor=1"])
+        return ZeroMemory(model_size(config.hf_config(), 1, False).parameters, ZeroSettings.of(config, cpu=False))
+
+    wider, sent = "data_types.grad_accum_dtype=fp32", "communication_data_type=fp32"
+    offloaded = zero_memory("zero_optimization.stage=2", 'zero_optimization.offload_optimizer={"device":"cpu"}', wider)
+    assert offloaded.updating().gradients == 4 * offloaded.partition
+    plain = zero_memory("zero_optimization.stage=0", sent)
+    assert plain.end_of_backward().buffers == (2 + 4) * plain.parameters.total
+    accumulated = zero_memory("zero_optimization.stage=1", wider, sent)
+    kept = accumulated.states.buffers
+    assert accumulated.end_of_backward().buffers - kept == 4 * accumulated.parameters.total
 
 
 def test_a_recomputed_layer_is_gathered_as_a_whole() -> None:
@@ -153,9 +165,9 @@ def test_a_recomputed_layer_is_gathered_as_a_whole() -> None:
         gathered = most_gathered(modules, layers, False, recomputed, 0, 0, 10**9, max_reuse)
         return [gathered["backward", layer] for layer in (1, 0)]
 
-    assert most(range(0), 1) == [20, 20]
-    assert most(range(2), 25) == [30, 30]
-    assert most(range(1), 25) == [20, 30]
+    assert most(range(0), 45) == [20, 20]
+    assert most(range(2), 45) == [30, 30]
+    assert most(range(1), 45) == [20, 30]
 
 
 def rank_of(overrides: list[str]) -> int:

@@ -121,6 +121,9 @@ GATHERED += [f"zero_optimization.stage3_{name}=0" for name in ("param_persistenc
 CONFIGS += [
     [*GATHERED, "zero_tp.recompute=full"],
     ["zero_optimization.stage=1", "optimizer.params.amsgrad=true"],
+    ["zero_optimization.stage=2", f"zero_optimization.offload_optimizer{OFFLOAD}", WIDER[0]],
+    ["zero_optimization.stage=1", *WIDER, "communication_data_type=fp32"],
+    ["zero_optimization.stage=0", "gradient_accumulation_steps=2", "communication_data_type=fp32"],
 ]
 WORLD = 4
 NAMES = [
@@ -129,9 +132,9 @@ NAMES = [
 
 
 # The second tier has every fourth, ZeRO-3 with offload, M_D under SP, full recomputation with ZeRO-2, windows, and the
-# last two.
-LAST = len(CONFIGS) - 1
-TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 4), 29, 34, 35, 37, 41, 43, LAST - 1, LAST)}
+# last five.
+SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 5, len(CONFIGS)))
+TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 4), *SECOND)}
 MARKS: dict[str, Any] = {"thorough": THOROUGH, "heavy": pytest.mark.heavy}
 CASES = [pytest.param(number, id=name, marks=MARKS[TIERS.get(number, "heavy")]) for number, name in enumerate(NAMES)]
 

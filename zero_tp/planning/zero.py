@@ -208,7 +208,9 @@ class ZeroMemory:
         zero, states, e = self.settings, self.states, self.settings.element
         total, accumulates = self.parameters.total, zero.accumulation > 1
         if zero.stage == 3:
-            return states._replace(gathered=states.gathered + self.gathered_by_layer[phase, layer])
+            copies = self._copies_to_send(e) if phase == "backward" else 0.0
+            gathered = states.gathered + self.gathered_by_layer[phase, layer]
+            return states._replace(gathered=gathered, buffers=states.buffers + copies)
         with_gradients = total if accumulates else min(finished, total)
         if zero.stage == 0 or zero.single_replica or zero.separate_fp32_grads:
             return states._replace(gradients=e * with_gradients)
@@ -225,7 +227,7 @@ class ZeroMemory:
         gradients, flattened = accumulated, 0.0
         if finished > self.bucket:  # one bucket at least has been reduced
             gradients = self._with_reduced(accumulated)
-            flattened = 0 if zero.overlap else e * self.bucket
+            flattened = self._copies_to_send(e) or (0 if zero.overlap else e * self.bucket)
         buckets = e * self.bucket * (2 if zero.overlap else 1)
         norm = NORM_BYTES * self.parameters.largest if zero.offload_optimizer and zero.stage == 2 else 0
         # Hooks flatten and compute norms after the layer's own transients have been freed.
@@ -258,13 +260,29 @@ class ZeroMemory:
                 self._accumulated_element * total,
                 self._accumulated_element * (total - first_fill) + self._reduced_gradients,
             )
-            return states._replace(
+            at_end = states._replace(
                 gradients=gradients, buffers=states.buffers + self._accumulated_element * self.bucket
             )
+            reducing = at_end._replace(
+                gradients=self._accumulated_element * (total - first_fill),
+                buffers=at_end.buffers + self._copies_to_send(self._accumulated_element),
+            )
+            return max(at_end, reducing, key=lambda one: one.gradients + one.buffers)
         gradients = self._with_reduced(self._reduced_gradients if zero.accumulation > 1 else 0)
         # With overlap there are two buckets, else one and its flat copy.
-        second = e * (self.bucket if zero.overlap else min(self.bucket, total))
-        return states._replace(gradients=gradients, buffers=states.buffers + e * self.bucket + second)
+        flattened = self._copies_to_send(e) or (0 if zero.overlap else e * min(self.bucket, total))
+        buckets = e * self.bucket * (2 if zero.overlap else 1)
+        return states._replace(gradients=gradients, buffers=states.buffers + buckets + flattened)
+
+    def _copies_to_send(self, element: int) -> float:
+        """Return the bytes of a bucket's flat copy and of its copy in the dtype to send; 0 if that is the bucket's.
+
+        Args:
+            element: bytes of an element of the bucket.
+        """
+        if self.settings.reduced == element or self.settings.data == 1:
+            return 0.0
+        return float((element + self.settings.reduced) * min(self.bucket, self.parameters.total))
 
     def converting(self) -> StateBytes:
         """Return the peak while gradients are converted to fp32 for the masters, before the optimizer steps.
