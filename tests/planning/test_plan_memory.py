@@ -155,6 +155,8 @@ def test_gradients_in_fp32_count_while_they_are_sent_and_while_an_offloaded_opti
     accumulated = zero_memory("zero_optimization.stage=1", wider, sent)
     kept = accumulated.states.buffers
     assert accumulated.end_of_backward().buffers - kept == 4 * accumulated.parameters.total
+    bucketed = [zero_memory("zero_optimization.stage=2", *each).end_of_backward().buffers for each in ([], [sent])]
+    assert bucketed[1] - bucketed[0] == 4 * 400_000, "a bucket's copy in fp32"
 
 
 def test_a_recomputed_layer_is_gathered_as_a_whole() -> None:

@@ -270,9 +270,9 @@ class ZeroMemory:
             return max(at_end, reducing, key=lambda one: one.gradients + one.buffers)
         gradients = self._with_reduced(self._reduced_gradients if zero.accumulation > 1 else 0)
         # With overlap there are two buckets, else one and its flat copy.
-        flattened = self._copies_to_send(e) or (0 if zero.overlap else e * min(self.bucket, total))
+        copies = self._copies_to_send(e) or (0 if zero.overlap else e * min(self.bucket, total))
         buckets = e * self.bucket * (2 if zero.overlap else 1)
-        return states._replace(gradients=gradients, buffers=states.buffers + buckets + flattened)
+        return states._replace(gradients=gradients, buffers=states.buffers + buckets + copies)
 
     def _copies_to_send(self, element: int) -> float:
         """Return the bytes of a bucket's flat copy and of its copy in the dtype to send; 0 if that is the bucket's.
