@@ -260,14 +260,14 @@ class ZeroMemory:
                 self._accumulated_element * total,
                 self._accumulated_element * (total - first_fill) + self._reduced_gradients,
             )
-            at_end = states._replace(
+            finished = states._replace(
                 gradients=gradients, buffers=states.buffers + self._accumulated_element * self.bucket
             )
-            reducing = at_end._replace(
+            reducing = finished._replace(
                 gradients=self._accumulated_element * (total - first_fill),
-                buffers=at_end.buffers + self._copies_to_send(self._accumulated_element),
+                buffers=finished.buffers + self._copies_to_send(self._accumulated_element),
             )
-            return max(at_end, reducing, key=lambda one: one.gradients + one.buffers)
+            return max(finished, reducing, key=lambda one: one.gradients + one.buffers)
         gradients = self._with_reduced(self._reduced_gradients if zero.accumulation > 1 else 0)
         # With overlap there are two buckets, else one and its flat copy.
         copies = self._copies_to_send(e) or (0 if zero.overlap else e * min(self.bucket, total))
