@@ -57,7 +57,7 @@ def launched(arguments: list[str]) -> None:
 
 
 def pretrained(run: Path | None, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Train, or take a run that is there → the run, and what validation found at its end."""
+    """Train a run, or use an existing one; return it and its last validation metrics."""
     if run is None:
         corpus = folder / "corpus"
         text = ["--input", "launch/corpus/sotu.jsonl.gz", "--output", str(corpus)]
@@ -88,7 +88,7 @@ def pretrained(run: Path | None, folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def guess(run: Path) -> float:
-    """Return the share of the held-out masked tokens that is the token which is masked most often in training."""
+    """Return the share of held-out masked tokens that equal the most frequent masked token of training."""
     from zero_tp.config import RunConfig
     from zero_tp.training.run_inputs import RunInputs
 
@@ -141,7 +141,7 @@ TASKS = {"years": ("classification", of_years, "jsonl"), "sums": ("squad", of_su
 
 
 def tried(name: str, model: Path, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Fine-tune on one task → how many examples, and each variant's figures."""
+    """Fine-tune on one task; return the numbers of examples and each variant's figures."""
     task, examples_of, ending = TASKS[name]
     parts: dict[str, list[Example]] = {"train": [], "validation": []}
     for year, sentence in sentences():
@@ -159,7 +159,7 @@ def tried(name: str, model: Path, options: argparse.Namespace, folder: Path) -> 
     if done.returncode:
         sys.exit(done.stderr)
     header, *lines = (line.split() for line in done.stdout.splitlines()[-3:])
-    print(f"{name}: {counts['train']} examples to train on, {counts['validation']} to judge by")
+    print(f"{name}: {counts['train']} training and {counts['validation']} validation examples")
     print("\n".join(done.stdout.splitlines()[-3:]), flush=True)
     names = " ".join(header[1:]).replace("exact match", "exact_match").split()
     return {**counts, **{variant: dict(zip(names, figures, strict=True)) for variant, *figures in lines}}
@@ -167,10 +167,10 @@ def tried(name: str, model: Path, options: argparse.Namespace, folder: Path) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, help="a run of bert_small.json that is there (default: train one)")
+    parser.add_argument("--run", type=Path, help="an existing run of bert_small.json (default: train one)")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="(default: all)")
-    parser.add_argument("--train", type=int, default=1000, help="examples to train on at the most (default: 1000)")
-    parser.add_argument("--validation", type=int, default=1000, help="examples to judge by at the most (default: 1000)")
+    parser.add_argument("--train", type=int, default=1000, help="most training examples (default: 1000)")
+    parser.add_argument("--validation", type=int, default=1000, help="most validation examples (default: 1000)")
     parser.add_argument("--epochs", type=float, default=4.0, help="(default: 4)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (default: 1e-3)")
     parser.add_argument("--length", type=int, default=32, help="tokens of the longest row (default: 32)")

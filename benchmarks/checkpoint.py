@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Saving and loading against plain writing and reading of the same bytes on the same disk, in turns.
+"""Compare saving and loading with plain writing and reading of as many bytes on the same disk, in turns.
 
     python benchmarks/checkpoint.py --output benchmarks/results/
 
@@ -56,14 +56,14 @@ CONFIG: dict[str, Any] = {
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """(seconds of the clock, of this process on the processor)."""
+    """(wall seconds, CPU seconds of this process)."""
     begin, spent = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - begin, time.process_time() - spent
 
 
 def quartiles(values: list[float]) -> str:
-    """Median and, in brackets, the first and the third quartile."""
+    """Return the median and, in brackets, the first and third quartiles."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return f"{middle:.2f} [{low:.2f} to {high:.2f}]"
 
@@ -116,7 +116,7 @@ def build(folder: Path, background: bool) -> tuple[TrainingEngine, RunConfig]:
 
 
 def speeds(folder: Path, rounds: int) -> dict[str, Any]:
-    """Seconds of saving, plain writing, loading and plain reading, in turns."""
+    """Measure the seconds of saving, plain writing, loading and plain reading, in turns."""
     engine, config = build(folder, False)
     saver, run = run_saver(engine.zero, config, folder / "run"), folder / "run"
     random = torch.randint(0, 256, (CHUNK,), dtype=torch.uint8).numpy().data
@@ -128,7 +128,7 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
         assert saver.outcome() == (turn + 1, "")
         checkpoint = directory.step_directory(run, turn + 1)
         size = sum(file.bytes for file in directory.read_manifest(checkpoint).files.values())
-        # A new file each time, and as many kept: the first writing of a disk's blocks can take several times as long.
+        # Use a new file each time and keep as many: the first write to a disk's blocks can take several times as long.
         plain = folder / f"plain{turn}"
         durations["write"] = timed(partial(write_plainly, plain, random, size, folder / f"plain{turn - 3}"))
         forget(checkpoint)
@@ -158,7 +158,7 @@ def load(engine: TrainingEngine, checkpoint: Path, seed: int) -> None:
 
 
 def standing_still(folder: Path, rounds: int) -> dict[str, Any]:
-    """Seconds that training waits for a save in the background, against the copy to host memory and the whole save."""
+    """Measure how long training waits for a background save, the copy to host memory, and the whole save."""
     engine, config = build(folder, True)
     saver = run_saver(engine.zero, config, folder / "background")
     waits: list[float] = []

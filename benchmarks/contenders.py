@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One rank of a contender of benchmarks/train.py, which starts it: build, train a few steps, write what they took."""
+"""One rank of a contender of benchmarks/train.py: build the engine, train a few steps, write the measurements."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Of the matrices."""
+        """Return the number of elements of the matrices."""
         mlps = 3 * self.mlp * max(1, self.experts) + self.experts
         return self.layers * self.hidden * (4 * self.hidden + mlps) + 2 * self.vocabulary * self.hidden
 
@@ -71,14 +71,14 @@ CONTENDERS: dict[str, tuple[int, dict[str, Any]]] = {
     "ztp-z2-compiled": (2, {"stage": 2, "compile": True}),
     "ztp-sp-compiled": (2, {"stage": 1, "tensor": 2, "sequence": True, "compile": True}),
 }
-"""Name → (ranks, what is asked of DeepSpeed and of TP)."""
+"""Name → (ranks, options of DeepSpeed and TP)."""
 
 Step = Callable[[Any], float]
 """Trains on one batch [BATCH, length] → its mean loss."""
 
 
 def settings_of(options: dict[str, Any], bf16: bool, data: int) -> dict[str, Any]:
-    """DeepSpeed's config, the same for all of its contenders."""
+    """Return DeepSpeed's config, the same for all contenders that use it."""
     return {
         "train_micro_batch_size_per_gpu": BATCH // data,
         "gradient_clipping": CLIP,
@@ -101,7 +101,7 @@ def connected(config: RunConfig) -> tuple[Topology, torch.device]:
 def engine_of(
     config: RunConfig, topology: Topology, device: torch.device, weights: Path | None = None
 ) -> TrainingEngine:
-    """Build a run's engine as launch/pretrain.py does, on the weights of a directory or drawn ones."""
+    """Build a run's engine as launch/pretrain.py does, with the weights of a directory or random ones."""
     from zero_tp.training.engine import TrainingEngine
     from zero_tp.weights.load import PretrainedSource
 
@@ -147,7 +147,7 @@ def loss_of(model: Any, tokens: Any) -> Any:
 
 
 def transformers_model(weights: Path, options: dict[str, Any], bf16: bool) -> Any:
-    """Return transformers' own class, its experts in the implementation that a contender names."""
+    """Return transformers' own model, with the experts' implementation of the contender."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -213,7 +213,7 @@ def with_deepspeed(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
 
 @contextmanager
 def recorded() -> Iterator[list[Callable[[], Any]]]:
-    """Give what the process groups are asked for in the block, each to be asked for again."""
+    """Yield the collectives that the block calls, each as a function that repeats the call."""
     from torch.distributed import ProcessGroup
 
     from benchmarks.papers.collectives import COLLECTIVES
@@ -234,7 +234,7 @@ def recorded() -> Iterator[list[Callable[[], Any]]]:
 
 
 def seconds_of(ranks: int, run: Callable[[], Any]) -> float:
-    """Between two moments that all ranks reach."""
+    """Return the seconds of `run` between two barriers."""
     import torch.distributed as dist
 
     if ranks > 1:
@@ -247,7 +247,7 @@ def seconds_of(ranks: int, run: Callable[[], Any]) -> float:
 
 
 def floors(ranks: int, parameters: int, step: Callable[[], Any]) -> dict[str, float]:
-    """What a step cannot do without, beside its products: its collectives alone, and the update of a rank's share."""
+    """Return the seconds of a step's collectives alone, and of the update of a rank's share."""
     import torch
 
     with recorded() as asked:
@@ -265,7 +265,7 @@ def floors(ranks: int, parameters: int, step: Callable[[], Any]) -> dict[str, fl
 
 
 def work(name: str, weights: Path, shape: Shape, bf16: bool, output: Path) -> None:
-    """Be one rank of a contender; the first one writes what was measured."""
+    """Run one rank of a contender; the first rank writes the measurements."""
     import torch
     import torch.distributed as dist
 
@@ -282,7 +282,7 @@ def work(name: str, weights: Path, shape: Shape, bf16: bool, output: Path) -> No
     for number in range(WARM_UP + STEPS):
         tokens = torch.randint(shape.vocabulary, (BATCH, shape.length + 1), generator=generator)
         if number == WARM_UP:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak of what is resident counts from here
+            Path("/proc/self/clear_refs").write_text("5")  # reset the peak of resident memory
         seconds.append(seconds_of(ranks, lambda tokens=tokens: losses.append(step(tokens))))  # type: ignore[misc]
     status = Path("/proc/self/status").read_text()
     peak = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
@@ -300,7 +300,7 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
-    parser.add_argument("--output", type=Path, required=True, help="where the first rank writes what was measured")
+    parser.add_argument("--output", type=Path, required=True, help="file for the first rank's measurements")
     options = parser.parse_args()
     work(options.contender, options.weights, SHAPES[options.shape], options.dtype == "bf16", options.output)
 

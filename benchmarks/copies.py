@@ -1,4 +1,4 @@
-"""How well planted near-copies are found, against brute-force Jaccard similarities.
+"""Measure how many planted near-copies are found, against brute-force Jaccard similarities.
 
 rensa is the library of `zero-tp prepare`, datatrove that of launch/prepare_cluster.py, datasketch another one.
 """
@@ -21,7 +21,7 @@ CORPUS = ROOT / "launch" / "corpus" / "sotu.jsonl.gz"
 
 
 def planted(chance: random.Random, copies: int) -> list[str]:
-    """Every 80 words of the shipped corpus, and copies of some of it with up to a quarter of the words changed."""
+    """Return the shipped corpus in documents of 80 words, and copies of some with up to a quarter of words changed."""
     from zero_tp.data.documents import read_documents
 
     words = [text.split() for text in read_documents(CORPUS)]
@@ -35,8 +35,10 @@ def planted(chance: random.Random, copies: int) -> list[str]:
 
 
 def truly(sets: Sequence[set[str]], threshold: float) -> set[int]:
-    """The documents with a Jaccard similarity of at least the threshold to one before that is none of them. Pairs
-    without a common shingle, which all have 0, are left out."""
+    """Return the documents whose Jaccard similarity to an earlier, kept document reaches the threshold.
+
+    Pairs without a common shingle have similarity 0 and are left out.
+    """
     of_shingle, removed = defaultdict[str, list[int]](list), set[int]()
     for number, its in enumerate(sets):
         common = Counter(other for shingle in its for other in of_shingle[shingle])

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tokens a second and peak memory of preparing a corpus, by its size: `zero-tp prepare` and launch/prepare_cluster.py.
+"""Measure tokens/s and peak memory of preparing a corpus, by its size: `zero-tp prepare` and launch/prepare_cluster.py.
 
     python benchmarks/corpus_sizes.py --megabytes 250 1000 --rounds 2 [--deduplicate] [--output DIR]
 
@@ -45,7 +45,7 @@ def write_texts(folder: Path, megabytes: int, seed: int) -> None:
 
 
 def measure(command: list[str]) -> dict[str, float]:
-    """Run a command; return its seconds, CPU seconds and peak memory in GiB, its children's included."""
+    """Run a command; return its seconds, CPU seconds and peak memory [GiB], including its children."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
     begin, peak, cpu_seconds = time.perf_counter(), 0, dict[int, float]()
     command_process = psutil.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How fast a corpus is prepared and read, and how well duplicates are found. Dated results with --output DIR.
+"""Measure how fast a corpus is prepared and read, and how well duplicates are found; --output DIR keeps the result.
 
 Parts: duplicates (rensa beside datasketch, against true Jaccard similarities), prepare (beside tokenizers alone, and
 beside megatron-core's builder; wants idle cores), work (where its CPU time goes), read.
@@ -49,8 +49,10 @@ def megatron_encode(line: str) -> list[int]:
 
 
 def by_megatron(source: str, tokenizer: str, output: str, processes: int) -> float:
-    """Prepare as Megatron-LM's tools/preprocess_data.py does: a pool encodes, one process builds → seconds without the
-    imports."""
+    """Prepare as Megatron-LM's tools/preprocess_data.py does: a pool encodes, one process builds.
+
+    Return the seconds without imports.
+    """
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -65,7 +67,7 @@ def by_megatron(source: str, tokenizer: str, output: str, processes: int) -> flo
 
 
 def alone(source: str, tokenizer: str) -> str:
-    """Encode all texts, which are in memory, by tokenizers' batch encoder in one thread → seconds and CPU seconds."""
+    """Encode texts in memory by tokenizers' batch encoder in one thread; return seconds and CPU seconds."""
     from tokenizers import Tokenizer
 
     encoder = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
@@ -83,7 +85,7 @@ def started(command: Sequence[str], threads: bool = False) -> subprocess.Popen[s
 
 
 def called(call: str) -> list[str]:
-    """Return the command that prints what a call of this file's returns."""
+    """Return the command that prints the result of calling a function of this file."""
     return [sys.executable, "-c", f"import data; print(data.{call})"]
 
 
@@ -94,14 +96,14 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 def elapsed(command: Sequence[str], threads: bool = False) -> tuple[str, float, float]:
-    """Run a command → what it prints, its seconds from start to end, and its CPU seconds with its children's."""
+    """Run a command; return its output, its wall seconds, and its CPU seconds, including its children."""
     before, start_time = sum(os.times()[2:4]), time.perf_counter()
     output = ended(started(command, threads))
     return output, time.perf_counter() - start_time, sum(os.times()[2:4]) - before
 
 
 def write_pieces(path: Path, copies: int, seed: int) -> Path:
-    """Write the shipped corpus in documents of 600 words, so many times over, each time in another order."""
+    """Write `copies` copies of the shipped corpus, in documents of 600 words, each in another order."""
     from zero_tp.data.documents import read_documents
 
     chance, words = random.Random(seed), [text.split(" ") for text in read_documents(CORPUS)]
@@ -114,7 +116,7 @@ def write_pieces(path: Path, copies: int, seed: int) -> Path:
 
 
 def preparing(options: argparse.Namespace) -> dict[str, Any]:
-    """Each way is a command of its own, all in turns; ratios are those of one round."""
+    """Measure each way as a command of its own, in turns; a ratio compares two ways in the same round."""
     cores = len(os.sched_getaffinity(0))
     one, many = "prepare_data.py, one process with threads", f"prepare_data.py, {cores} processes"
     builder = f"megatron-core's builder, {cores} processes"
@@ -158,11 +160,11 @@ def preparing(options: argparse.Namespace) -> dict[str, Any]:
     tokens = sum(split["tokens"] for split in report["splits"].values())
 
     def spread(ratios: list[float]) -> list[float]:
-        """Median, least and most."""
+        """Return the median, the least and the most."""
         return [round(each, 3) for each in (statistics.median(ratios), min(ratios), max(ratios))]
 
     def against(base: list[float]) -> dict[str, list[float]]:
-        """How many times as fast each way was as `base` in the same round."""
+        """Return the speed of each way over that of `base` in the same round."""
         return {way: spread([b / wall for b, wall in zip(base, each, strict=True)]) for way, each in seconds.items()}
 
     return {
@@ -183,7 +185,7 @@ def preparing(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def working(options: argparse.Namespace) -> dict[str, Any]:
-    """Where the CPU time of a preparation goes, in one thread; and what a command and a process more take to start."""
+    """Measure the CPU time of each part of a preparation in one thread, and the start of commands and processes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import zstandard
 
@@ -244,7 +246,7 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def reading(options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens of a CPU second in one thread, in batches of 8 × 2048; and what an index of 10¹² tokens takes to open."""
+    """Measure tokens per CPU second in one thread, in batches of 8 × 2048, and opening an index of 10¹² tokens."""
     import numpy as np
     import torch
 

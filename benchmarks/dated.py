@@ -1,4 +1,4 @@
-"""The frame of a dated result: when, on what, of which commit."""
+"""Write dated results with the date, the machine, the commit and versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def made() -> dict[str, Any]:
-    """Return when and on what a result was made."""
+    """Return the date, the machine, the commit and versions."""
     return {
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
@@ -25,7 +25,7 @@ def made() -> dict[str, Any]:
 
 
 def write_result(directory: Path, name: str, result: dict[str, Any], machine: str | None = None) -> Path:
-    """Write `DATE-NAME.json` into the directory and say so."""
+    """Write `DATE-NAME.json` into the directory, and print its path."""
     frame = made()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     frame |= {"commit": commit, **({"machine": machine} if machine else {})}

@@ -1,4 +1,4 @@
-"""Train models of 1.3, 3 and 8 B on the accelerator of this machine: tokens/s, MFU, memory beside the plan's.
+"""Train models of 1.3, 3 and 8 B on this machine's accelerator: tokens/s, MFU, and memory compared with the plan.
 
     python -m benchmarks.device --output benchmarks/results/
     python -m benchmarks.device --tiny          # the same code on CPU, with tiny sizes
@@ -36,7 +36,7 @@ def llama(hidden: int, layers: int, heads: int, groups: int, mlp: int, vocabular
 
 
 class Row(NamedTuple):
-    """A model, the rows of its micro-batch, and the `KEY=VALUE` that it changes in `settings`."""
+    """A model, the samples of its micro-batch, and its `KEY=VALUE` overrides of `settings`."""
 
     model: dict[str, Any]
     micro: int
@@ -54,7 +54,7 @@ ROWS = {
 
 
 class Item(NamedTuple):
-    """What is otherwise than in the first row: its `KEY=VALUE`, the environment.
+    """A difference from the first row: `KEY=VALUE` overrides, environment variables.
 
     Attributes:
         constants: `MODULE.NAME=VALUE` of the library, for that run alone.
@@ -105,7 +105,7 @@ def settings(row: Row, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def launch(row: Row, item: Item, options: argparse.Namespace) -> dict[str, Any]:
-    """Run it in processes of its own → what was measured, or why it failed."""
+    """Run a row in new processes; return its measurements, or the reason why it failed."""
     with tempfile.TemporaryDirectory() as folder:
         config, output = Path(folder) / "config.json", Path(folder) / "result.json"
         config.write_text(json.dumps(settings(row, options)))
@@ -133,7 +133,7 @@ def launch(row: Row, item: Item, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def line_of(name: str, record: dict[str, Any], first: dict[str, Any]) -> str:
-    """Return a line of the table; of an item also how many times its tokens/s the first row makes."""
+    """Return a line of the table; for an item also the ratio of the first row's tokens/s to its own."""
     if "failed" in record:
         return f"{name:<34}{record['failed']}"
     rates = record["tokens_per_second"]
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on CPU")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS], help="models (default: all)")
     parser.add_argument("--items", nargs="*", choices=ITEMS, default=[*ITEMS], help="of the first (default: all)")
-    parser.add_argument("--ranks", type=int, default=1, help="devices, which TP with SP splits each model over")
+    parser.add_argument("--ranks", type=int, default=1, help="devices; TP with SP splits each model over them")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="directory for the dated result")
     options = parser.parse_args()

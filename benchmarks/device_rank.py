@@ -1,4 +1,4 @@
-"""One rank of a run of benchmarks/device.py, which starts it: build, train a few steps, write what they took."""
+"""One rank of a run of benchmarks/device.py: build the engine, train a few steps, write the measurements."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def planned(config: RunConfig, name: str, world: int) -> dict[str, float]:
-    """Return the plan's GiB of the device and of the host; nothing where the planner doesn't know the device.
+    """Return the planned GiB of the device and of the host; nothing if the planner doesn't know the device.
 
     Raises:
         UserError: the run would not fit.
@@ -87,7 +87,7 @@ def replace(constant: str, value: str) -> None:
 
 
 def measured(config: RunConfig, steps: int) -> dict[str, Any]:
-    """Train on random tokens, which are the same in every run. Collective."""
+    """Train on random tokens, the same in every run. Collective."""
     topology, device = connected(config)
     if device.type == "cpu":
         keep_freed_memory()
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--constant", action="append", default=[], metavar="MODULE.NAME=VALUE")
-    parser.add_argument("--output", type=Path, required=True, help="where the first rank writes what was measured")
+    parser.add_argument("--output", type=Path, required=True, help="file for the first rank's measurements")
     options = parser.parse_args()
     for constant in options.constant:
         replace(*constant.split("="))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Speed of zero-shot evaluation in one process, in turns with lm-eval's own adapter and with plain forwards.
+"""Compare the speed of zero-shot evaluation in one process with lm-eval's own adapter and with plain forwards.
 
 Tasks of a directory of lm-eval task files, at the same batch size: seconds of lm-eval's `HFLM` over ours, by
 transformers' class and by zero_tp's. wikitext103 at overlap 32: tokens that the model reads a second, over those of a
@@ -47,7 +47,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def in_turns(contenders: Contenders, rounds: int) -> dict[str, dict[str, Any]]:
-    """Seconds of each, and the first one's over them, medians and extremes over the rounds; one round to warm up."""
+    """Return each function's median seconds and the ratios to the first one's, after one warm-up round."""
     names = list(contenders)
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):
@@ -68,7 +68,7 @@ def in_turns(contenders: Contenders, rounds: int) -> dict[str, dict[str, Any]]:
 
 
 def eval_models(directory: Path, batch_size: int, positions: int) -> dict[str, EvalModel]:
-    """The two ways to score, on one process."""
+    """Return the two scoring functions for one process."""
     native = open_directory(directory).load("float32", "cpu", batch_size=batch_size, sequence_length=positions)
     own = ZeroTPForCausalLM.from_pretrained(directory).eval()
     return {"transformers' class": native, "zero_tp's": replace(native, scorer=ParallelScorer(own), module=own)}
@@ -96,7 +96,7 @@ def of_tasks(asked: argparse.Namespace, ours: dict[str, EvalModel]) -> dict[str,
 
 
 def of_wikitext(asked: argparse.Namespace, ours: dict[str, EvalModel]) -> dict[str, Any]:
-    """Of the first windows of the text, all of the same length."""
+    """Score the first windows of the text, all of the same length."""
     native = ours["transformers' class"]
     ids = native.encode(detokenize(wikitext_split(asked.wikitext, "text")[0][:400_000]))
     tokens = np.concatenate(([prefix_token(native.tokenizer)], ids))

@@ -1,4 +1,4 @@
-"""A fake world of ranks, of which this process is one; what its work takes and asks for is counted, part by part."""
+"""A fake world of which this process is one rank; the time and the requests of its work are counted by part."""
 
 from __future__ import annotations
 
@@ -42,11 +42,14 @@ COUNTED: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 @dataclass
 class Part:
-    """A part of the work took these seconds (of the clock, and of the processor), and asked for these things.
+    """The time and the requests of a part of the work.
 
     Attributes:
-        store: requests to the job's store, by kind. objects: object collectives. groups: process groups made.
-        opened: files opened in the run's and the corpus' folders, by name. waits: the host's waits for a device.
+        seconds, processor: wall and CPU seconds.
+        store: requests to the job's store, by kind.
+        objects, groups: object collectives, and new process groups.
+        waits: the host's waits for a device.
+        opened: files opened in the folders of the run and the corpus, by name.
     """
 
     seconds: float = 0.0
@@ -60,7 +63,7 @@ class Part:
 
 
 class CountedStore(dist.Store):
-    """This store counts what it is asked, and asks another one."""
+    """A store that counts its requests and passes them on to another one."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
@@ -99,7 +102,7 @@ class CountedStore(dist.Store):
 
 
 class Clocks:
-    """The clocks of one rank: `with clocks.part(NAME)` measures a part."""
+    """Measure the parts of one rank's work: `with clocks.part(NAME): …`."""
 
     def __init__(self, folder: Path, store: CountedStore) -> None:
         self.parts: dict[str, Part] = {}
@@ -114,7 +117,7 @@ class Clocks:
             called: Callable[..., Any] = getattr(owner, name)
 
             def counting(*arguments: Any, called: Callable[..., Any] = called, name: str = name, **options: Any) -> Any:
-                if name == "broadcast":  # nobody sends, and what memory held before may be no number
+                if name == "broadcast":  # nobody sends, and uninitialised memory may hold NaN
                     tensor = arguments[0] if arguments else options["tensor"]
                     if tensor.is_floating_point():
                         tensor.zero_()
@@ -131,7 +134,7 @@ class Clocks:
 
     @contextlib.contextmanager
     def part(self, name: str, times: int = 1) -> Iterator[None]:
-        """Measure the block, which does its work `times` times."""
+        """Measure the block, which repeats its work `times` times."""
         self._now, self._store.store = Part(), Counter()
         start_time, spent = time.perf_counter(), time.process_time()
         try:
@@ -144,7 +147,7 @@ class Clocks:
 
 
 def exchanged(called: Callable[..., Any], _: Path, output: Tensor, given: Tensor, *sizes: Any, **options: Any) -> Any:
-    """Stand in for an all-to-all whose parts differ, which the fake groups have not."""
+    """Stand in for an all-to-all with parts of different sizes, which fake groups lack."""
     if sizes:
         output.zero_()
         return None
@@ -152,7 +155,7 @@ def exchanged(called: Callable[..., Any], _: Path, output: Tensor, given: Tensor
 
 
 def from_the_first(_: Callable[..., Any], run: Path, words: list[Any]) -> None:
-    """Stand in for the first rank's broadcast: each rank has made what it would send."""
+    """Stand in for the first rank's broadcast: each rank has already computed the objects."""
 
 
 STAND_INS: dict[str, Callable[..., Any]] = {
@@ -163,10 +166,10 @@ STAND_INS: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def fake_world(ranks: int, rank: int, folder: Path) -> Iterator[tuple[Clocks, CountedStore]]:
-    """Let this process be a rank of a world while the block runs → its clocks and the job's store.
+    """Make this process a rank of a fake world in the block; yield its clocks and the job's store.
 
     Args:
-        folder: has the run's directory, `run`, and all else whose openings are counted.
+        folder: contains the run's directory, `run`, and all files whose opening is counted.
     """
     (folder / "run").mkdir()
     store = CountedStore(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
@@ -179,7 +182,7 @@ def fake_world(ranks: int, rank: int, folder: Path) -> Iterator[tuple[Clocks, Co
         for name, stand_in in STAND_INS.items():
             called = getattr(dist, name)
             stack.enter_context(mock.patch.object(dist, name, partial(stand_in, called, folder / "run")))
-        # What the fake groups bring is neither the first rank's nor finite.
+        # Results of fake groups equal no rank's and may be non-finite.
         check = "assert_ints_same_as_other_ranks"
         stack.enter_context(mock.patch.object(partitioned_param_coordinator, check, lambda numbers: None))
         stack.enter_context(mock.patch.object(DeepSpeedZeroOptimizer_Stage3, "has_overflow", lambda *_: False))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the README's picture from the newest dated results: the same model, less memory, and the speed beside peers.
+"""Draw the README's picture from the newest dated results: equal losses, less memory, and the speed of peers.
 
 python benchmarks/picture.py docs/picture.png
 """

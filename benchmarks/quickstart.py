@@ -34,7 +34,7 @@ def launch(arguments: list[str]) -> None:
 
 
 def ours(config: Path, directory: Path, steps: int) -> list[float]:
-    """Seconds of each step of the quickstart run."""
+    """Return the seconds of each step of the quickstart run."""
     overrides = {
         "zero_tp.training.steps": steps,
         "zero_tp.evaluation.interval": 10**6,
@@ -47,7 +47,7 @@ def ours(config: Path, directory: Path, steps: int) -> list[float]:
 
 
 def plain(config: Path, directory: Path, steps: int) -> list[float]:
-    """Seconds of each step of the contender."""
+    """Return the seconds of each step of the contender."""
     output = directory / "plain.json"
     launch(["benchmarks/plain.py", "--config", str(config), "--steps", str(steps), "--output", str(output)])
     seconds: list[float] = json.loads(output.read_text())["seconds"]

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 8 -m benchmarks.recompute --output benchmarks/results/
 
-Each technique's overhead is the median over the rounds, with quartiles, against TP alone; beside it stands what it
-adds to the FLOPs of the layer's products. `python -m benchmarks.papers recomputation-table-4` does so in small.
+Each technique's overhead is the median over the rounds, with quartiles, relative to TP alone. The last column is what
+it adds to the FLOPs of the layer's products. `python -m benchmarks.papers recomputation-table-4` is the small version.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def report(options: argparse.Namespace, layer: Layer, times: layers.Times, devic
 
 
 def runs(layer: Layer, options: argparse.Namespace) -> dict[str, RunConfig]:
-    """Return a run of each technique, with TP over all ranks; one rank has no SP."""
+    """Return a run of each technique, with TP over all ranks; without SP on one rank."""
     world = dist.get_world_size()
     dropout = (f"zero_tp.model.{name}={options.dropout}" for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"))
     changes = ("zero_tp.model.n_layer=1", f"bf16.enabled={json.dumps(options.dtype == 'bf16')}", *dropout)

@@ -1,10 +1,10 @@
-"""A rank's own work of a start, a step, a save and a resume in worlds of 8 to 4,096 ranks, of which one is simulated.
+"""Measure one rank's own work of a start, a step, a save and a resume in worlds of 8 to 4,096 ranks.
 
     python -m benchmarks.scale [--worlds 8 64 512 4096] [--output benchmarks/results/]
 
-Rank 0, and under TP 8 and ZeRO-1 one in the middle too; without TP there are the most replicas. Each is a
-process of its own (scale_rank.py). Prints the processor's seconds of each part, which other work on the machine changes
-least, and what a rank asks of the others and opens. benchmarks/results/scaling.md says what comes of it.
+It simulates rank 0, and under TP 8 and ZeRO-1 also a rank in the middle, each in its own process (scale_rank.py).
+Without TP there are the most replicas. Prints the CPU seconds of each part, which other work on the machine changes
+least, the rank's requests to others, and the files that it opens. benchmarks/results/scaling.md has the results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.dated import ROOT, write_result
 
 WORLDS = (8, 64, 512, 4096)
 START = ("config", "corpora, model config", "groups", "agreement", "engine", "saver")
-"""The parts of a start from nothing. They have no collective's time, and one on a file system's has no network's."""
+"""The parts of a start from nothing, without the time of collectives and of network file systems."""
 RESUMED = (*START, "resume: config", "resume: what there is", "resume: states")
 MOVED = (*START, "resume: config", "resume, moved: what there is", "resume, moved: states")
 OTHER = (*START, "resume: config", "resume, other TP: what there is", "resume, other TP: states")
@@ -38,7 +38,7 @@ CASES: dict[str, tuple[dict[str, int], bool]] = {
     "tp1-zero1": ({"tensor": 1, "stage": 1, "hidden": 256}, False),
     "tp1-zero3": ({"tensor": 1, "stage": 3, "hidden": 256}, False),
 }
-"""Settings of `scale_rank.World`, and whether a rank in the middle is simulated beside rank 0."""
+"""Settings of `scale_rank.World`, and whether a rank in the middle is simulated besides rank 0."""
 
 COUNT = """
 import json, sys, torch.distributed as dist
@@ -68,7 +68,7 @@ def simulated(**world: Any) -> dict[str, Any]:
 
 
 def store_rate() -> float:
-    """Return how many requests a second of 8 clients a store answers on this machine."""
+    """Return the requests per second that a store of this machine answers to 8 clients."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -77,7 +77,7 @@ def store_rate() -> float:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Return the processor's seconds in Markdown: a line for each part, a column for each rank."""
+    """Return a Markdown table of CPU seconds: a line for each part, a column for each rank."""
     names = list(dict.fromkeys(name for each in records for name in each["parts"]))
     heads = [f"{each['ranks']:,}, rank {each['rank']:,}" for each in records]
     lines = [f"| part | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
@@ -91,7 +91,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def seconds(record: dict[str, Any], parts: tuple[str, ...]) -> float:
-    """Return the processor's seconds of these parts."""
+    """Return the CPU seconds of these parts."""
     return sum(record["parts"][name]["processor"] for name in parts)
 
 
@@ -100,7 +100,7 @@ def _seconds(record: dict[str, Any], parts: tuple[str, ...]) -> str:
 
 
 def asked(record: dict[str, Any]) -> str:
-    """Return, in Markdown, what each part asks of others: the same on every rank but for the first."""
+    """Return a Markdown table of each part's requests to others, which are equal on all ranks but the first."""
     lines = ["| part | store | object collectives | groups | collectives | host waits | files opened |"]
     lines += ["| --- | --- | ---: | ---: | ---: | ---: | --- |"]
     for name, part in record["parts"].items():

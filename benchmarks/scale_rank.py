@@ -1,7 +1,7 @@
-"""One rank of a world that does not exist does its own work of a start, a step, a save and a resume, part by part.
+"""Measure one rank's own work of a start, a step, a save and a resume, by part, in a world of fake ranks.
 
-The process groups are torch's fake ones, which return at once; what the other ranks would have said to the job's store
-is there already, and a real TCP store is asked on this machine. So the times are this rank's own.
+torch's fake process groups return at once. The job's store is a real TCP store on this machine, and already has what
+the other ranks would write. So the times are this rank's own.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ STATES = 12
 
 @dataclass(frozen=True)
 class World:
-    """A world is simulated.
+    """A simulated world.
 
     Attributes:
-        ranks, rank: how many there are, and which one is simulated.
+        ranks, rank: the number of ranks, and the simulated one.
         tensor, stage: the TP degree, and ZeRO's stage.
         layers, hidden: of the model, a Llama with as many tensors as one of 8 B.
-        parameters: of the model whose bytes a save's files have, in the eyes of the rank that leads it.
-        steps: how many are timed.
+        parameters: of a larger model; its sizes stand for the saved files that rank 0 lists.
+        steps: number of timed steps.
     """
 
     ranks: int
@@ -84,7 +84,7 @@ def as_rank_zero(work: Callable[[], Any]) -> Any:
 
 @mock.patch("zero_tp.checkpoint.resume_point.on_rank_zero", as_rank_zero)
 def simulate(world: World, folder: Path) -> dict[str, Any]:
-    """Do a rank's work in a world → {"parts": …, what else was found}."""
+    """Run a rank's work in a world; return its "parts" and other figures."""
     with fake_world(world.ranks, world.rank, folder) as (clocks, store):
         file, run = furnish(world, folder), folder / "run"
         with clocks.part("config"):
@@ -148,7 +148,7 @@ def furnish(world: World, folder: Path) -> Path:
 
 
 def train(world: World, clocks: Clocks, prepared: RunInputs, engine: TrainingEngine) -> None:
-    """Take steps as the loop does, and one with the guards."""
+    """Run steps as the loop does, then the guards."""
     config, topology, requests = prepared.config, engine.topology, Requests()
     times = list[tuple[float, float]]()
 
@@ -159,7 +159,7 @@ def train(world: World, clocks: Clocks, prepared: RunInputs, engine: TrainingEng
         engine.train_step(batches)
         requests.all_reduce(engine.device)
 
-    for number in range(world.steps + 1):  # the first makes the optimizer's states
+    for number in range(world.steps + 1):  # the first creates the optimizer's states
         with clocks.part("first step" if number == 0 else "step"):
             step(number)
         if number:
@@ -171,7 +171,7 @@ def train(world: World, clocks: Clocks, prepared: RunInputs, engine: TrainingEng
 
 
 def watched(world: World, clocks: Clocks, store: CountedStore) -> None:
-    """Let the first rank look at all the others, and any one say why the run hangs."""
+    """Measure how long rank 0 takes to read the status of all ranks, as it does when a run hangs."""
     told = dist.PrefixStore("zero_tp/watch", store)
     for rank in range(world.ranks):
         status = RankStatus(1, "step", 7, "backward", host=f"node{rank // 8}", frame="wait (x.py:1)", waiting=True)
@@ -183,7 +183,7 @@ def watched(world: World, clocks: Clocks, store: CountedStore) -> None:
 
 
 def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any]:
-    """Save; the first rank finds the files and hears the words of all others, of a model of `parameters`."""
+    """Save; rank 0 finds the files and the store entries of all others, with the sizes of `parameters`."""
     size = world.parameters * STATES // world.ranks
     digest = "0" * 64
     written = FileDigest(size, digest, (digest,) * -(-size // PART_BYTES))
@@ -232,7 +232,7 @@ def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any
 
 
 def go_on(clocks: Clocks, name: str, run: Path, config: RunConfig, engine: TrainingEngine, prepared: RunInputs) -> None:
-    """Resume as a start does."""
+    """Resume, as a start does."""
     with clocks.part(f"{name}: what there is"):
         require_same_on_all_ranks(prepared.fingerprints())
         resume_point = broadcast_resume_point(partial(find_resume_point, run, config), prepared.check_resumed)
@@ -242,7 +242,7 @@ def go_on(clocks: Clocks, name: str, run: Path, config: RunConfig, engine: Train
 
 
 def written(file: Path, lengths: dict[str, int], starts: dict[str, int]) -> FileDigest:
-    """Write a file of states that are zero, sooner than a save does, which makes a tensor of each."""
+    """Write a file of zero states, without a tensor for each as a save has, which is faster."""
     header: dict[str, Any] = {"__metadata__": {STARTS: json.dumps(starts)}}
     at = 0
     for name, length in lengths.items():
@@ -257,7 +257,7 @@ def written(file: Path, lengths: dict[str, int], starts: dict[str, int]) -> File
 
 
 def moves(world: World) -> dict[str, tuple[int, int]]:
-    """Return the TP size and the replicas that have saved what the world resumes: half as many, and all without TP."""
+    """Return (TP degree, replicas) of the checkpoints to resume: half as many replicas, and all ranks without TP."""
     found = {}
     if world.data > 1:
         found["moved"] = (world.tensor, world.data // 2)
@@ -267,7 +267,7 @@ def moves(world: World) -> dict[str, tuple[int, int]]:
 
 
 def write_moved(run: Path, saver: Saver, tensor: int, data: int) -> None:
-    """Write what `tensor` × `data` ranks have saved: the files of this TP rank, and small ones for the others."""
+    """Write a checkpoint of `tensor` × `data` ranks: the files of this TP rank, and small ones for the others."""
     described = {name: ParameterLayout.of(parameter) for name, parameter in saver.zero.model.named_parameters()}
     temporary, files = directory.begin(run), dict[str, FileDigest]()
     numels = {name: math.prod(one.layout.local_shape(one.shape, tensor)) for name, one in described.items()}

@@ -37,7 +37,7 @@ MODELS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 
 
 class Point(NamedTuple):
-    """A point is the fastest plan of a model on so many devices; None where nothing fits."""
+    """The fastest plan of a model on a number of devices; `best` is None if nothing fits."""
 
     devices: int
     best: Estimate | None
@@ -66,12 +66,12 @@ def row(one: Point, fastest: float) -> str:
     """Return a line of the table.
 
     Args:
-        fastest: tokens/s of a device, at the number of devices at which it has the most.
+        fastest: the most tokens/s of a device over all numbers of devices.
     """
     if one.best is None:
         return f"| {one.devices:,} | does not fit | | | | | | |"
     time = one.best.time
-    exposed = f"{time.tensor / time.total:.1%} | {time.data / time.total:.1%}"
+    exposed = f"{time.tp_communication / time.total:.1%} | {time.dp_communication / time.total:.1%}"
     return (
         f"| {one.devices:,} | {one.best.describe()} | {time.total:.3f} | {one.tokens:,.0f} | {one.mfu:.1%} | "
         f"{one.tokens / fastest:.1%} | {exposed} |"

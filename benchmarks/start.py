@@ -42,7 +42,7 @@ IMPORTS = {
 
 
 class Clock:
-    """A clock notes when each part has ended."""
+    """Record the time at which each part ends."""
 
     def __init__(self) -> None:
         self.marks: list[tuple[str, float, float]] = []
@@ -51,7 +51,7 @@ class Clock:
         self.marks.append((part, time.time(), time.process_time()))
 
     def around(self, owner: Any, name: str, before: str, part: str) -> None:
-        """Note the end of what comes before a call of `owner.name`, and of the call."""
+        """Record the start of each call of `owner.name` as the end of `before`, and its end as that of `part`."""
         called: Callable[..., Any] = getattr(owner, name)
 
         def timed(*arguments: Any, **options: Any) -> Any:
@@ -93,7 +93,7 @@ def rank() -> None:
 
 
 def start(launcher: str, config: Path) -> dict[str, tuple[float, float]]:
-    """Start the run once: part → (seconds, CPU seconds) of rank 0."""
+    """Start the run once; return rank 0's (seconds, CPU seconds) by part."""
     with tempfile.TemporaryDirectory() as directory:
         marks = Path(directory) / "marks.json"
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -118,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=ROOT / "ds_configs" / "quickstart.json")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="deepspeed")
-    parser.add_argument("--rounds", type=int, default=5, help="starts (default: 5); one before them is not counted")
+    parser.add_argument("--rounds", type=int, default=5, help="starts (default: 5), after one that is not counted")
     parser.add_argument("--output", type=Path, help="directory for the dated result")
     options = parser.parse_args()
     start(options.launcher, options.config.resolve())  # reads the libraries' files into memory

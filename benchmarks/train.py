@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Training throughput and memory beside what people would use instead, on the same weights, tokens, dtype and cores.
+"""Compare training throughput and memory with the alternatives, on the same weights, tokens, dtype and cores.
 
-Each contender is a launch of its own, in turns, several rounds: one process with two threads, or two ranks with one.
-All of them start from the same Hugging Face directory, see the same random tokens, keep freed memory and update fp32
-values with torch's fused AdamW; their losses are compared, so that it is the same work. Prints a table and the ratios;
---output writes a dated result and draws it. "of GEMM" is the share of the rate of products alone; "floor" the share of
-a step that products at that rate, the step's collectives alone and one update of a rank's share take.
+Each contender is launched by itself, in turns, over several rounds: one process with two threads, or two ranks with one
+each. All start from the same Hugging Face directory, train on the same random tokens, keep freed memory and update fp32
+values with torch's fused AdamW. Their losses are compared to check that they do the same work. Prints a table and the
+ratios; --output writes a dated result and its picture. "of GEMM" is the share of the rate of matrix products alone.
+"floor" is the share of a step that products at that rate, its collectives alone and one update would take.
 
     python benchmarks/train.py --shape wide --dtype bf16 --rounds 3 --output benchmarks/results/
 
-`ztp-…` is this project by the path of launch/pretrain.py: a checked config, `connect_deepspeed`, `TrainingEngine`.
+`ztp-…` is this project, built as launch/pretrain.py does: a checked config, `connect_deepspeed`, `TrainingEngine`.
 `hf-1p` is Hugging Face's model in one process, `ds-z2` that model in DeepSpeed's ZeRO-2, `autotp` in its AutoTP. A
 shape with experts is a Mixtral; transformers multiplies its experts by torch's grouped_mm, and one by one in `…-eager`.
 """
@@ -45,7 +45,7 @@ RATIOS = (
 
 
 def products(shape: Shape, bf16: bool) -> float:
-    """FLOP/s of two threads on products of the model's shapes, the best of several."""
+    """Return the FLOP/s of two threads on products of the model's shapes, the best of several."""
     import torch
 
     torch.set_num_threads(2)
@@ -62,7 +62,7 @@ def products(shape: Shape, bf16: bool) -> float:
 
 
 def write_model(directory: Path, shape: Shape) -> float:
-    """Write a Llama or Mixtral with random weights → the FLOPs of one of its steps."""
+    """Write a Llama or Mixtral with random weights; return the FLOPs of one of its steps."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -93,7 +93,7 @@ def write_model(directory: Path, shape: Shape) -> float:
 
 
 def launch(name: str, weights: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a contender → seconds of its steps, losses, the peak of rank 0 in MiB, and the floor's seconds."""
+    """Run a contender; return its steps' seconds and losses, rank 0's peak in MiB, and the floor's seconds."""
     ranks = CONTENDERS[name][0]
     with tempfile.NamedTemporaryFile(suffix=".json") as output:
         words = [str(ROOT / "benchmarks" / "contenders.py"), name, "--weights", str(weights)]
@@ -114,7 +114,7 @@ def launch(name: str, weights: Path, options: argparse.Namespace) -> dict[str, A
 
 
 def draw(path: Path, rates: dict[str, list[float]], title: str) -> None:
-    """Draw each contender's tokens a second: the median, and the range of its rounds."""
+    """Draw each contender's tokens/s: the median and the range over the rounds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 0.5 + 0.42 * len(rates)), layout="constrained")
@@ -135,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="wide")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--rounds", type=int, default=3, help="times that each contender runs (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each contender (default: 3)")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="by default all: %(default)s")
     parser.add_argument("--output", type=Path, help="directory for the dated result and its picture")
     options = parser.parse_args()
@@ -147,7 +147,7 @@ def main() -> None:
 
 
 def compare(names: list[str], shape: Shape, bf16: bool, options: argparse.Namespace) -> None:
-    """Run all rounds; exit with 1 where a contender's losses are not those of the others."""
+    """Run all rounds; exit with 1 if a contender's losses differ from the others'."""
     tokens = BATCH * shape.length
     rates: dict[str, list[float]] = {name: [] for name in names}
     peaks: dict[str, list[float]] = {name: [] for name in names}
@@ -199,13 +199,11 @@ def compare(names: list[str], shape: Shape, bf16: bool, options: argparse.Namesp
     for name in names[1:]:
         apart = max(abs(a - b) for a, b in zip(first, losses[name], strict=True))
         if not apart < limit:
-            sys.exit(
-                f"{name}'s losses are not those of {names[0]}: they differ by {apart:.4f}, so that it does other work"
-            )
+            sys.exit(f"{name}'s losses differ from those of {names[0]} by {apart:.4f}: it does not do the same work")
 
 
 def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
-    """The median, least and greatest ratio of the rounds."""
+    """Return the median, the least and the greatest ratio over the rounds."""
     each = [a / b for a, b in zip(ours, theirs, strict=True)]
     return statistics.median(each), min(each), max(each)
 

@@ -1,10 +1,10 @@
-"""Reproduce a paper's result: measured in small on this machine, planned at full size, beside what is published.
+"""Reproduce a paper's result: measured at small size on this machine, planned at full size, and published.
 
     %(prog)s                                        every NAME, with a line each
     %(prog)s recomputation-table-2 --output papers
     %(prog)s recomputation-table-2 --plan-only
 
-benchmarks/results/papers.md shows all of them and what differs.
+benchmarks/results/papers.md shows all results and their differences.
 """
 
 from __future__ import annotations
@@ -25,20 +25,18 @@ PROG = "python -m benchmarks.papers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "name", nargs="?", choices=names(), metavar="NAME", help="the result; without it all are listed"
-    )
-    parser.add_argument("--plan-only", action="store_true", help="run nothing: full size, by the planner")
+    parser.add_argument("name", nargs="?", choices=names(), metavar="NAME", help="the result; without NAME, list all")
+    parser.add_argument("--plan-only", action="store_true", help="only plan the full size; run nothing")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write NAME.html, its pictures and NAME.json there")
 
 
 def main(options: argparse.Namespace) -> None:
     if options.name is None:
         if options.plan_only or options.output:
-            raise UserError(f"NAME: say which result; {PROG} lists them")
+            raise UserError(f"NAME: required with --plan-only and --output; {PROG} lists the names")
         print("\n".join(listed()))
         return
-    if options.output:  # what is measured for minutes can be written then
+    if options.output:  # refuse before measuring for minutes
         new_figure(1, 1)
         check_writable(options.output)
     result = reproduction(options.name)(measured=not options.plan_only)
@@ -49,7 +47,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def listed() -> list[str]:
-    """Return a line for each result, under its paper's title."""
+    """Return the lines of a list of all results, by paper."""
     width, lines = max(map(len, names())), list[str]()
     for paper, each in PAPERS.items():
         lines += [each.title, *(f"  {f'{paper}-{name}':{width}}  {what}" for name, what in each.results.items())]

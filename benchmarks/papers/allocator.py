@@ -1,14 +1,14 @@
-"""This is a model of PyTorch's caching allocator on CUDA, to replay what a step makes and lets go (ZeRO-R's M_D).
+"""A model of PyTorch's caching allocator on CUDA, to replay the allocations and frees of a step (ZeRO-R's M_D).
 
-The CPU's allocator has no segments to show. The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default
-settings, for one stream; the sizes are those of c10/core/AllocatorConfig.h and CachingDeviceAllocator.h of torch 2.13:
+The CPU's allocator has no segments. The rules are those of c10/cuda/CUDACachingAllocator.cpp with default settings, for
+one stream; the sizes are those of c10/core/AllocatorConfig.h and CachingDeviceAllocator.h of torch 2.13:
 
 - a request is rounded up to 512 bytes; up to 1 MiB it goes to the small pool, else to the large one;
-- it takes the smallest free block that holds it, the one of the lowest address among equals;
-- where none does, the device gives a segment: 2 MiB in the small pool, 20 MiB below 10 MiB, else whole 2 MiB;
-- what is left of a block is split off: from 512 bytes on in the small pool, above 1 MiB in the large one;
-- a block that is freed joins its free neighbours in its segment, and stays with the process;
-- where the device has no segment left to give, segments that are wholly free go back to it, and it is asked once more.
+- it takes the smallest free block that is large enough, of equal ones that with the lowest address;
+- if there is none, a segment is allocated: 2 MiB in the small pool, 20 MiB below 10 MiB, else a multiple of 2 MiB;
+- the rest of a block is split off: from 512 bytes on in the small pool, above 1 MiB in the large one;
+- a freed block is merged with its free neighbours in the segment, which stays with the process;
+- if the device is full, all free segments are released, and the segment is requested once more.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ ROUND_LARGE = 2 << 20
 
 
 class OutOfMemory(Exception):
-    """The device has not the memory that a request needs in one piece."""
+    """The device has no contiguous memory of the requested size."""
 
 
 @dataclass(eq=False)
 class Block:
-    """A block is a stretch of a segment; `before` and `after` are its neighbours there."""
+    """A part of a segment; `before` and `after` are its neighbours there."""
 
     address: int
     size: int
@@ -43,11 +43,12 @@ class Block:
 
 
 class CachingAllocator:
-    """An allocator has a device's memory to give.
+    """The caching allocator of a device.
 
     Attributes:
         capacity: bytes of the device; None: no limit.
-        reserved: bytes of the segments that the process holds. allocated: bytes of the blocks in use.
+        reserved: bytes of the process's segments.
+        allocated: bytes of the blocks in use.
     """
 
     def __init__(self, capacity: int | None = None):
@@ -60,7 +61,7 @@ class CachingAllocator:
         """Return a block of at least `size` bytes, which is more than 0.
 
         Raises:
-            OutOfMemory: no free block holds it, and the device has no segment for it.
+            OutOfMemory: no free block is large enough, and the device has no room for a segment.
         """
         size = -(-size // MIN_BLOCK) * MIN_BLOCK
         small = size <= SMALL
@@ -79,7 +80,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back."""
+        """Free a block."""
         assert not block.free, "freed twice"
         self.allocated -= block.size
         before, after = block.before, block.after
@@ -102,21 +103,21 @@ class CachingAllocator:
             SMALL_SEGMENT if small else LARGE_SEGMENT if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
         )
         if self.capacity is not None and self.reserved + segment_size > self.capacity:
-            self._give_back()
+            self._release_free_segments()
             if self.reserved + segment_size > self.capacity:
                 raise OutOfMemory(f"{segment_size} bytes, with {self.reserved} of {self.capacity} reserved")
         self.reserved += segment_size
         self._end += segment_size
         return Block(self._end - segment_size, segment_size, small)
 
-    def _give_back(self) -> None:
+    def _release_free_segments(self) -> None:
         for small, pool in self._free.items():
             self._free[small] = [entry for entry in pool if entry[2].before or entry[2].after]
             self.reserved -= sum(entry[0] for entry in pool) - sum(entry[0] for entry in self._free[small])
 
     def _put(self, block: Block) -> None:
         block.free = True
-        # No two blocks have one address, so that blocks themselves are never compared.
+        # Addresses are unique, so blocks themselves are never compared.
         bisect.insort(self._free[block.small], (block.size, block.address, block))
 
     def _take(self, block: Block) -> None:
@@ -125,26 +126,26 @@ class CachingAllocator:
 
 
 Event = tuple[Hashable, int]
-"""Which tensor, and its bytes; 0 when it goes."""
+"""(tensor, its bytes when allocated, 0 when freed)."""
 
 
 class Replay(NamedTuple):
-    """A replay has the most bytes of tensors at once, and of segments [bytes]."""
+    """The peaks of a replay: tensors and segments [bytes]."""
 
     tensors: int
     reserved: int
 
     @property
     def fragmentation(self) -> float:
-        """Return the share of the segments that tensors never filled."""
+        """Return the share of the segments' peak that tensors do not fill at theirs."""
         return 1 - self.tensors / self.reserved
 
 
 def replay(events: Iterable[Event], capacity: int | None = None) -> Replay:
-    """Return what the allocator needs for tensors that come and go in this order.
+    """Replay allocations and frees in this order.
 
     Raises:
-        OutOfMemory: they do not run in `capacity` bytes.
+        OutOfMemory: `capacity` bytes are not enough.
     """
     allocator = CachingAllocator(capacity)
     blocks: dict[Hashable, tuple[Block, int]] = {}
@@ -162,7 +163,7 @@ def replay(events: Iterable[Event], capacity: int | None = None) -> Replay:
 
 
 def least_capacity(events: Iterable[Event]) -> int:
-    """Return the bytes of a device in which the tensors run, and with one segment of 2 MiB less do not."""
+    """Return the least device memory, in multiples of 2 MiB, in which the events run."""
     events = list(events)
     free = replay(events)
     low, high = free.tensors // ROUND_LARGE - 1, -(-free.reserved // ROUND_LARGE)

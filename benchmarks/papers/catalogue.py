@@ -1,4 +1,4 @@
-"""The catalogue names every result of the papers that `python -m benchmarks.papers` reproduces."""
+"""All results of the papers that `python -m benchmarks.papers` reproduces."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper has a module of this package.
+    """A paper, which has a module of this package.
 
     Attributes:
-        results: what each of them shows, by the name of its function, with dashes.
+        results: the module's functions, with dashes for underscores → descriptions.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""Count what process groups send, in the collectives that really run."""
+"""Count the elements that process groups send in the collectives that run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ COLLECTIVES = tuple(
     for name in dir(ProcessGroup)
     if name.lstrip("_").startswith(("all", "reduce", "broadcast", "gather", "scatter"))
 )
-"""Methods of a process group that move numbers."""
+"""Methods of a process group that move data."""
 
 
 @contextmanager
 def counted() -> Iterator[dict[str, float]]:
-    """Give, by collective, the elements that this rank sends in the block, as rings of N ranks do.
+    """Yield the elements that this rank sends in the block, by collective, counted as for rings of N ranks.
 
     All-gather, reduce-scatter, broadcast and reduce of n elements send n·(N-1)/N, an all-reduce twice as many.
     """

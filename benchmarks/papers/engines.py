@@ -1,4 +1,4 @@
-"""Runs that are measured in small, and planned at full size: their configs, engines and batches."""
+"""Configs, engines and batches of the runs that are measured at small size and planned at full size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_tp.data.batch import Batch
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import Layer
-from zero_tp.planning.memory import PaperView, model_in
+from zero_tp.planning.memory import PaperView, run_model_size
 from zero_tp.planning.plan_settings import workload_of
 from zero_tp.shipped import CONFIGS, shipped_path
 from zero_tp.topology import Topology
@@ -19,7 +19,7 @@ from zero_tp.training.engine import TrainingEngine
 
 CPU = torch.device("cpu")
 ONE_MICRO_BATCH = ("train_batch_size=auto", "gradient_accumulation_steps=1")
-"""What makes a large run's config load on any number of devices."""
+"""Overrides with which a large run's config loads for any number of devices."""
 SMALL = (
     "zero_tp.model.n_layer=6",
     "zero_tp.model.n_embd=256",
@@ -32,7 +32,7 @@ SMALL = (
     "train_batch_size=auto",
     "gradient_accumulation_steps=1",
     "optimizer.params.torch_adam=true",
-    # Of ZeRO-3, whose defaults would leave a small model whole.
+    # With ZeRO-3's defaults a small model would not be partitioned.
     "zero_optimization.stage3_param_persistence_threshold=0",
     "zero_optimization.stage3_prefetch_bucket_size=1000000",
     "zero_optimization.stage3_max_live_parameters=1000000",
@@ -42,13 +42,12 @@ SMALL = (
 
 
 def small_config(ranks: int, *changes: str) -> RunConfig:
-    """Return the config of a small GPT-2 in bf16, with keys changed."""
+    """Return the config of a small GPT-2 in bf16, with overrides."""
     return RunConfig.load(shipped_path(CONFIGS) / "gpt2_124m_zero1.json", [*SMALL, *changes], ranks)
 
 
 def of_layers(layer: Layer, ranks: int, *changes: str) -> RunConfig:
-    """Return the config of a GPT-2 of such layers as the papers have, with dropout and eager scores, on TP over all
-    ranks."""
+    """Return the config of a GPT-2 with the papers' layers (dropout, eager attention), with TP over all ranks."""
     model = {"n_layer": 4, "n_embd": layer.h, "n_head": layer.a, "n_positions": layer.s}
     shape = (f"zero_tp.data.sequence_length={layer.s}", f"train_micro_batch_size_per_gpu={layer.b}")
     own = (*(f"zero_tp.model.{key}={value}" for key, value in model.items()), *shape, "zero_tp.attention=eager")
@@ -61,8 +60,8 @@ def large_config(name: str, devices: int, *changes: str) -> RunConfig:
 
 
 def view_of(config: RunConfig) -> PaperView:
-    """Return the papers' account of one rank of a run on accelerators."""
-    return PaperView(model_in(config), workload_of(config, cpu=False), config.zero_stage, config.data_parallel)
+    """Return the papers' formulas for one rank of a run on accelerators."""
+    return PaperView(run_model_size(config), workload_of(config, cpu=False), config.zero_stage, config.data_parallel)
 
 
 def kept_by_formula(config: RunConfig) -> float:
@@ -72,20 +71,20 @@ def kept_by_formula(config: RunConfig) -> float:
 
 
 def left_by_forward(config: RunConfig, *, cpu: bool) -> float:
-    """Return the bytes that forward leaves for backward in a dry run of a micro-batch."""
+    """Return the bytes that backward needs after forward, in a dry run of a micro-batch."""
     moments = dry_run(config.hf_config(), workload_of(config, cpu=cpu))
     return [moment.activations for moment in moments if moment.phase == "forward"][-1]
 
 
 def topology_of(config: RunConfig) -> Topology:
-    """Make the groups of a run. Collective over all ranks."""
+    """Create the process groups of a run. Collective over all ranks."""
     return Topology(config.zero_tp.parallel.tensor, config.zero_tp.parallel.sequence)
 
 
 def built(
     config: RunConfig, topology: Topology, device: torch.device = CPU
 ) -> tuple[ZeroTPForCausalLM, ActivationMemory]:
-    """Build a run's model on this rank, without an engine, and what it recomputes. Collective."""
+    """Build a run's model with its recomputation on this rank, without an engine. Collective."""
     dtype = getattr(torch, DTYPES[config.dtype])
     model = ZeroTPForCausalLM(config.hf_config(), topology, dtype=dtype, device=device).train()
     return model, ActivationMemory(model, config.zero_tp.recompute_policy, {}, device)
@@ -95,7 +94,7 @@ def engine_of(config: RunConfig, topology: Topology | None = None) -> TrainingEn
     """Build a run's engine on this rank, without its data. Collective over all ranks.
 
     Args:
-        topology: the run's, if its groups are there already.
+        topology: the run's, if its process groups exist.
     """
     return TrainingEngine(
         config.hf_config(),
@@ -107,7 +106,7 @@ def engine_of(config: RunConfig, topology: Topology | None = None) -> TrainingEn
 
 
 def drawn(config: RunConfig) -> list[Batch]:
-    """Return the micro-batches of one step, of random tokens, alike on all ranks."""
+    """Return the micro-batches of one step, of random tokens that are equal on all ranks."""
     generator = torch.Generator().manual_seed(config.zero_tp.training.seed)
     shape = (config.accumulation, config.micro_batch, config.zero_tp.data.sequence_length)
     tokens = torch.randint(config.hf_config().vocab_size, shape, generator=generator)

@@ -1,4 +1,4 @@
-"""The papers' sizes, estimates and FLOPs of their models, as they are printed; plans use others (planning/formulas.py).
+"""The papers' printed formulas of sizes and FLOPs that plans do not use; the others are in planning/formulas.py.
 
 Letters: s sequence, b micro-batch, h hidden, L layers, v vocabulary, B global batch, Ψ parameters.
 """
@@ -12,21 +12,21 @@ def gpt_parameters(layers: int, h: int, v: int, positions: int = 0) -> int:
 
 
 def fused_buffer_bytes(parameters: float) -> float:
-    """Return 4Ψ: one fp32 buffer of all gradients, which C_B does away with (1910.02054, section 3.2)."""
+    """Return 4Ψ: one fp32 buffer of all gradients, which C_B avoids (1910.02054, section 3.2)."""
     return 4 * parameters
 
 
 def gpt2_activation_bytes(s: int, b: int, h: int, layers: int) -> float:
-    """Return the bytes of 12·h·b·s·L elements of 2: the estimate of 1910.02054, section 3.2, without recomputation."""
+    """Return 2 · 12·h·b·s·L bytes of activations without recomputation: the estimate of 1910.02054, section 3.2."""
     return 2.0 * 12 * h * b * s * layers
 
 
 # ---- FLOPs of one iteration (arXiv 2205.05198, appendix A) -----------------------------------------------------------
 
 MODEL, SELECTIVE, DERIVED = 1 / 6, 1 / 3, 2 / 9
-"""The attention cores' share of an iteration's FLOPs, in s/h: of the model by its mathematics (equation 7); with
-selective recomputation as printed (equation 8), which reproduces the published HFU; and by the paper's own derivation,
-4Bs²h more a layer."""
+"""The attention cores' term of an iteration's FLOPs, as a factor of s/h: of the model (equation 7); with selective
+recomputation as printed (equation 8), which reproduces the published HFU; and as derived in the paper, 4Bs²h more per
+layer."""
 
 
 def iteration_flops(b: int, s: int, layers: int, h: int, v: int, cores: float = MODEL) -> float:

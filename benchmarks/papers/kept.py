@@ -1,4 +1,4 @@
-"""What backward keeps of a forward, counted by storage."""
+"""Measure the storages that a forward keeps for its backward."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zero_tp.planning.tracking import Allocation, Allocations
 
 
 def kept_by_backward(function: Callable[..., Tensor], *inputs: Tensor) -> list[Allocation]:
-    """Run `function(*inputs)` and return what exists after it only because its backward will want it.
+    """Run `function(*inputs)` and return the storages that exist after it only because its backward needs them.
 
-    Who keeps it does not matter: autograd, a `ctx`, a recomputation policy with its store. An input counts if it is
-    kept; the output counts only if the function's own backward wants it, because the next function keeps it as its
-    input. What there was before (parameters, masks) does not count.
+    Autograd, a `ctx` or the store of a recomputation policy may keep them. Inputs count if they are kept. The output
+    counts only if the function's own backward needs it; otherwise the next function counts it as its input. Storages
+    that existed before, such as parameters, do not count.
 
     Args:
-        inputs: copied first, so that nobody else holds them; floating ones get gradients.
+        inputs: copied first, so that there are no other references; floating-point copies require gradients.
     """
     with Allocations() as allocations:
         copies = [tensor.detach().requires_grad_(tensor.is_floating_point()).clone() for tensor in inputs]
@@ -31,13 +31,18 @@ def kept_by_backward(function: Callable[..., Tensor], *inputs: Tensor) -> list[A
         del copies
     assert node is not None, "the function has no backward"
     if dist.is_initialized():
-        time.sleep(0.02)  # gloo's thread lets go of a tensor some time after the collective's wait()
+        time.sleep(0.02)  # gloo's thread frees a tensor some time after the collective's wait()
     return allocations.alive()
 
 
 def kept_by_layer(model: ZeroTPForCausalLM, number: int, length: int, batch: int) -> list[Allocation]:
-    """Return what one layer of the model keeps on this rank of a micro-batch of b = `batch` sequences of s = `length`
-    tokens, under the recomputation that is set. Collective over the TP group."""
+    """Return the storages that one layer keeps of a micro-batch on this rank, under the model's recomputation.
+
+    Collective over the TP group.
+
+    Args:
+        length, batch: s and b.
+    """
     topology, weight = model.topology, next(model.transformer.layers[number].parameters())
     shard = length // topology.tensor if topology.sequence else length
     stream = torch.randn(shard, batch, model.spec.hidden, dtype=weight.dtype, device=weight.device)

@@ -1,4 +1,4 @@
-"""Measure one layer under each technique, on ranks that are started: the bytes that it keeps, and its times."""
+"""Measure one layer under each technique, on running ranks: the bytes that it keeps, and its times."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PASSES = ("forward", "backward")
 
 
 def kept_bytes(configs: Mapping[str, RunConfig]) -> dict[str, int]:
-    """Return the bytes of all that one layer of each run keeps on this rank. Collective."""
+    """Return the bytes that one layer of each run keeps on this rank. Collective."""
     return {name: kept_by_micro_batch(config)[0] for name, config in configs.items()}
 
 
@@ -91,7 +91,7 @@ def medians(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def overheads(times: Times) -> dict[str, list[float]]:
-    """Return, of each technique, how much longer both passes together take than under TP alone, in each round."""
+    """Return each technique's overhead in each round: the time of both passes relative to TP alone, minus 1."""
     return {
         name: [sum(mine) / sum(base) - 1 for mine, base in zip(each, times["TP"], strict=True)]
         for name, each in times.items()
@@ -99,6 +99,6 @@ def overheads(times: Times) -> dict[str, list[float]]:
 
 
 def added_flops(layer: Layer, technique: str) -> float:
-    """Return what a technique adds to the FLOPs of a layer's products, of which backward has twice those of forward."""
+    """Return the share that a technique adds to a layer's matrix FLOPs, a third of which are forward's."""
     core = layer.s / (6 * layer.h)  # 4bs²h of 24bsh²
     return {"none": 0.0, "full": 1.0, "selective": core / (1 + core)}[TECHNIQUES[technique][1]] / 3

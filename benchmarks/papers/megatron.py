@@ -1,4 +1,4 @@
-"""Results of Megatron-LM (arXiv 1909.08053): sizes, scaling, what larger models learn, and the same model on any TP."""
+"""Results of Megatron-LM (arXiv 1909.08053): sizes, scaling, learning by size, and equal losses at any TP degree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.papers.steps import step_seconds
 from zero_tp.architectures import native_class_of
 from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
-from zero_tp.planning.memory import model_in
+from zero_tp.planning.memory import run_model_size
 from zero_tp.planning.plan import plan
 from zero_tp.shipped import CONFIGS, shipped_path
 
@@ -32,7 +32,7 @@ SCALED = {
     "4.2 B": ("papers/gpt2_4.2b.json", 4, 24, 4.199),
     "8.3 B": ("gpt2_8.3b.json", 8, 32, 8.317),
 }
-"""Of the scaling study: file, MP, heads, billions of parameters (table 1)."""
+"""The scaling study: file, MP, heads, billions of parameters (table 1)."""
 TRAINED = {
     "GPT-2, 355 M": ("gpt2_355m", 355),
     "BERT, 336 M": ("bert_336m", 336),
@@ -50,7 +50,7 @@ ALONE_TFLOPS = 39
 
 
 def sizes(*, measured: bool) -> Reproduction:
-    """The parameters of every model, as transformers' own class has them."""
+    """Parameters of every model, compared with transformers' own class."""
     study = []
     for name, (file, tensor, heads, billions) in SCALED.items():
         run = scaled(file, tensor, heads=heads)
@@ -62,14 +62,14 @@ def sizes(*, measured: bool) -> Reproduction:
     for name, (file, millions) in TRAINED.items():
         config = RunConfig.load(shipped_path(CONFIGS) / f"{file}.json", ONE_MICRO_BATCH, 8)
         counted = native_parameters(config) / 1e6 if measured else None
-        trained.append(Row(name, "M", counted, model_in(config).whole / 1e6, published=millions))
+        trained.append(Row(name, "M", counted, run_model_size(config).whole / 1e6, published=millions))
     tables: dict[str, Table] = {"scaling study (table 1)": study, "models that it trained": trained}
     notes = ("Measured: counted in transformers' own class. BERT's 1.3 and 3.9 B are rounded in the paper.",)
     return Reproduction("Parameters (table 1)", tables, notes=notes)
 
 
 def native_parameters(config: RunConfig) -> int:
-    """Count the parameters of transformers' own class, tied ones once."""
+    """Count the parameters of transformers' own class; tied ones count once."""
     model = copy.deepcopy(config.hf_config())
     model._attn_implementation = "eager"  # the only one that MegatronBert has
     with torch.device("meta"):
@@ -82,11 +82,11 @@ def native_parameters(config: RunConfig) -> int:
 BATCH = ("train_micro_batch_size_per_gpu=8", "zero_optimization.stage=0", "zero_tp.parallel.sequence=false")
 ALONE = "zero_tp.model.n_embd=320"
 TWICE = "zero_tp.model.n_embd=480"
-"""Almost twice the parameters, on two ranks."""
+"""A model with almost twice the parameters, for two ranks."""
 
 
 def scaling(*, measured: bool) -> Reproduction:
-    """Weak scaling, strong scaling and attention heads: the planner's time, and two ranks of this machine."""
+    """Weak scaling, strong scaling and attention heads: planned, and measured on two ranks of this machine."""
     one = SCALED["1.2 B"][0]
     weak = {
         f"{name}, MP {tensor}{beside}": share(file, tensor, data, heads)
@@ -111,12 +111,12 @@ def scaling(*, measured: bool) -> Reproduction:
 
 
 def share(file: str, tensor: int, data: int, heads: int) -> float:
-    """Return the FLOP/s of a device as a share of those of the 1.2 B model alone [%]."""
+    """Return the FLOP/s per device relative to the 1.2 B model on one device [%]."""
     return 100 * scaled(file, tensor, data, heads=heads).speed / published.B1_2.speed
 
 
 class Step(NamedTuple):
-    """A step has the seconds it takes, those planned, and the FLOPs of a rank."""
+    """The measured and planned seconds of a step, and the FLOPs of a rank."""
 
     seconds: float
     planned: float
@@ -124,7 +124,7 @@ class Step(NamedTuple):
 
 
 def scaled_in_small() -> list[Row]:
-    """Return a model on one rank against one of twice the size, and itself, on two, and the latter's heads."""
+    """Compare a model on one rank with one of twice the size and with itself on two ranks, and numbers of heads."""
     device = named_device("cpu", 2)
 
     def both(ranks: int, *changes: str) -> Step:
@@ -137,7 +137,7 @@ def scaled_in_small() -> list[Row]:
     heads = {number: both(2, TWICE, f"zero_tp.model.n_head={number}") for number in (4, 8, 16)}
 
     def row(label: str, unit: str, slow: Step, fast: Step, share: float) -> Row:
-        """Return the seconds of one over those of another."""
+        """Return `share` times the ratio of two steps' seconds."""
         return Row(label, unit, share * slow.seconds / fast.seconds, share * slow.planned / fast.planned)
 
     return [

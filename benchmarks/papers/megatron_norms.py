@@ -1,4 +1,4 @@
-"""BERTs of both orders of layer norm at growing depth (arXiv 1909.08053, figure 7)."""
+"""BERTs with both orders of layer norm at growing depth (arXiv 1909.08053, figure 7)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from benchmarks.papers.rows import Row, Table
 from benchmarks.papers.runs import changes_of, metrics_of, trained
 from zero_tp.config import RunConfig
 from zero_tp.data import PrepareSettings, prepare
-from zero_tp.planning.memory import model_in
+from zero_tp.planning.memory import run_model_size
 from zero_tp.shipped import CONFIGS, shipped_path
 
 ORDERS = {"original": "bert", "rearranged": "megatron-bert"}
-"""The norms follow the residual sums, or stand before attention and MLP."""
+"""Post-norm and pre-norm."""
 DEPTHS, HIDDEN, STEPS = (4, 12, 24), 64, 800
 LARGE = shipped_path(CONFIGS) / "bert_336m.json"
 INITIAL = 0.08
-"""BERT-large's gain: 0.02 at its width of 1,024. At 0.02 a layer of 64 adds almost nothing in either order."""
+"""Scaled from BERT-large's 0.02 at hidden size 1,024: at 0.02 a layer of 64 changes its input too little."""
 VOCABULARY, BATCH = 2048, 48
 SMOOTHED = 20
-"""Steps of the moving mean that is drawn."""
+"""Steps of the moving mean in the picture."""
 
 
 def norm_order(*, measured: bool) -> Reproduction:
@@ -47,7 +47,7 @@ def norm_order(*, measured: bool) -> Reproduction:
                 learning.setdefault(f"{order} ({ORDERS[order]})", {})[f"{depth} layers"] = lines
         rows["in small, all else alike"] = small
     rows["parameters of BERT-large in both orders"] = [
-        Row(order, "M", None, model_in(config).whole / 1e6, None, 336) for order, config in large.items()
+        Row(order, "M", None, run_model_size(config).whole / 1e6, None, 336) for order, config in large.items()
     ]
     notes = (
         f"In small: hidden {HIDDEN}, {STEPS} steps of {BATCH} rows of 16 tokens, no dropout, one seed. The paper finds",
@@ -57,7 +57,7 @@ def norm_order(*, measured: bool) -> Reproduction:
 
 
 def corpus_in(folder: Path) -> tuple[Path, float]:
-    """Prepare the shipped speeches; return where, and the loss of the held-out ones by word frequencies alone."""
+    """Prepare the shipped corpus; return its path, and the validation loss of word frequencies alone."""
     settings = PrepareSettings(f"wordpiece:{VOCABULARY}", sentences="en")
     corpus = prepare([shipped_path("launch") / "corpus" / "sotu.jsonl.gz"], folder / "corpus", settings, progress=False)
     report = json.loads((corpus.output / "report.json").read_text())
@@ -65,7 +65,7 @@ def corpus_in(folder: Path) -> tuple[Path, float]:
 
 
 def learnt(order: str, depth: int, corpus: Path, directory: Path) -> tuple[list[Row], list[float]]:
-    """Train a BERT on two ranks; return what it knows of held-out text, and the moving mean of its losses."""
+    """Train a BERT on two ranks; return rows of its validation metrics, and the moving mean of its losses."""
     model = {
         "model_type": ORDERS[order],
         "num_hidden_layers": depth,

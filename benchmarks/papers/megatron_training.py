@@ -20,7 +20,7 @@ from zero_tp.config import RunConfig
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
-from zero_tp.planning.memory import model_in
+from zero_tp.planning.memory import run_model_size
 from zero_tp.shipped import CONFIGS, shipped_path
 
 ZERO_SHOT = {"355 M": (19.31, 45.18), "2.5 B": (12.76, 61.73), "8.3 B": (10.81, 66.51)}
@@ -116,7 +116,7 @@ def learnt(size: str, texts: Texts, directory: Path) -> tuple[list[Row], list[fl
     _, lines = trained(QUICKSTART, overrides, 2, directory)
     data = {"wikitext103": texts.text, "lambada": texts.passages}
     tasks = evaluate(directory, list(data), data, EvaluationSettings())["tasks"]
-    name = f"{model_in(RunConfig.load(QUICKSTART, overrides, 2)).whole / 1e6:.2f} M parameters"
+    name = f"{run_model_size(RunConfig.load(QUICKSTART, overrides, 2)).whole / 1e6:.2f} M parameters"
     losses = [line["loss"] for line in lines]
     return [
         Row(f"{name}, loss of the last 20 steps", "nats", sum(losses[-20:]) / 20),

@@ -17,8 +17,8 @@ from benchmarks.papers.steps import Steps
 from benchmarks.papers.studied import CORES, GPT2, Case, cases
 from zero_tp.config import RunConfig
 from zero_tp.constants import MIB
-from zero_tp.planning.memory import Point, model_in
-from zero_tp.planning.pictures import over_time as over_time_picture
+from zero_tp.planning.memory import Point, run_model_size
+from zero_tp.planning.pictures import memory_over_time
 from zero_tp.topology import Topology
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -31,11 +31,11 @@ DTYPES: dict[str, tuple[tuple[str, ...], float]] = {
         20,
     ),
 }
-"""Changes of the config, and the study's bytes a parameter."""
+"""Overrides of the config, and the study's bytes per parameter."""
 
 
 def states(points: Sequence[Point]) -> dict[str, float]:
-    """Return what there is after backward: model states and buffers."""
+    """Return the bytes of model states and buffers after backward."""
     last = before_update(points)[-1].bytes
     return {name: last[name] for name in (*STATES, "buffers")}
 
@@ -67,7 +67,7 @@ MOST = {"activations at their most": most_activations, "peak": lambda points: pe
 def taken(
     figures: Mapping[str, Callable[[Sequence[Point]], float]], of: str, steps: Mapping[str, Sequence[Point]]
 ) -> list[Row]:
-    """Return the rows of figures that are taken of what each column has found of a step."""
+    """Return a row for each figure, computed from each column's step."""
     columns = {
         column: {f"{of}: {label}": figure(points) for label, figure in figures.items()}
         for column, points in steps.items()
@@ -100,7 +100,7 @@ def over_time(*, measured: bool) -> Reproduction:
 
     def draw() -> dict[str, Any]:
         return {
-            f"{name}_{step.replace(' ', '_')}": over_time_picture({f"{title}, {step}": (points, None)})
+            f"{name}_{step.replace(' ', '_')}": memory_over_time({f"{title}, {step}": (points, None)})
             for name, (title, steps) in shown.items()
             for step, points in steps.items()
         }
@@ -115,7 +115,7 @@ LONG = (1024, 2048, 4096, 6144, 8192)
 
 
 def by_length(*, measured: bool) -> Reproduction:
-    """Activations that the forward of a whole model leaves, against sequence length and batch."""
+    """Activations of a whole model after forward, by sequence length and batch."""
     tables: dict[str, Table] = {}
     for core, model, changes in CORES if measured else ():
         case = Case(model, True)
@@ -139,7 +139,7 @@ def by_length(*, measured: bool) -> Reproduction:
 
 
 def activation_rows(case: Case, changes: Sequence[str], shapes: Mapping[str, tuple[int, int]]) -> list[Row]:
-    """Return what forward leaves at each (s, b): measured in this process, by a dry run, and by formula."""
+    """Return the activations after forward at each (s, b): measured in this process, by dry run and by formula."""
     runs = {label: case.config(*changes, *case.model.at(*shape)) for label, shape in shapes.items()}
     columns: Columns = {
         "measured": {label: kept_by_model(config) for label, config in runs.items() if case.small},
@@ -150,7 +150,7 @@ def activation_rows(case: Case, changes: Sequence[str], shapes: Mapping[str, tup
 
 
 def kept_by_model(config: RunConfig) -> int:
-    """Return the bytes of all storages that a model's forward leaves for its backward."""
+    """Return the bytes that a model's forward keeps for backward."""
     model, _ = built(config, Topology(world=1))
 
     def loss(tokens: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def kept_by_model(config: RunConfig) -> int:
 
 
 def crossing(case: Case, changes: Sequence[str]) -> Row:
-    """Return from how many tokens on activations of one sequence outgrow the model states, by formula."""
+    """Return the sequence length from which activations exceed the model states, by formula."""
     view = view_of(case.config(*changes, *case.model.at(LONG[0], 1)))
     for length in range(256, 2**20, 256):
         sizes = replace(view, workload=replace(view.workload, length=length)).bytes()
@@ -174,7 +174,7 @@ def crossing(case: Case, changes: Sequence[str]) -> Row:
 
 
 def by_dtype(*, measured: bool) -> Reproduction:
-    """Bytes of model states a parameter, after backward, in each dtype."""
+    """Bytes of model states per parameter after backward, by dtype."""
     tables: dict[str, Table] = {
         case.heading: [row for name in DTYPES for row in dtype_rows(case, name)]
         for case in cases(measured)
@@ -189,7 +189,7 @@ def by_dtype(*, measured: bool) -> Reproduction:
 
 def dtype_rows(case: Case, name: str) -> list[Row]:
     changes, formula = DTYPES[name]
-    whole = model_in(case.config(*changes)).whole
+    whole = run_model_size(case.config(*changes)).whole
     columns = {}
     for column, points in case.later(*changes).items():
         sizes = states(points)
@@ -203,7 +203,7 @@ def dtype_rows(case: Case, name: str) -> list[Row]:
 
 
 def by_recomputation(*, measured: bool) -> Reproduction:
-    """Activations at their most and the peak of a later step, by what is recomputed."""
+    """The most activations, and the peak of a later step, by recomputation."""
     tables: dict[str, Table] = {}
     stacks: dict[str, dict[str, Mapping[str, float]]] = {}
     for case in cases(measured):

@@ -1,4 +1,4 @@
-"""Draw a reproduction's figures beside each other."""
+"""Draw the figures of a reproduction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINES = ("#BBBBBB", "#66CCEE", "#EE6677", "#222222")
 
 
 def bars(tables: Mapping[str, Table]) -> Any:
-    """Draw the figures of each row as bars beside each other, each table's rows of one unit in axes of their own."""
+    """Draw each row's figures as bars, with one pair of axes for each table and unit."""
     panels = [
         (heading if number == 0 else "", unit, [row for row in rows if row.unit == unit])
         for heading, rows in tables.items()
@@ -39,7 +39,7 @@ def memory_bars(title: str, stacks: Mapping[str, Mapping[str, float]], limit: fl
     """Draw horizontal stacked bars in GiB: for each label its bytes by category.
 
     Args:
-        limit: the device's memory [GiB], a line where it is less than four times the longest bar.
+        limit: the device's memory [GiB], a line if it is less than four times the longest bar.
     """
     figure = new_figure(8.4, 1.4 + 0.5 * len(stacks))
     axes = style_axes(figure.add_subplot(), title)
@@ -64,7 +64,7 @@ def memory_bars(title: str, stacks: Mapping[str, Mapping[str, float]], limit: fl
 
 
 def columns(title: str, tables: Mapping[str, Table], label: str) -> Any:
-    """Draw the first figure of each row as columns: the tables beside each other, a colour for each label of a row."""
+    """Draw the first figure of each row as columns: grouped by table, a colour for each label."""
     figure = new_figure(8.4, 3.8)
     axes = style_axes(figure.add_subplot(), title)
     labels = list(dict.fromkeys(row.label for rows in tables.values() for row in rows))
@@ -87,7 +87,7 @@ def columns(title: str, tables: Mapping[str, Table], label: str) -> Any:
 
 
 def by_length(title: str, tables: Mapping[str, Table]) -> Any:
-    """Draw the rows "s …, b 1" over s, each table in axes of its own; what is measured as points."""
+    """Draw the rows "s …, b 1" over s, one pair of axes for each table; measured values are points."""
     figure = new_figure(8.4, 2.9 * -(-len(tables) // 2))
     every = figure.subplots(-(-len(tables) // 2), 2, squeeze=False).flatten()
     figure.suptitle(title, fontsize=11, fontweight="bold", x=0.01, ha="left")
@@ -108,7 +108,7 @@ def by_length(title: str, tables: Mapping[str, Table]) -> Any:
 
 
 def kept_micro_batches(title: str, curves: Mapping[str, Sequence[tuple[float, float]]], memory: float) -> Any:
-    """Draw memory and time over the number of micro-batches that keep everything: (GiB, seconds) of 0, 1, 2, …"""
+    """Draw memory and time by the number of micro-batches that keep everything: (GiB, seconds) of 0, 1, …"""
     figure = new_figure(8.4, 3.4)
     left, right = figure.subplots(1, 2)
     style_axes(left, title), style_axes(right, "")
@@ -147,7 +147,7 @@ def _panel(axes: Any, rows: Table) -> None:
 
 
 def stacked(groups: Mapping[str, tuple[str, Mapping[str, Mapping[str, float]]]]) -> dict[str, Any]:
-    """Draw bars of bytes by category: of each heading its unit and stacks, in axes of their own (ZeRO's figure 1)."""
+    """Draw stacked bars of bytes by category, with axes for each heading → (unit, stacks) (ZeRO's figure 1)."""
     heights = [len(stacks) + 1.2 for _, stacks in groups.values()]
     figure = new_figure(8.4, 0.32 * sum(heights))
     every = figure.subplots(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -167,7 +167,7 @@ def stacked(groups: Mapping[str, tuple[str, Mapping[str, Mapping[str, float]]]])
 
 
 def losses(panels: Mapping[str, Mapping[str, Sequence[float]]], of: str) -> Callable[[], dict[str, Any]] | None:
-    """Return what draws the losses of steps, each panel's in axes of its own, or None where there are none.
+    """Return a function that draws losses by step, with axes for each panel, or None if there are no losses.
 
     Later lines are thinner, so that equal ones show.
     """

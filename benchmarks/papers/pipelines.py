@@ -1,4 +1,4 @@
-"""Pipelines of the papers: what a device of the first stage keeps, and what stages add to the time of a step.
+"""Pipelines of the papers: memory of a device of the first stage, and the time that stages add to a step.
 
 Runs of this library have no pipeline. Letters: p stages, m interleaved stages of each device, L layers.
 """
@@ -32,7 +32,7 @@ def embedding_bytes(layer: Layer, p: int) -> float:
 
 @dataclass(frozen=True)
 class StageView(PaperView):
-    """The papers' account of a device of the first stage [bytes].
+    """The papers' formulas for a device of the first stage [bytes].
 
     Attributes:
         pipeline, interleaving: p and m.
@@ -46,7 +46,7 @@ class StageView(PaperView):
         return self.model.whole / (self.workload.tensor * self.pipeline)
 
     def layers_bytes(self) -> float:
-        """Return what the layers keep of p micro-batches in flight, some of which may keep everything."""
+        """Return the layers' activations of p micro-batches in flight, some of which may keep everything."""
         layers, policy = self.model.spec.layers, self.workload.policy
         recomputed = len(policy.recomputed_layers(layers))
         everything = layers * self.layer_bytes(recomputes=False)
@@ -56,7 +56,7 @@ class StageView(PaperView):
         return (share * everything + (1 - share) * less) * activation_factor(self.pipeline, self.interleaving)
 
     def outside_bytes(self) -> float:
-        """Return what is kept outside the layers; the output is on the last stage."""
+        """Return the activations outside the layers; the output layer is on the last stage."""
         if self.pipeline == 1:
             return super().outside_bytes()
         return embedding_bytes(self.layer, self.pipeline) if self.model.spec.dropouts.embedding else 0.0
@@ -91,17 +91,18 @@ def pipeline_time(whole: Timing, p: int, m: int = 1) -> PipelineTime:
     stage = replace(whole, spec=replace(whole.spec, layers=layers), parameters=whole.parameters / p)
     time, micro = stage.estimate(), whole.zero.accumulation
     transfers = micro * transfer_time(whole, p, m)
-    layers_time = time.products + time.recompute + time.elementwise + time.tensor - micro * stage.head_time().total
-    working = layers_time + transfers
+    computing = time.products + time.recompute + time.elementwise + time.tp_communication
+    working = computing - micro * stage.head_time().total + transfers
     return PipelineTime(**vars(time), stages=transfers, bubble=bubble_share(p, micro, m) * working)
 
 
 def transfer_time(whole: Timing, p: int, m: int) -> float:
-    """Return the seconds of one micro-batch's activations and gradients between stages; each TP rank sends its part."""
+    """Return the seconds in which one micro-batch's activations and gradients move between stages."""
     if p == 1:
         return 0.0
     workload, device = whole.workload, whole.device
     near = workload.tensor * whole.zero.data * p <= device.per_node
     speed = device.intra_gbps * device.link_share if near else device.inter_gbps * device.inter_share
+    # Each TP rank sends its part.
     part = workload.element * workload.length * workload.batch * whole.spec.hidden / workload.tensor
     return 2 * m * part / (speed * 1e9)

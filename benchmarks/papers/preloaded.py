@@ -1,4 +1,4 @@
-"""What the server of `on_ranks` imports once, for all ranks that it forks."""
+"""Imports of the fork server of `on_ranks`, made once for all ranks."""
 
 import gc
 
@@ -11,6 +11,6 @@ import transformers.models.gpt2.modeling_gpt2  # noqa: E402, F401
 
 import zero_tp.training.engine  # noqa: E402, F401
 
-# A collection in a rank would write to every object, and so copy those pages.
+# A garbage collection in a rank would write to every object, and so copy its pages.
 gc.collect()
 gc.freeze()

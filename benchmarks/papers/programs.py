@@ -1,4 +1,4 @@
-"""The programs whose times the papers publish: what they do otherwise than this project, read off their sources."""
+"""The programs that the papers timed: how they differ from this project, according to their sources."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Megatron2022(Timing):
         return passes
 
     def accumulation_time(self) -> float:
-        """Leave out reading and writing new gradients: the product of a weight's gradient adds it to those before.
+        """Leave out reading and writing new gradients, which the product of a weight's gradient accumulates in fp32.
 
-        It does so in fp32, which bf16 needs there (megatron/arguments.py).
+        With bf16 Megatron-LM requires fp32 accumulation (megatron/arguments.py).
         """
         return super().accumulation_time() - 2 * self.workload.element * self.parameters / self.rates.memory

@@ -1,7 +1,6 @@
-"""The runs that the papers time, as the planner takes them, and what they publish of them.
+"""The runs that the papers timed, with the published figures, as inputs of the planner.
 
-The planner is given the papers' machines and what their programs do otherwise than this project's
-(benchmarks/papers/programs.py).
+The planner uses the papers' machines and programs (benchmarks/papers/programs.py).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from benchmarks.papers.programs import Megatron2019, Megatron2022
 from zero_tp.config import RunConfig
 from zero_tp.devices import Device, named_device
 from zero_tp.models.flops import model_flops
-from zero_tp.planning.memory import Model, model_in
+from zero_tp.planning.memory import ModelSize, run_model_size
 from zero_tp.planning.plan_settings import ZeroSettings, workload_of
 from zero_tp.planning.rates import matrix_flops
 from zero_tp.planning.timing import Timing
@@ -29,11 +28,11 @@ A100 = named_device("a100-80gb")
 
 @dataclass(frozen=True)
 class Run:
-    """A Run is one that a paper timed.
+    """A run that a paper timed.
 
     Attributes:
-        file: in ds_configs. changes: of its keys.
-        devices: those of all stages.
+        file, changes: a config of ds_configs, and overrides.
+        devices: of all stages.
         pipeline, interleaving: p and m.
     """
 
@@ -58,8 +57,8 @@ class Run:
         return RunConfig.load(shipped_path(CONFIGS) / self.file, changes, self.devices // self.pipeline)
 
     @cached_property
-    def model(self) -> Model:
-        return model_in(self.config)
+    def model(self) -> ModelSize:
+        return run_model_size(self.config)
 
     @cached_property
     def time(self) -> PipelineTime:
@@ -78,23 +77,23 @@ class Run:
 
     @property
     def speed(self) -> float:
-        """Return the model's FLOP/s on one device."""
+        """Return the model FLOP/s per device."""
         length = self.config.zero_tp.data.sequence_length
         return model_flops(self.model.spec, self.config.global_batch, length) / self.time.total / self.devices
 
     @property
     def peak(self) -> float:
-        """Return the FLOP/s of one device, on paper."""
+        """Return the peak FLOP/s of one device."""
         return matrix_flops(self.device, self.config.dtype)
 
     @property
     def view(self) -> StageView:
-        """Return the papers' account of a device of the first stage."""
+        """Return the papers' formulas for a device of the first stage."""
         return StageView(self.model, workload_of(self.config, cpu=False), 0, 1, self.pipeline, self.interleaving)
 
 
 def scaled(file: str, tensor: int, data: int = 1, heads: int | None = None) -> Run:
-    """Return a run of Megatron-LM's scaling study: in fp16, 8 sequences on each replica, everything recomputed."""
+    """Return a run of Megatron-LM's scaling study: fp16, 8 sequences per replica, full recomputation."""
     changes = [
         "zero_tp.parallel.sequence=false",
         "bf16.enabled=false",

@@ -1,4 +1,4 @@
-"""A measurement that needs ranks starts them itself, as processes of this machine, and waits for them to an end."""
+"""Start ranks as processes of this machine for a measurement, and wait for them."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from zero_tp.zero.ops import disable_shared_memory_collectives
 
 T = TypeVar("T")
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-"""What libraries read as they are loaded."""
+"""Variables that libraries read when they are imported."""
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 10.0
-"""Of the other ranks after the first has failed."""
+"""For the other ranks after one has failed."""
 
 
 def on_ranks(function: Callable[..., T], ranks: int, *arguments: Any, seconds: float = 600.0) -> list[T]:
-    """Run `function(*arguments)` on CPU ranks over gloo, and return what each has returned, by rank.
+    """Run `function(*arguments)` on CPU ranks over gloo; return its results by rank.
 
     Args:
-        function: of a module's top level. torch.distributed and DeepSpeed's are initialised when it is called.
-        arguments: pickled, as results are.
-        seconds: the ranks have.
+        function: at the top level of a module; called after torch.distributed and DeepSpeed are initialised.
+        arguments: pickled, as are the results.
+        seconds: time limit.
 
     Raises:
-        UserError: they took longer.
-        torch.multiprocessing.ProcessRaisedException: one failed; with its traceback.
+        UserError: the ranks took longer.
+        torch.multiprocessing.ProcessRaisedException: a rank failed; it has the traceback.
     """
     with mock.patch.dict(os.environ, ENVIRONMENT):
-        # A server that has imported the libraries once: ranks are its forks (0.5 s instead of 6 s of CPU each).
+        # A fork server imports the libraries once (0.5 s instead of 6 s of CPU per rank).
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload(["benchmarks.papers.preloaded"])
         readers, writers = zip(*(server.Pipe(duplex=False) for _ in range(ranks)), strict=True)
@@ -47,14 +47,14 @@ def on_ranks(function: Callable[..., T], ranks: int, *arguments: Any, seconds: f
             _rank, (function, arguments, writers, _meeting(ranks)), nprocs=ranks, join=False, start_method="forkserver"
         )
         for writer in writers:
-            writer.close()  # then the end of a rank that is sending ends the reading
+            writer.close()  # so that reading ends if a rank dies while sending
         results: dict[Connection, T] = {}
         with _ended(context.processes):
             deadline = time.monotonic() + seconds
             while not context.join(POLL_SECONDS, grace_period=GRACE_SECONDS):
-                # A rank goes on when its result is read.
+                # A rank continues only after its result has been read.
                 for reader in (each for each in readers if each not in results and each.poll()):
-                    with contextlib.suppress(EOFError):  # it has failed, as `join` says next
+                    with contextlib.suppress(EOFError):  # it has failed, and `join` raises next
                         results[reader] = reader.recv()
                 if time.monotonic() >= deadline:
                     raise UserError(f"{ranks} ranks were not done in {seconds:.0f} s: is the machine busy? Try again")
@@ -62,14 +62,14 @@ def on_ranks(function: Callable[..., T], ranks: int, *arguments: Any, seconds: f
 
 
 def _meeting(ranks: int) -> dict[str, str]:
-    """Return what a launcher would set."""
+    """Return the environment that a launcher would set."""
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     return {name: str(value) for name, value in variables.items()}
 
 
 @contextlib.contextmanager
 def _ended(processes: list[Any]) -> Iterator[None]:
-    """Kill at the end what still runs."""
+    """Kill the processes that still run at the end of the block."""
     try:
         yield
     finally:

@@ -50,7 +50,7 @@ def figure_1(*, measured: bool) -> Reproduction:
 
 
 def by_kind(times: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return model states and activations of each technique's bytes by category."""
+    """Sum each technique's bytes by category into model states and activations."""
     states = ("parameters", "gradients", "optimizer")
     kinds = {
         name: {"model states": sum(sizes[kind] for kind in states), "activations": sizes["activations"]}
@@ -60,7 +60,7 @@ def by_kind(times: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def trained(technique: str) -> RunConfig:
-    """Return a run of two CPU ranks under a technique."""
+    """Return the config of a run of two CPU ranks with a technique."""
     tensor = f"zero_tp.parallel.tensor={RANKS}"
     changes = ("zero_tp.attention=eager", tensor, "train_micro_batch_size_per_gpu=4")
     return small_config(RANKS, *changes, *published.technique(technique))
@@ -77,11 +77,11 @@ def device_bytes(run: published.Run) -> dict[str, float]:
 
 ALONE = "no parallelism"
 SMALL = Layer(s=512, b=2, h=512, a=8)
-"""The layer that is measured in small."""
+"""The layer that is measured."""
 
 
 def table_2(*, measured: bool) -> Reproduction:
-    """What one layer keeps of a micro-batch, on one rank."""
+    """Activations that one layer keeps of a micro-batch on one rank."""
     notes = (
         "Measured: every storage that exists after a layer's forward because its backward will want it. Planned: a dry",
         "run with tensors that have no memory. Both count what the formula leaves out: statistics of norms.",
@@ -91,10 +91,10 @@ def table_2(*, measured: bool) -> Reproduction:
 
 
 def layer_tables(measured: bool, dry: Sequence[str] = ()) -> dict[str, Table]:
-    """Return table 2, in small and of each model.
+    """Return table 2 of the small layer and of each model.
 
     Args:
-        dry: models to run dry besides.
+        dry: models that also get a dry run.
     """
     tables: dict[str, Table] = {}
     if measured:
@@ -120,7 +120,7 @@ def layer_tables(measured: bool, dry: Sequence[str] = ()) -> dict[str, Table]:
 
 
 def layer_in_dry_run(config: RunConfig, *, cpu: bool) -> float:
-    """Return what one layer keeps in a dry run: how much more there is when the third begins than at the second."""
+    """Return one layer's activations in a dry run: those at the third layer's start minus the second's."""
     moments = dry_run(config.hf_config(), workload_of(config, cpu=cpu))
     second, third = (next(one.activations for one in moments if one.layer == number) for number in (1, 2))
     return third - second
@@ -130,7 +130,7 @@ def layer_in_dry_run(config: RunConfig, *, cpu: bool) -> float:
 
 
 def figure_7(*, measured: bool) -> Reproduction:
-    """What a layer keeps, of what it keeps under TP alone."""
+    """Activations of one layer relative to TP alone."""
     tables = {heading: shares(rows) for heading, rows in layer_tables(measured).items()}
     title = "Activations of each technique, of those under TP alone (figure 7)"
     notes = ("Published: shares of the bytes of a layer that the paper's table 2 gives.",)
@@ -138,7 +138,7 @@ def figure_7(*, measured: bool) -> Reproduction:
 
 
 def shares(table: Table) -> list[Row]:
-    """Return each row's figures in per cent of those under TP alone."""
+    """Return each row's figures as percentages of TP alone."""
     whole = next(row for row in table if row.label == "TP").figures
     return [
         Row(row.label, "%").having({name: 100 * value / whole[name] for name, value in row.figures.items()})
@@ -185,7 +185,7 @@ def passes(times: layers.Times) -> dict[str, float]:
 
 
 def overheads(times: layers.Times) -> dict[str, float]:
-    """Return how much longer both passes together take than under TP alone, the median over rounds."""
+    """Return the median overhead of both passes relative to TP alone."""
     return {name: statistics.median(each) for name, each in layers.overheads(times).items()}
 
 
@@ -193,7 +193,7 @@ def overheads(times: layers.Times) -> dict[str, float]:
 
 NOW = "SP and selective recomputation"
 UNDER = {"full recomputation": "TP, full", NOW: "TP, SP, selective"}
-"""What is timed, and its technique."""
+"""Label → technique of the timed runs."""
 
 
 def table_5(*, measured: bool) -> Reproduction:
@@ -246,11 +246,11 @@ def utilisations(name: str, run: published.Run) -> list[Row]:
 
 
 MICRO_BATCHES, KEPT = 4, 2
-"""In small, and how many of them keep everything."""
+"""Micro-batches of the small run, and how many of them keep everything."""
 
 
 def appendix_c(*, measured: bool) -> Reproduction:
-    """Memory and time where some micro-batches keep all their activations, and the others recompute selectively."""
+    """Memory and time if some micro-batches keep all activations, and the others recompute selectively."""
     tables: dict[str, Table] = {}
     if measured:
         heading = f"one layer of {MICRO_BATCHES} micro-batches in turn, {KEPT} kept whole: TP {RANKS}, SP, bf16"
@@ -280,7 +280,7 @@ def appendix_c(*, measured: bool) -> Reproduction:
 
 
 def micro_batches() -> list[Row]:
-    """Return what was measured of each micro-batch beside dry runs of both kinds."""
+    """Return measured and planned activations of each micro-batch."""
     mixed = f'zero_tp.recompute={{"mode": "selective", "keep_micro_batches": {KEPT}}}'
     steps = f"gradient_accumulation_steps={MICRO_BATCHES}"
     measured = on_ranks(
@@ -294,14 +294,14 @@ def micro_batches() -> list[Row]:
 
 
 def stage_bytes(run: published.Run, kept_micro_batches: int) -> float:
-    """Return the bytes of a first stage's device on which `kept_micro_batches` of p in flight keep everything."""
+    """Return the bytes of a first stage's device if `kept_micro_batches` of p in flight keep everything."""
     at = run.view.workload
     mixed = replace(at, policy=at.policy.model_copy(update={"keep_micro_batches": kept_micro_batches}))
     return sum(replace(run.view, workload=mixed).bytes().values())
 
 
 def stage_rows(run: published.Run, kept_micro_batches: int, size: float, seconds: float, note: str) -> list[Row]:
-    label = f"{kept_micro_batches} of {run.pipeline} kept_micro_batches"
+    label = f"{kept_micro_batches} of {run.pipeline} kept"
     return [
         Row(f"{label}, memory", "GiB", planned=size, note=note),
         Row(f"{label}, iteration", "s", planned=seconds),

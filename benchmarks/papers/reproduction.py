@@ -1,4 +1,4 @@
-"""A reproduction has what was measured, planned and published of one result; it is shown as text, page and pictures."""
+"""One reproduced result: measured, planned and published figures as text, page and pictures."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from zero_tp.files import write_named
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A Reproduction is one result of a paper.
+    """A reproduced result of a paper.
 
     Attributes:
-        tables: rows by what they are of: the model and its devices.
-        draw: returns matplotlib's figures by the ending of their files' names; by default bars of all rows.
-        notes: what differs from the paper, and why.
+        tables: rows by heading: the model and its devices.
+        draw: returns matplotlib's figures by the suffix of their file names; by default bars of all rows.
+        notes: differences from the paper, and their reasons.
     """
 
     title: str
@@ -58,7 +58,7 @@ class Reproduction:
 
 
 def in_cells(heading: str, rows: Table) -> list[tuple[str, ...]]:
-    """Return the lines of a table, the first of them its head; columns without a figure are left out."""
+    """Return the cells of a table with its head; columns without a figure are left out."""
     shown = [name for name in COLUMNS if any(name in row.figures for row in rows)]
     compared, noted = any(row.off for row in rows), any(row.note for row in rows)
     head = [heading, *shown, *(["off"] if compared else []), *([""] if noted else [])]
@@ -72,12 +72,12 @@ def in_cells(heading: str, rows: Table) -> list[tuple[str, ...]]:
 
 
 def written_out(value: float) -> str:
-    """Return a figure with four digits, or all before the point."""
+    """Format a figure with four digits, or all digits before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def aligned(heading: str, rows: Table) -> list[str]:
-    """Return a table's lines for a terminal; labels and notes stand on the left of their columns."""
+    """Return a table's lines for a terminal; labels and notes are flush left."""
     (_, *head), *lines = in_cells(heading, rows)
     left = [number for number, name in enumerate(("", *head)) if not name]
     return [heading, *(f"  {line}" for line in page.text_table([("", *head), *lines], left))]

@@ -1,4 +1,4 @@
-"""A row is one quantity of a result, as far as it was measured, planned and published."""
+"""Rows of a result: one quantity as measured, planned and published."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 COLUMNS = ("measured", "planned", "formula", "published")
-"""What a row may have, from what is most ours to what is most theirs."""
+"""The figures that a row may have."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row has the figures of one quantity, as far as there are any.
+    """The figures of one quantity; None if there is none.
 
     Attributes:
-        measured: in a real run. planned: by the planner. formula: the paper's, for the same sizes. published: printed
-            in the paper.
-        note: what they are not.
+        measured: in a real run.
+        planned: by the planner.
+        formula: by the paper's formula, for the same sizes.
+        published: printed in the paper.
+        note: a remark about the figures.
     """
 
     label: str
@@ -30,17 +32,17 @@ class Row:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Return those that there are, by column."""
+        """Return the figures that are not None, by column."""
         return {name: value for name in COLUMNS if (value := getattr(self, name)) is not None}
 
     def having(self, figures: Mapping[str, float]) -> Row:
-        """Return the row with these figures, by column."""
+        """Return this row with other figures, by column."""
         changes: dict[str, Any] = dict(figures)
         return replace(self, **changes)
 
     @property
     def off(self) -> str:
-        """Return how far the first figure is from the last, of the last, of per cents in points; "" for one alone."""
+        """Return the first figure's deviation from the last, for percentages in points; "" for a single figure."""
         values = list(self.figures.values())
         if len(values) < 2 or not values[-1]:
             return ""
@@ -50,14 +52,14 @@ class Row:
 
 Table = Sequence[Row]
 Columns = Mapping[str, Mapping[str, float]]
-"""Of each of COLUMNS the figures by label, as far as there are any."""
+"""Column of COLUMNS → label → figure."""
 
 
 def rows(unit: str, columns: Columns, size: float = 1.0, notes: Mapping[str, str] | None = None) -> list[Row]:
-    """Return the rows of a table that is given by its columns: one for each label, in the order in which they come.
+    """Return a row for each label of the columns, in order of first appearance.
 
     Args:
-        size: of the unit, by which they are divided; those published are in the unit already.
+        size: of the unit, by which figures are divided, except published ones.
         notes: by label.
     """
     sizes = {name: 1.0 if name == "published" else size for name in columns}

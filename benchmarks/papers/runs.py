@@ -1,4 +1,4 @@
-"""A small model is trained by whole runs, under a launcher, and by transformers' own class in one process."""
+"""Train a small model by whole runs under a launcher, and by transformers' own class in one process."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from zero_tp.training.metrics_file import METRICS_FILE
 def trained(
     config: Path, changes: Sequence[str], ranks: int, directory: Path, seconds: float = 1200.0
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Train a run on CPU ranks; return its first line, and the line of each step.
+    """Train a run on CPU ranks; return its first line, and the metrics of each step.
 
     Raises:
-        UserError: it failed, or took longer.
+        UserError: the run failed, or took longer than `seconds`.
     """
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
     run = ["-m", "zero_tp.pretrain", "--deepspeed_config", str(config), "--output-dir", str(directory)]
@@ -45,7 +45,7 @@ def trained(
 
 
 def changes_of(model: Mapping[str, Any], corpus: Path, steps: int, warm_up: int) -> list[str]:
-    """Return the changes that train a model on a prepared corpus, and save and evaluate it at the end alone."""
+    """Return the overrides to train a model on a prepared corpus, and to save and evaluate it only at the end."""
     return [
         f"zero_tp.model={json.dumps(model)}",
         f"zero_tp.data.train={corpus / 'train'}",
@@ -63,10 +63,12 @@ def metrics_of(directory: Path) -> list[dict[str, Any]]:
 
 
 def plainly_trained(run: RunConfig, model: Path, rates: Sequence[float]) -> list[float]:
-    """Train transformers' own class under torch's AdamW, on the rows of a run; return the loss of each step.
+    """Train transformers' own class by torch's AdamW on the samples of a run; return the loss of each step.
 
     Args:
-        run: its config, loaded with its ranks. model: what it starts from. rates: the learning rate of each step.
+        run: the config of the run.
+        model: directory of the initial weights.
+        rates: learning rate of each step.
     """
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     settings = run.deepspeed_config()

@@ -1,4 +1,4 @@
-"""Follow a real step's memory storage by storage, with the begins of forward, backward and update noted."""
+"""Record a real step's memory by storage, with the starts of forward, backward and update."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from zero_tp.zero.states import partition_of
 
 
 class MarkedAllocations(Allocations):
-    """`Allocations` whose moments can be named.
+    """`Allocations` with named moments.
 
     Attributes:
-        marks: (name, clock) of `note`, in order.
+        marks: (name, clock) of each `note`, in order.
     """
 
     def __init__(self, device_type: str | None = None) -> None:
@@ -27,26 +27,26 @@ class MarkedAllocations(Allocations):
         self.marks: list[tuple[str, int]] = []
 
     def note(self, name: str) -> None:
-        """Give this moment a name."""
+        """Name this moment."""
         self.marks.append((name, self.clock))
 
     def known(self) -> set[int]:
-        """Return the addresses of the storages that exist."""
+        """Return the addresses of the storages that are alive."""
         return set(self._alive)
 
 
 @contextmanager
 def followed(engine: TrainingEngine) -> Iterator[MarkedAllocations]:
-    """Give every storage that exists and that the block makes, with the begins of forward, backward and update noted.
+    """Yield the storages that exist before or are allocated in the block, with the starts of the phases marked.
 
-    What exists before has its category: parameters, optimizer, gradients or buffers. So have the gradients that
-    backward leaves at parameters, how long ever.
+    Storages from before have a category: parameters, optimizer, gradients or buffers. Gradients that backward stores in
+    `parameter.grad` have theirs, too.
     """
     allocations = MarkedAllocations(engine.device.type)
 
     def arrived(parameter: Tensor) -> None:
         grad = parameter.grad
-        if grad is not None and grad.untyped_storage().nbytes() == grad.nbytes:  # no part of a bucket
+        if grad is not None and grad.untyped_storage().nbytes() == grad.nbytes:  # not part of a bucket
             allocations.mark([grad], "gradients")
 
     handles = [
@@ -88,10 +88,10 @@ def _take_in(allocations: MarkedAllocations, engine: TrainingEngine) -> None:
 
 def _other_tensors(allocations: MarkedAllocations) -> Iterable[Tensor]:
     known, frozen = allocations.known(), gc.get_freeze_count() > 0
-    gc.unfreeze()  # what is frozen is not listed
+    gc.unfreeze()  # frozen objects are not listed
     things = gc.get_objects()
     if frozen:
-        gc.collect()  # what has become garbage would stay
+        gc.collect()  # else garbage would be frozen
         gc.freeze()
     for thing in things:
         if isinstance(thing, Tensor) and not thing.is_meta and thing.untyped_storage()._cdata not in known:
@@ -99,10 +99,10 @@ def _other_tensors(allocations: MarkedAllocations) -> Iterable[Tensor]:
 
 
 def points(allocations: MarkedAllocations, begin: int) -> list[Point]:
-    """Return the moments of the last micro-batch and the step, by category.
+    """Return the moments of the last micro-batch and of the optimizer's step, by category.
 
-    What a forward makes and leaves is activations; what a backward makes and leaves, gradients; what was there before,
-    parameters, optimizer states and buffers; the rest of forward and backward transients, of the step buffers.
+    Storages that outlive the forward that allocated them are activations; those that outlive their backward are
+    gradients. Others of forward and backward are transients, others of the step buffers.
     """
     marks = allocations.marks
     forward = max(clock for name, clock in marks if name == "forward")
@@ -121,7 +121,7 @@ def points(allocations: MarkedAllocations, begin: int) -> list[Point]:
                 continue
             following = min((c for _, c in marks if c > clock), default=step)
             if freed <= following:
-                # DeepSpeed's buckets are flat and empty at first; no operation of a layer makes such a tensor.
+                # DeepSpeed's buckets start as flat, empty tensors, which no operation of a layer allocates.
                 bucket = name == "backward" and "empty" in one.operation and len(one.shape) == 1
                 return "buffers" if bucket else "transients"
             return "activations" if name == "forward" else "gradients"

@@ -1,4 +1,4 @@
-"""Whole steps of a run are followed by their memory or timed, on ranks that are started for it."""
+"""Record the memory of a run's steps, or time them, on ranks started for it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from zero_tp.planning.tracking import Allocations
 from zero_tp.process.quiet import suppress_output
 
 Steps = dict[str, Sequence[Point]]
-"""The points of a new run's first step, and of a later one."""
+"""The memory points of a new run's first step, and of a later one."""
 WARM_UP, TIMED = 2, 8
 
 
 class Followed(NamedTuple):
-    """A step of one rank is followed: its points, and what came and went in it, for `replay`."""
+    """The memory points of one rank's step, and its allocations and frees for `replay`."""
 
     points: list[Point]
     events: list[Event]
 
 
 def followed_steps(config: RunConfig) -> list[list[Followed]]:
-    """Run the first two steps of a run; return both of each rank, followed."""
+    """Run the first two steps of a run; return the records of both, by rank."""
     assert config.world_size is not None
     return on_ranks(_two_steps, config.world_size, config)
 
@@ -43,7 +43,7 @@ def measured_steps(config: RunConfig) -> Steps:
 
 
 def after_forward(step: Sequence[Point]) -> dict[str, float]:
-    """Return the bytes by category as the last forward ends."""
+    """Return the bytes by category at the end of the last forward."""
     return [point for point in step if point.phase == "forward"][-1].bytes
 
 
@@ -77,12 +77,12 @@ def _two_steps(config: RunConfig) -> list[Followed]:
 
 
 def events(allocations: Allocations) -> list[Event]:
-    """Return the makings and goings of all storages in order."""
+    """Return the allocations and frees of all storages in order."""
     return [(id(one), one.bytes if sign > 0 else 0) for _, one, sign in allocations.timeline() if one.bytes or sign < 0]
 
 
 def step_seconds(config: RunConfig) -> float:
-    """Return the seconds of a step of a run on this rank: its fastest, as what else the machine does makes it slower.
+    """Return the seconds of the fastest of several steps on this rank; other work on the machine slows the others down.
 
     Collective.
     """

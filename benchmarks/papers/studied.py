@@ -1,4 +1,4 @@
-"""The models whose memory is followed in small, and planned as they are shipped."""
+"""The models whose memory is measured at small size and planned at full size."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from zero_tp.shipped import CONFIGS, shipped_path
 
 @dataclass(frozen=True)
 class Model:
-    """A Model is one that is measured in small and planned as it is shipped.
+    """A model that is measured at small size and planned as it is shipped.
 
     Attributes:
-        key: in the names of files. core: of its attention.
-        file: in ds_configs. positions: the key of how many its model has. small: changes for what is measured.
-        devices: H100 of its plan. large: changes for it.
+        key: part of file names.
+        core: "eager" or "fused" attention.
+        file: in ds_configs.
+        positions: the model's key of the number of positions.
+        small, large: overrides of the measured and of the planned run.
+        devices: number of H100 of the plan.
     """
 
     key: str
@@ -33,7 +36,7 @@ class Model:
     large: tuple[str, ...]
 
     def at(self, length: int, batch: int) -> tuple[str, ...]:
-        """Return the changes that give it this length and batch."""
+        """Return the overrides for this length and batch."""
         return (
             f"zero_tp.model.{self.positions}={length}",
             f"zero_tp.data.sequence_length={length}",
@@ -42,7 +45,7 @@ class Model:
 
 
 class Case(NamedTuple):
-    """A Case is a model in small, which is measured on one CPU rank and planned, or at full size, planned alone."""
+    """A model at small size, measured on one CPU rank and planned, or at full size, only planned."""
 
     model: Model
     small: bool
@@ -56,18 +59,18 @@ class Case(NamedTuple):
         return f"{self.where} on one CPU rank" if self.small else self.where
 
     def config(self, *changes: str) -> RunConfig:
-        """Return its run with keys changed."""
+        """Return the config of its run with overrides."""
         own, ranks = ((*SMALL, *self.model.small), 1) if self.small else (self.model.large, self.model.devices)
         return RunConfig.load(shipped_path(CONFIGS) / self.model.file, [*own, *changes], ranks)
 
     def steps(self, *changes: str) -> dict[str, Steps]:
-        """Return, by column, the points of its first step and of a later one."""
+        """Return the points of its first step and of a later one, by column."""
         config = self.config(*changes)
         measured = {"measured": measured_steps(config)} if self.small else {}
         return {**measured, "planned": planned_steps(config, cpu=self.small)}
 
     def later(self, *changes: str) -> dict[str, Sequence[Point]]:
-        """Return, by column, the points of a later step."""
+        """Return the points of a later step, by column."""
         return {column: list(steps.values())[-1] for column, steps in self.steps(*changes).items()}
 
 
@@ -122,5 +125,5 @@ CORES = (
 
 
 def cases(measured: bool) -> list[Case]:
-    """Return the models at full size, and each in small before it, where that is measured."""
+    """Return the models at full size, each preceded by its small size if it is measured."""
     return [Case(model, small) for model in (GPT2, LLAMA) for small in (True, False) if measured or not small]

@@ -1,4 +1,4 @@
-"""Results of ZeRO (arXiv 1910.02054): model states by stage, the largest model that fits, and what is sent."""
+"""Results of ZeRO (arXiv 1910.02054): model states by stage, the largest model that fits, and communication."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zero_tp.constants import GIB, MIB
 from zero_tp.devices import Device, named_device
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
-from zero_tp.planning.memory import Model, RankMemory, model_in, rank_memory
+from zero_tp.planning.memory import ModelSize, RankMemory, rank_memory, run_model_size
 from zero_tp.planning.plan import Estimate
 from zero_tp.planning.plan_settings import ZeroSettings, workload_of
 from zero_tp.planning.zero import ZeroMemory
@@ -41,14 +41,14 @@ TABLE_1 = {
     256: {1: 518, 2: 263, 3: 8},
     1024: {1: 513, 2: 257, 3: 2},
 }
-"""The same with 128 B, cut off."""
+"""The same for 128 B parameters, truncated."""
 VOLUME = {0: 2, 1: 2, 2: 2, 3: 3}
 """Stage → elements that a rank sends a step, in Ψ (section 7)."""
 Stacks = dict[str, Mapping[str, float]]
 """Label → category → size."""
 RANKS = (1, 2, 4)
 BUDGET = 512 * MIB
-"""Bytes of a rank that are filled with layers."""
+"""Memory of a rank that is filled with layers [bytes]."""
 WITHIN = (
     *("zero_tp.data.sequence_length=16", "train_micro_batch_size_per_gpu=1"),
     *("zero_tp.model.vocab_size=256", "zero_tp.model.n_embd=512"),
@@ -67,7 +67,7 @@ def model_states(*, measured: bool) -> Reproduction:
     tables: dict[str, Table] = {}
     pictures: dict[str, tuple[str, Stacks]] = {}
     for ranks in RANKS if measured else ():
-        whole = model_in(small_config(ranks)).whole
+        whole = run_model_size(small_config(ranks)).whole
         heading = f"{whole / 1e6:.1f} M parameters on {ranks} rank{'s' * (ranks > 1)}"
         tables[heading], stacks = states_on(ranks)
         pictures[f"{heading}, measured"] = "MB", stacks
@@ -86,12 +86,12 @@ def model_states(*, measured: bool) -> Reproduction:
 
 
 def states_on(ranks: int) -> tuple[list[Row], Stacks]:
-    """Return the rows of a small model on so many ranks, each the most of any rank, and the stacks of a picture."""
+    """Return the rows of a small model, each the most of any rank, and the stacks of a picture."""
     rows, stacks = list[Row](), Stacks()
     for stage, name in STAGES.items():
         config = small_config(ranks, at_stage(stage))
         peaks = [most_in_backward(second.points) for _, second in followed_steps(config)]
-        planned, formula = states(config, model_in(config))
+        planned, formula = states(config, run_model_size(config))
         most = {kind: max(one[kind] for one in peaks) / 1e6 for kind in STATES}
         for kind in STATES:
             least = min(one[kind] for one in peaks) / 1e6
@@ -102,9 +102,9 @@ def states_on(ranks: int) -> tuple[list[Row], Stacks]:
 
 
 def states_of(name: str, published: Mapping[int, Mapping[int, float | None]]) -> tuple[list[Row], Stacks]:
-    """Return the rows of a config of the papers by N_d and stage, and the stacks of a picture."""
+    """Return the rows of a paper's config by N_d and stage, and the stacks of a picture."""
     rows, stacks = list[Row](), Stacks()
-    model = model_in(large_config(name, 1))
+    model = run_model_size(large_config(name, 1))
     for data, stages in published.items():
         for stage, gigabytes in stages.items():
             planned, formula = states(large_config(name, data, at_stage(stage)), model)
@@ -114,8 +114,8 @@ def states_of(name: str, published: Mapping[int, Mapping[int, float | None]]) ->
     return rows, stacks
 
 
-def states(config: RunConfig, model: Model) -> tuple[dict[str, float], dict[str, float]]:
-    """Return one rank's bytes of model states: what DeepSpeed has when backward ends, and what the paper counts."""
+def states(config: RunConfig, model: ModelSize) -> tuple[dict[str, float], dict[str, float]]:
+    """Return one rank's bytes of model states: DeepSpeed's at the end of backward, and the paper's."""
     settings = ZeroSettings.of(config, cpu=True)
     at_end = ZeroMemory(model.parameters, settings).end_of_backward()
     planned = {"parameters": at_end.parameters, "gradients": at_end.gradients, "optimizer": at_end.optimizer}
@@ -134,7 +134,7 @@ def largest_model(*, measured: bool) -> Reproduction:
         for stage, name in STAGES.items():
             planned = most_planned(ranks, stage)
             most = most_built(ranks, stage, planned)
-            built, states = (model_in(with_layers(ranks, layers)).whole for layers in (most, planned))
+            built, states = (run_model_size(with_layers(ranks, layers)).whole for layers in (most, planned))
             share = sum(formulas.model_states(1.0, stage, ranks).values())
             rows.append(
                 Row(name, "M parameters", built / 1e6, states / 1e6, BUDGET / share / 1e6, note=f"{most} layers")
@@ -156,7 +156,7 @@ def largest_model(*, measured: bool) -> Reproduction:
 
 
 def with_layers(ranks: int, layers: int, *changes: str) -> RunConfig:
-    """Return a small run of so many layers."""
+    """Return a small run with this number of layers."""
     return small_config(ranks, *WITHIN, layers_of(layers), *changes)
 
 
@@ -175,15 +175,18 @@ def most_planned(ranks: int, stage: int) -> int:
 
 
 def most_on(device: Device, devices: int) -> dict[int, float]:
-    """Return, by stage, the parameters that a device holds, from the plans of two numbers of layers: it is a line."""
+    """Return the most parameters by stage, extrapolated linearly from the plans of two numbers of layers."""
     lines: dict[int, list[tuple[float, int]]] = {stage: [] for stage in STAGES}
     for layers in (8, 16):
         config = large_config("zero_7.5b", devices, "train_micro_batch_size_per_gpu=1", layers_of(layers))
-        model, workload = model_in(config), workload_of(config, cpu=False)
+        model, workload = run_model_size(config), workload_of(config, cpu=False)
         moments = dry_run(config.hf_config(), workload)
         run_settings = ZeroSettings.of(config, cpu=False)
         for stage, line in lines.items():
-            memory = RankMemory(ZeroMemory(model.parameters, run_settings.with_stage(stage)), moments)
+            zero = ZeroMemory(
+                model.parameters, run_settings.with_stage(stage), workload.rerun_layers(model.spec.layers)
+            )
+            memory = RankMemory(zero, moments)
             line.append((Estimate(device, model, workload, memory).needed, model.whole))
     return {
         stage: parameters + (device.memory_gib * GIB - bytes_) * (more - parameters) / (more_bytes - bytes_)
@@ -192,7 +195,7 @@ def most_on(device: Device, devices: int) -> dict[int, float]:
 
 
 def most_built(ranks: int, stage: int, guess: int) -> int:
-    """Return the most layers that ranks really train in the budget."""
+    """Return the most layers that ranks train in the budget, measured."""
     least = with_layers(ranks, 1, at_stage(stage))
 
     def fits(layers: int) -> bool:
@@ -200,7 +203,7 @@ def most_built(ranks: int, stage: int, guess: int) -> int:
             full, config = Path(folder, "full"), with_layers(ranks, layers, at_stage(stage))
             try:
                 on_ranks(zero_steps.train_within, ranks, BUDGET, str(full), least, config, seconds=300)
-            except ProcessException:  # raised, or aborted as its threads could not end
+            except ProcessException:  # raised, or aborted because threads could not end
                 if not full.exists():
                     raise
                 return False
@@ -210,7 +213,7 @@ def most_built(ranks: int, stage: int, guess: int) -> int:
 
 
 def last(fits: Callable[[int], bool], guess: int) -> int:
-    """Return the greatest number that fits: all smaller ones do too. It is looked for from `guess` on."""
+    """Return the largest number that fits, by a search from `guess` on; all smaller ones fit too."""
     at, step = max(1, guess), 1
     up = fits(at)
     while (further := at + step if up else at - step) > 0 and fits(further) == up:
@@ -223,13 +226,13 @@ def last(fits: Callable[[int], bool], guess: int) -> int:
 
 
 def volume(*, measured: bool) -> Reproduction:
-    """What a rank sends in a step, by stage."""
+    """Elements that a rank sends in a step, by stage."""
     tables: dict[str, list[Row]] = {}
     owner = "zero_optimization.use_multi_rank_bucket_allreduce=false"
     sending = {name: [at_stage(stage)] for stage, name in STAGES.items()}
     sending |= {f"{STAGES[stage]}, reduced to owners": [at_stage(stage), owner] for stage in (1, 2)}
     for ranks in RANKS[1:] if measured else ():
-        whole = model_in(small_config(ranks)).whole
+        whole = run_model_size(small_config(ranks)).whole
         table = tables[f"{whole / 1e6:.1f} M parameters on {ranks} ranks"] = list[Row]()
         unit = whole * (ranks - 1) / ranks
         for label, changes in sending.items():
@@ -240,7 +243,7 @@ def volume(*, measured: bool) -> Reproduction:
             kinds = ", ".join(f"{name} {each / unit:.2f}" for name, each in sent[0].items() if each > 0.01 * unit)
             table.append(Row(label, "Ψ(N-1)/N", most / unit, None, formula / unit, VOLUME[stage], kinds))
     config = large_config("zero_7.5b", 64)
-    whole = model_in(config).whole
+    whole = run_model_size(config).whole
     tables["7.5 B parameters on 64 devices"] = [
         Row(name, "GB", formula=2 * formulas.zero_volume(whole, stage, 64) / 1e9) for stage, name in STAGES.items()
     ]

@@ -15,7 +15,7 @@ from benchmarks.papers.steps import after_forward, events, followed_steps, most_
 from zero_tp.constants import MIB
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import fake_micro_batch
-from zero_tp.planning.memory import Model, model_in
+from zero_tp.planning.memory import ModelSize, run_model_size
 from zero_tp.planning.plan_settings import ZeroSettings, workload_of
 from zero_tp.planning.tracking import Allocations
 from zero_tp.planning.zero import ZeroMemory
@@ -46,7 +46,7 @@ def residual(*, measured: bool) -> Reproduction:
     tables: dict[str, Table] = {}
     if measured:
         config = small_config(2, "zero_tp.parallel.tensor=2", *FULL)
-        size = f"{model_in(config).whole / 1e6:.1f} M parameters"
+        size = f"{run_model_size(config).whole / 1e6:.1f} M parameters"
         tables[f"activations after forward: {size}, TP 2"] = checkpoints_measured()
         tables["buffers in backward: ZeRO-2 on 2 ranks"] = buffers_measured()
         events_by_switch = {on: followed_steps(small_config(4, *with_m_d(on)))[0][1].events for on in M_D}
@@ -99,7 +99,7 @@ def buffers_measured() -> list[Row]:
     table = []
     for layers, (name, elements) in itertools.product(SIZES, BUCKETS.items()):
         changes = (f"zero_tp.model.n_layer={layers}", "zero_optimization.stage=2")
-        whole = model_in(small_config(2, *changes)).whole
+        whole = run_model_size(small_config(2, *changes)).whole
         bucket = min(elements, whole)
         config = small_config(2, *changes, f"zero_optimization.reduce_bucket_size={bucket}")
         most = max(most_in_backward(second.points)["buffers"] for _, second in followed_steps(config))
@@ -109,7 +109,7 @@ def buffers_measured() -> list[Row]:
 
 def buffers_planned(file: str) -> Row:
     config = large_config(file, 64, "zero_optimization.stage=2")
-    model: Model = model_in(config)
+    model: ModelSize = run_model_size(config)
     settings = ZeroSettings.of(config, cpu=False)
     planned = ZeroMemory(model.parameters, settings).end_of_backward().buffers
     label = f"{model.whole / 1e9:,.1f} B parameters"

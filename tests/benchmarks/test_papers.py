@@ -86,7 +86,9 @@ def test_every_name_is_listed_and_another_is_refused(capsys: pytest.CaptureFixtu
     assert command("recomputation-table-9") == BAD_INPUT
     assert capsys.readouterr().err.startswith("error: argument NAME: invalid choice: 'recomputation-table-9'")
     assert command("--plan-only") == BAD_INPUT
-    assert capsys.readouterr().err == "error: NAME: say which result; python -m benchmarks.papers lists them\n"
+    assert capsys.readouterr().err == (
+        "error: NAME: required with --plan-only and --output; python -m benchmarks.papers lists the names\n"
+    )
 
 
 def test_a_page_a_picture_and_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from benchmarks.papers.pipelines import StageView
 from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
-from zero_tp.planning.memory import model_of
+from zero_tp.planning.memory import model_size
 from zero_tp.planning.plan_settings import workload_of
 
 # What the benchmarks publish.
@@ -23,7 +23,7 @@ PAPERS = Path(__file__).resolve().parents[2] / "ds_configs" / "papers"
 def view(name: str, world: int, *changes: str, pipeline: int = 1, interleaving: int = 1) -> StageView:
     config = RunConfig.load(PAPERS / f"{name}.json", changes, world // pipeline)
     parallel = config.zero_tp.parallel
-    model = model_of(config.hf_config(), parallel.tensor, parallel.sequence)
+    model = model_size(config.hf_config(), parallel.tensor, parallel.sequence)
     workload = workload_of(config, cpu=False)
     return StageView(model, workload, config.zero_stage, config.data_parallel, pipeline, interleaving)
 

@@ -21,7 +21,7 @@ from tests.tiers import in_tiers
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.huggingface import model as huggingface_model
-from zero_tp.planning.accelerator import accelerator
+from zero_tp.planning.simulated_accelerator import simulated_accelerator
 from zero_tp.topology import Topology
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -179,7 +179,7 @@ def test_hidden_states_are_those_of_a_whole_model(ranks: Pools) -> None:
 @pytest.mark.thorough
 def test_trl_trains_a_whole_model(tmp_path: Path) -> None:
     """SFTTrainer with the loss on a chat's answers, after a plan: the losses and norms of transformers' own model."""
-    with accelerator():
+    with simulated_accelerator():
         pass  # torch knows its device from here on
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -27,7 +27,7 @@ from zero_tp.errors import ConfigError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.flops import model_flops
 from zero_tp.parallel.layout import audit
-from zero_tp.planning.memory import model_of
+from zero_tp.planning.memory import model_size
 from zero_tp.topology import Topology
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -153,7 +153,7 @@ def test_flops_are_those_that_torch_counts(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", OWN)
 def test_active_parameters_are_those_that_a_token_meets(model_type: str) -> None:
     config = parallel_model(reference_model(fields(model_type), 1), Topology(world=1)).config
-    made = model_of(config, 1, False)
+    made = model_size(config, 1, False)
     layers = 2 if model_type == "qwen2_moe" else 3
     assert made.whole - made.active == layers * (7 - 2) * 3 * 24 * 20
 

@@ -26,7 +26,7 @@ from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.collectives import all_gather, start_all_gather, start_all_reduce
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.host_copy import HostCopy
-from zero_tp.planning.dryrun import Unfilled
+from zero_tp.planning.dryrun import UninitializedSource
 from zero_tp.topology import Topology
 from zero_tp.trainer.batches import SampleComparison
 
@@ -224,7 +224,10 @@ def longer_on_one_rank(schedule: str, length: int) -> str:
     rows = torch.zeros(BATCH, length if topology.tensor_rank == 1 else LENGTH, dtype=torch.long)
     with computing_accelerator(schedule) as computing:
         model = ZeroTPForCausalLM(
-            config_of("gpt2", LAYERS, LENGTH, kv_heads=1), topology, source=Unfilled(), device=computing.device
+            config_of("gpt2", LAYERS, LENGTH, kv_heads=1),
+            topology,
+            source=UninitializedSource(),
+            device=computing.device,
         )
         tokens = tensor_there(rows, computing)
         comparison = SampleComparison({"input_ids": tokens}, topology)

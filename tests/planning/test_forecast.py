@@ -29,7 +29,7 @@ OF_AN_ACCELERATOR = """
 import torch
 from zero_tp.config import RunConfig
 from zero_tp.planning import forecast
-forecast._current, forecast.runs_varlen = torch.device, lambda _: False  # this machine has none
+forecast._current_device, forecast.runs_varlen = torch.device, lambda _: False  # this machine has none
 if __name__ == "__main__":
     callback = forecast.MemoryForecast()
     callback.describe_plan(RunConfig.load("ds_configs/quickstart.json", (), 4), "cuda")

@@ -15,7 +15,7 @@ from zero_tp.constants import GIB
 from zero_tp.planning import pictures
 from zero_tp.planning import plan_report as report
 from zero_tp.planning.memory import rank_memory
-from zero_tp.planning.pictures import over_time, write_page
+from zero_tp.planning.pictures import memory_over_time, write_page
 from zero_tp.planning.search import Search
 
 
@@ -39,7 +39,7 @@ def test_a_picture_shows_below_which_size_tensors_fit_with_margins() -> None:
     full = replace(planned, device=planned.device.model_copy(update={"memory_gib": planned.needed / GIB}))
     assert full.usable == pytest.approx(planned.peak.total) and full.usable < full.device.memory_gib * GIB
     points = planned.memory.points
-    first, second, third = over_time(
+    first, second, third = memory_over_time(
         {"full": (points, full.usable), "present": (points, planned.usable), "unknown": (points, None)}
     ).axes
     assert [line.get_ydata()[0] for line in first.lines if line.get_linestyle() == "--"] == [full.usable / GIB]
@@ -51,7 +51,7 @@ def test_a_picture_shows_below_which_size_tensors_fit_with_margins() -> None:
 def test_a_picture_keeps_the_ends_of_phases_and_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "SHOWN_POINTS", 20)
     points = rank_memory(load(["zero_tp.model.n_layer=7"]), cpu=False).points
-    shown = pictures._thinned(points)
+    shown = pictures._downsampled(points)
     assert len(shown) < len(points) / 3
     assert max(one.total for one in shown) == max(one.total for one in points)
     assert shown[-3:] == points[-3:], "the end of backward, the step, and what stays after it"

@@ -19,7 +19,7 @@ from zero_tp.devices import NAMES, named_device
 from zero_tp.errors import UserError
 from zero_tp.models import flops
 from zero_tp.planning import plan_report as report
-from zero_tp.planning.memory import model_of
+from zero_tp.planning.memory import model_size
 from zero_tp.planning.plan import Plan, plan
 
 CONFIGS = ROOT / "ds_configs"
@@ -36,7 +36,7 @@ def plan_gpt2(*overrides: str, world: int = 8, device: str = "h100") -> Plan:
 def test_parameters_are_those_of_the_closed_formula() -> None:
     config = RunConfig.load(GPT2, (), 8)
     for tensor in (1, 2, 4):
-        spec, parameters, whole = model_of(config.hf_config(), tensor, tensor > 1)
+        spec, parameters, whole = model_size(config.hf_config(), tensor, tensor > 1)
         assert flops.model_flops(spec, 512, 1024) == pytest.approx(iteration_flops(512, 1024, 24, 1024, 50257))
         assert whole == gpt_parameters(24, 1024, 50257, 1024)
         assert whole / tensor <= parameters.total < whole / tensor * (1 + 0.02 * tensor)
@@ -49,7 +49,7 @@ def test_parameters_are_those_of_the_closed_formula() -> None:
 def test_parameters_of_bert_are_those_of_the_paper(name: str, layers: int, hidden: int, billions: float) -> None:
     """With its heads; the head's FLOPs are those of the masked tokens."""
     config = RunConfig.load(CONFIGS / f"bert_{name}.json", (), 8)
-    spec, _, whole = model_of(config.hf_config(), 1, False)
+    spec, _, whole = model_size(config.hf_config(), 1, False)
     assert whole == bert_parameters(layers, hidden, 30522)
     assert round(whole / 1e9, 3 if billions < 1 else 1) == billions
     tokens, length = 1024 * 512, 512
@@ -71,7 +71,7 @@ def test_parameters_of_experts_and_the_active_ones_are_the_published_ones(
     name: str, world: int, billions: float, active: float
 ) -> None:
     config = RunConfig.load(CONFIGS / f"{name}.json", (), world)
-    model = model_of(config.hf_config(), config.zero_tp.parallel.tensor, True)
+    model = model_size(config.hf_config(), config.zero_tp.parallel.tensor, True)
     assert model.whole == pytest.approx(billions * 1e9, rel=0.005)
     assert model.active == pytest.approx(active * 1e9, rel=0.02)
 
@@ -79,9 +79,14 @@ def test_parameters_of_experts_and_the_active_ones_are_the_published_ones(
 def test_a_plan_of_experts_prints_its_assumption() -> None:
     experts = plan(RunConfig.load(CONFIGS / "olmoe_small.json", (), 4), named_device("cpu", 4))
     text = report.describe(experts)
+    assert report.GUARD_NOTE not in text
     assert f"({experts.model.active:,} active: 2 of 8 experts)" in text
     assert "assumed: every expert of a layer gets as many tokens as any other" in text
     assert experts.as_json()["model"]["active_parameters"] == experts.model.active < experts.model.whole
+
+
+def test_a_plan_says_that_it_leaves_out_guarded_steps() -> None:
+    assert report.GUARD_NOTE in report.heading(plan_gpt2("zero_tp.training.guard_gradients=true"))
 
 
 # ---- devices and margins ---------------------------------------------------------------------------------------------
@@ -113,7 +118,7 @@ def test_the_links_and_hosts_of_nodes_that_are_not_eight_devices() -> None:
     """A rack, a board of eight, one with slower links, a superchip that is its own node, cards in PCIe slots."""
     assert [named_device(name).per_node for name in ("gb200", "h100", "gh200")] == [72, 8, 1]
     names = ("a100-80gb", "a800-80gb", "a100-pcie-80gb")
-    seconds = [plan_gpt2("zero_tp.parallel.tensor=2", device=name).time.tensor for name in names]
+    seconds = [plan_gpt2("zero_tp.parallel.tensor=2", device=name).time.tp_communication for name in names]
     assert sorted(set(seconds)) == seconds
 
 
@@ -148,6 +153,7 @@ def test_a_device_file_is_planned_for(tmp_path: Path) -> None:
     [
         ("a100-80g", r"--device: 'a100-80g' is unknown.*a100-80gb"),
         ("v100", "v100-32gb has no bf16 matrix units"),
+        ("other.json", r"^other\.json: no such file; give the path of a device's JSON file$"),
         ("mine.json", r"memory_gbp: unknown key.*memory_gbps"),
         ("none.json", r"^none.json: no such file; give the path of a device's JSON file, or one of v100-16gb, "),
     ],
@@ -159,6 +165,11 @@ def test_devices_that_cannot_be_planned_for(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=refusal):
         plan_gpt2(device=device)
+
+
+def test_the_remedy_names_the_dtype_that_the_device_lacks() -> None:
+    with pytest.raises(UserError, match=r"cpu has no fp16 matrix units.*--set fp16\.enabled=false"):
+        plan_gpt2("bf16.enabled=false", 'fp16={"enabled":true}', device="cpu")
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
@@ -177,6 +188,25 @@ def test_the_time_of_the_whole_run() -> None:
         assert numbers and float(numbers[3].replace(",", "")) == pytest.approx(8 * seconds / 3600, abs=0.051)
         hours = float(numbers[1].replace(",", "")) * (24 if numbers[2] == "days" else 1)
         assert hours == pytest.approx(seconds / 3600, abs=1.3)
+
+
+def test_a_tiny_models_figures_are_in_small_units() -> None:
+    config = RunConfig.load(CONFIGS / "quickstart.json", (), 4)
+    planned = plan(config, named_device("h100"))
+    lines = report.describe(planned).splitlines()
+    (memory,) = (number for number, line in enumerate(lines) if line.startswith("memory of one device [MiB]"))
+    (time,) = (number for number, line in enumerate(lines) if line == "time of one step, an estimate [ms]")
+    totals = [line.split() for line in lines if line.startswith("  total")]
+    assert float(totals[0][2]) == pytest.approx(planned.tensor_bytes / 2**20, abs=0.006) and memory < time
+    assert float(totals[1][1]) == pytest.approx(1e3 * planned.time.total, abs=0.0006)
+    assert all(float(line.split()[-1]) > 0 for line in lines[memory + 1 :] if line.startswith("  parameters"))
+    (run,) = (line for line in lines if "the whole run" in line)
+    numbers = re.search(r"([\d,.]+) seconds, ([\d.]+) device-hours", run)
+    assert (
+        numbers
+        and float(numbers[1]) > 0
+        and float(numbers[2]) == pytest.approx(4 * planned.run_seconds / 3600, rel=0.06)
+    )
 
 
 def test_the_papers_column_has_the_runs_policy_and_dtype() -> None:
@@ -235,6 +265,9 @@ def test_the_command(tmp_path: Path) -> None:
         ("--world-size 8 --device h1000", "--device: 'h1000' is unknown"),
         ("--world-size 0 --device h100", "--world-size: 0 is not positive"),
         ("--world-size 8 --device h100 --write x.json", "--write: writes what --search finds"),
+        ("--world-size 8 --device h100 --top 3", "--top: shows what --search finds"),
+        ("--world-size 8 --device h100 --html /proc/x/x.html", "/proc/x: can't be written"),
+        ("--world-size 8 --device h100 --html=", "--html: . is a directory; give the path of a file"),
         ("--world-size 8 --device h100 --pipeline 2", "unrecognized arguments: --pipeline 2"),
         ("--world-size 3 --device h100", "zero_tp.parallel.tensor: tensor 2 × data 1.5 ≠ world 3"),
     ],

@@ -28,7 +28,8 @@ from zero_tp.parallel.elementwise import ElementwiseOps
 from zero_tp.planning import dryrun
 from zero_tp.planning.dryrun import LayerKind, dry_run, layer_contexts, representative_layers
 from zero_tp.planning.formulas import model_states
-from zero_tp.planning.memory import model_of
+from zero_tp.planning.gathered import most_gathered
+from zero_tp.planning.memory import model_size
 from zero_tp.planning.plan_settings import ZeroSettings, workload_of
 from zero_tp.planning.tracking import join_parts, measure
 from zero_tp.planning.zero import ZeroMemory
@@ -110,7 +111,7 @@ def test_few_layers_represent_many(layers: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_model_states_are_the_papers_and_padding(stage: int) -> None:
     config = load([f"zero_optimization.stage={stage}", "zero_tp.parallel.tensor=1"])
-    parameters = model_of(config.hf_config(), 1, False).parameters
+    parameters = model_size(config.hf_config(), 1, False).parameters
     states = ZeroMemory(parameters, ZeroSettings.of(config, cpu=False)).states
     papers = model_states(parameters.total, stage, WORLD)
     # Stage 3 pads each parameter to the number of ranks, stages 1 and 2 each of two groups to twice that.
@@ -119,6 +120,56 @@ def test_model_states_are_the_papers_and_padding(stage: int) -> None:
     assert 0 <= states.optimizer - papers["optimizer"] <= 12 * own
     assert 0 <= states.parameters - papers["parameters"] <= 2 * (padded if stage < 3 else own)
     assert stage < 3 or 0 <= states.gradients - papers["gradients"] <= 2 * own
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "moments"),
+    [
+        ({"type": "AdamW", "params": {"lr": 1e-3}}, 8),
+        ({"type": "AdamW", "params": {"lr": 1e-3, "amsgrad": True}}, 12),
+        ({"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}, 4),
+        ({"type": "SGD", "params": {"lr": 1e-3}}, 0),
+    ],
+)
+def test_moments_are_those_that_torchs_optimizer_creates(optimizer: dict[str, Any], moments: int) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    parameter.grad = torch.ones(1000)
+    created = getattr(torch.optim, optimizer["type"])([parameter], **optimizer["params"])
+    created.step()
+    states = created.state[parameter].items()
+    assert moments * 1000 == sum(value.nbytes for name, value in states if name != "step" and value is not None)
+    settings = ZeroSettings.of(load(["zero_optimization.stage=0", f"optimizer={json.dumps(optimizer)}"]), cpu=False)
+    assert settings.moments == moments and not settings.torch_optimizer
+
+
+def test_gradients_in_fp32_count_while_they_are_sent_and_while_an_offloaded_optimizer_updates() -> None:
+    def zero_memory(*overrides: str) -> ZeroMemory:
+        config = load([*overrides, "zero_tp.parallel.tensor=1"])
+        return ZeroMemory(model_size(config.hf_config(), 1, False).parameters, ZeroSettings.of(config, cpu=False))
+
+    wider, sent = "data_types.grad_accum_dtype=fp32", "communication_data_type=fp32"
+    offloaded = zero_memory("zero_optimization.stage=2", 'zero_optimization.offload_optimizer={"device":"cpu"}', wider)
+    assert offloaded.updating().gradients == 4 * offloaded.partition
+    plain = zero_memory("zero_optimization.stage=0", sent)
+    assert plain.end_of_backward().buffers == (2 + 4) * plain.parameters.total
+    accumulated = zero_memory("zero_optimization.stage=1", wider, sent)
+    kept = accumulated.states.buffers
+    assert accumulated.end_of_backward().buffers - kept == 4 * accumulated.parameters.total
+    bucketed = [zero_memory("zero_optimization.stage=2", *each).end_of_backward().buffers for each in ([], [sent])]
+    assert bucketed[1] - bucketed[0] == 4 * 400_000, "a bucket's copy in fp32"
+
+
+def test_a_recomputed_layer_is_gathered_as_a_whole() -> None:
+    """The modules of a layer run again before the backward of the last of them; no prefetch, all used again soon."""
+    modules, layers = ((100,), (10,), (20,), (10,), (20,), (50,)), (-1, 0, 0, 1, 1, 2)
+
+    def most(recomputed: range, max_reuse: int) -> list[float]:
+        gathered = most_gathered(modules, layers, False, recomputed, 0, 0, 10**9, max_reuse)
+        return [gathered["backward", layer] for layer in (1, 0)]
+
+    assert most(range(0), 45) == [20, 20]
+    assert most(range(2), 45) == [30, 30]
+    assert most(range(1), 45) == [20, 30]
 
 
 def rank_of(overrides: list[str]) -> int:
@@ -150,7 +201,7 @@ def test_the_plan_against_a_real_step(number: int) -> None:
     overrides = CONFIGS[number]
     engine = engine_peaks(TIERS.get(number, "heavy"), rank_of(overrides))[json.dumps(overrides)]
     parallel = load(overrides).zero_tp.parallel
-    model = model_of(load(overrides).hf_config(), parallel.tensor, parallel.sequence)
+    model = model_size(load(overrides).hf_config(), parallel.tensor, parallel.sequence)
     assert engine["parameters"] == model.parameters.total
     assert engine["planned"] == pytest.approx(engine["measured"], rel=0.03)
     if load(overrides).zero_stage < 3:  # MemTracker misses half of ZeRO-3's first step; test_papers_zero.py has it
@@ -191,6 +242,6 @@ def test_parameters_of_every_architecture_are_those_of_transformers(name: str) -
     hf_config = config.hf_config()
     with torch.device("meta"):
         theirs = native_model(hf_config, **({"attn_implementation": "eager"} if encoder else {}))
-    spec, parameters, whole = model_of(hf_config, 1, False)
+    spec, parameters, whole = model_size(hf_config, 1, False)
     assert whole == parameters.total == theirs.num_parameters()
     assert layer_products(spec) * spec.layers < whole

@@ -66,7 +66,7 @@ def test_rings_share_the_ports_of_a_node() -> None:
 def test_overlapping_collectives_take_multiprocessors_from_products() -> None:
     def exposed(overlap: bool) -> float:
         overrides = [f"zero_optimization.overlap_comm={str(overlap).lower()}", "zero_optimization.stage=2"]
-        return plan(RunConfig.load(GPT2, overrides, 64), H100.device).time.data
+        return plan(RunConfig.load(GPT2, overrides, 64), H100.device).time.dp_communication
 
     assert 0 < exposed(True) < exposed(False)
     without_channels = replace(H100, device=H100.device.model_copy(update={"channels": 0}))
@@ -80,7 +80,7 @@ def test_gradients_in_fp32_take_longer_to_send_and_to_add() -> None:
     def seconds(*overrides: str, world: int = 64) -> tuple[float, float]:
         given = ["zero_optimization.stage=1", "zero_tp.parallel.tensor=1", *overrides]
         time = plan(RunConfig.load(GPT2, given, world), H100.device).time
-        return time.data, time.elementwise
+        return time.dp_communication, time.elementwise
 
     narrow, wide = seconds(), seconds(*wider)
     parameters, ports = 354_823_168, 8 * 50e9 * 0.5

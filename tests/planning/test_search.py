@@ -23,7 +23,7 @@ from zero_tp.files import write_named
 from zero_tp.planning import plan_report as report
 from zero_tp.planning.plan import plan
 from zero_tp.planning.plan_settings import Workload, ZeroSettings
-from zero_tp.planning.search import NEAREST, Search, config_with
+from zero_tp.planning.search import NEAREST, Search, _divisors, candidate_config, load_error
 from zero_tp.strict_json import read_json
 
 
@@ -82,9 +82,32 @@ def test_a_written_candidate_has_the_settings_that_were_weighed(
     before, workload = settings_of(raw), Workload(1024, 4, policy=RecomputePolicy(mode="full"))
     for stage, owners in [*((stage, False) for stage in range(4)), (1, True), (2, True)]:
         weighed = before.with_stage(stage, accumulation=16, requests_owner_reduction=owners)
-        written = settings_of(config_with(raw, workload, weighed))
+        written = settings_of(candidate_config(raw, workload, weighed))
         assert written == weighed
         assert written.reduces_to_owners == owners
+
+
+def test_search_keeps_the_runs_own_recomputation_and_drops_what_needs_sequence_parallelism() -> None:
+    policy = {"mode": "selective", "modules": ["norm", "mlp_activation"]}
+    overrides = [f"zero_tp.recompute={json.dumps(policy)}", "zero_tp.parallel.tensor=2"]
+    overrides += ["zero_tp.parallel.fused_products=true"]
+    present = plan(RunConfig.load(GPT2, overrides, 8), named_device("h100"))
+    search = Search(present.config, present.device)
+    assert {one.workload.policy.mode for one in search.ranked} == {"none", "full", "selective"}
+    assert "recompute selective, modules norm+mlp activation," in present.describe()
+    (own,) = (one for one in search.ranked if one.describe() == present.describe())
+    assert own.time.total == present.time.total
+    raw = read_json(GPT2)
+    apply_overrides(raw, overrides)
+    written = candidate_config(raw, own.workload, own.settings)["zero_tp"]
+    assert written["recompute"] == policy and written["parallel"]["fused_products"]
+    alone = next(one for one in search.ranked if one.workload.tensor == 1)
+    assert load_error(candidate_config(raw, alone.workload, alone.settings), 8) is None
+
+
+def test_divisors_of_a_large_batch_are_found_at_once() -> None:
+    assert _divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
+    assert len(_divisors(2**30)) == 31 and _divisors(2**31 - 1) == [1, 2**31 - 1]
 
 
 @THOROUGH
@@ -105,7 +128,7 @@ def test_if_nothing_fits_the_nearest_candidate_and_its_shortage_are_named(tmp_pa
     apply_overrides(raw, overrides)
     shortages: dict[str, float] = {}  # by plans of runs with those settings, which know of no search
     for one in search.ranked[:NEAREST]:
-        (tmp_path / "one.json").write_text(json.dumps(config_with(raw, one.workload, one.settings)))
+        (tmp_path / "one.json").write_text(json.dumps(candidate_config(raw, one.workload, one.settings)))
         memory = plan(RunConfig.load(tmp_path / "one.json", (), 8), device).memory
         groups = 1 if one.workload.tensor in (1, 8) else 3
         shortages[one.describe()] = max(

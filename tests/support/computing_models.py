@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from tests.support.streams import Computing
 from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.planning.dryrun import Unfilled
+from zero_tp.planning.dryrun import UninitializedSource
 
 BATCH, HIDDEN, VOCABULARY = 2, 24, 50
 
@@ -37,7 +37,9 @@ def tensor_there(tensor: Tensor, computing: Computing) -> Tensor:
 
 def model_there(model: ZeroTPForCausalLM, computing: Computing) -> ZeroTPForCausalLM:
     """Copy a model to the accelerator, for training."""
-    there = ZeroTPForCausalLM(model.config, model.topology, source=Unfilled(), device=computing.device).train()
+    there = ZeroTPForCausalLM(
+        model.config, model.topology, source=UninitializedSource(), device=computing.device
+    ).train()
     for its, ours in zip(there.parameters(), model.parameters(), strict=True):
         computing.write(its, ours)
     return there

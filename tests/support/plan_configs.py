@@ -116,15 +116,25 @@ CONFIGS += [
     family("qwen3_moe", "zero_optimization.stage=1", "zero_tp.recompute=full"),
     family("olmoe", "zero_optimization.stage=3", "zero_tp.attention=eager"),
 ]
+GATHERED = ["zero_optimization.stage=3", "zero_tp.parallel.tensor=1"]
+GATHERED += [f"zero_optimization.stage3_{name}=0" for name in ("param_persistence_threshold", "prefetch_bucket_size")]
+CONFIGS += [
+    [*GATHERED, "zero_tp.recompute=full"],
+    ["zero_optimization.stage=1", "optimizer.params.amsgrad=true"],
+    ["zero_optimization.stage=2", f"zero_optimization.offload_optimizer{OFFLOAD}", WIDER[0]],
+    ["zero_optimization.stage=1", *WIDER, "communication_data_type=fp32"],
+    ["zero_optimization.stage=0", "gradient_accumulation_steps=2", "communication_data_type=fp32"],
+]
 WORLD = 4
 NAMES = [
     " ".join(re.sub(r'.*"model_type": "([\w-]+)".*', r"\1", one).split(".")[-1] for one in config) for config in CONFIGS
 ]
 
 
-# The second tier has every fourth, ZeRO-3 with offload, M_D under SP, full recomputation with ZeRO-2
-# and windows.
-TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 4), 29, 34, 35, 37, 41, 43)}
+# The second tier has every fourth, ZeRO-3 with offload, M_D under SP, full recomputation with ZeRO-2, windows, and the
+# last five.
+SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 5, len(CONFIGS)))
+TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 4), *SECOND)}
 MARKS: dict[str, Any] = {"thorough": THOROUGH, "heavy": pytest.mark.heavy}
 CASES = [pytest.param(number, id=name, marks=MARKS[TIERS.get(number, "heavy")]) for number, name in enumerate(NAMES)]
 

@@ -1,7 +1,7 @@
 """What a step on a simulated accelerator asks of the host, and what it gives its process group.
 
-Forward, backward and our part of the step run on fake tensors (zero_tp/planning/accelerator.py), and every operation is
-looked at. DeepSpeed's engine does not run on fake tensors: a stub has its place.
+Forward, backward and our part of the step run on fake tensors (zero_tp/planning/simulated_accelerator.py), and every
+operation is looked at. DeepSpeed's engine does not run on fake tensors: a stub has its place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import AutoConfig
 from zero_tp.data.batch import AnyBatch
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.gradients import gradient_norm
-from zero_tp.planning import accelerator, dryrun
+from zero_tp.planning import dryrun, simulated_accelerator
 from zero_tp.planning.plan_settings import Workload
 from zero_tp.planning.tracking import DryRunPart, measure
 from zero_tp.process.signals import Requests
@@ -177,7 +177,7 @@ def stubbed(model: ParallelModel) -> Iterator[TrainingEngine]:
     """The engine of a run at ZeRO-1 and DP 2 around a model on fake tensors, without DeepSpeed."""
     topology = copy.copy(model.topology)
     topology.world, topology.data = 2 * topology.tensor, 2
-    topology.data_group = dryrun.topology_of(2, False).tensor_group
+    topology.data_group = dryrun.fake_tp_topology(2, False).tensor_group
     settings: dict[str, Any] = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
     settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
 
@@ -217,7 +217,7 @@ def watched_step(model_type: str, workload: Workload, does: Does | None = None) 
     with (
         dryrun.fake_micro_batch(config_of(model_type), workload, whole=True) as (model, batch, _),
         stubbed(model) as made,
-        mock.patch.object(accelerator._Stream, "synchronize", waits, create=True),
+        mock.patch.object(simulated_accelerator._Stream, "synchronize", waits, create=True),
     ):
         made.run_step([batch] * ACCUMULATION)
         requests = Requests()

@@ -1,6 +1,6 @@
 """A simulated accelerator that computes: its streams run what they are given as late as they may, or as early.
 
-It stands on zero_tp/planning/accelerator.py, whose tensors are fake. Here each of their storages has memory on the
+It stands on zero_tp/planning/simulated_accelerator.py, whose tensors are fake. Here each storage has memory on the
 host, full of NaN until something is written, and every operation waits in the queue of its stream. A queue goes on when
 another stream waits for one of its events, or when somebody reads. So work that nothing orders comes at the wrong end:
 too late (copies "late": their streams stand still until they have to move, computation runs at once) or too early
@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.support.nccl import Collectives
-from zero_tp.planning.accelerator import accelerator
+from zero_tp.planning.simulated_accelerator import simulated_accelerator
 
 Work = Callable[[], None]
 
@@ -268,7 +268,7 @@ class _Pinning(TorchFunctionMode):
 def computing_accelerator(copies: str) -> Iterator[Computing]:
     """Inside, tensors are fake, those of the Computing's device and the host's, and it has their values."""
     with ExitStack() as stack:
-        device = stack.enter_context(accelerator())
+        device = stack.enter_context(simulated_accelerator())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # as in the dry run
         stack.enter_context(FakeTensorMode())
         computing = Computing(device, copies)

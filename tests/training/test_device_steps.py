@@ -26,7 +26,7 @@ from zero_tp.checkpoint.save import _copy_to_host
 from zero_tp.models import transformer
 from zero_tp.parallel import collectives
 from zero_tp.parallel.host_copy import HostCopy
-from zero_tp.planning import accelerator
+from zero_tp.planning import simulated_accelerator
 from zero_tp.planning.plan_settings import Workload
 from zero_tp.process.signals import Requests
 from zero_tp.tensors.safetensors_files import Entry
@@ -220,7 +220,7 @@ def test_a_trainer_waits_once_a_micro_batch_after_its_forward(tensor: int) -> No
 
     def losses(engine: TrainingEngine) -> object:
         trainer = StubTrainer(engine, events)
-        with mock.patch.object(accelerator._Stream, "synchronize", lambda _: events.append("wait")):
+        with mock.patch.object(simulated_accelerator._Stream, "synchronize", lambda _: events.append("wait")):
             trainer.run_micro_batches(2)
         return None
 
@@ -232,7 +232,7 @@ def test_a_trainer_waits_once_a_micro_batch_after_its_forward(tensor: int) -> No
 def copied_for_a_save(engine: TrainingEngine) -> object:
     weight = next(engine.model.parameters())
     copied = _copy_to_host(Entry("weight", tuple(weight.shape), weight.dtype, lambda: weight))
-    with mock.patch.object(accelerator._Stream, "synchronize", lambda _: None):  # the writing thread's
+    with mock.patch.object(simulated_accelerator._Stream, "synchronize", lambda _: None):  # the writing thread's
         assert copied.read().device.type == "cpu"
     return None
 

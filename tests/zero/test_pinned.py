@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.papers.engines import drawn, engine_of, model_in, small_config
+from benchmarks.papers.engines import drawn, engine_of, run_model_size, small_config
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.planning.plan_settings import ZeroSettings, page_locked
@@ -66,7 +66,7 @@ def page_locked_by(config: Any) -> list[int]:
 def test_an_engine_page_locks_what_the_planner_rounds_up(ranks: Pools, stage: int, changes: tuple[str, ...]) -> None:
     config = config_of(stage, changes)
     settings = ZeroSettings.of(config, cpu=False)
-    memory = ZeroMemory(model_in(config).parameters, settings)
+    memory = ZeroMemory(run_model_size(config).parameters, settings)
     found, _ = ranks(RANKS).run(page_locked_by, config)
     assert found == sorted(memory.pinned)
     assert bool(found) == (PAGEABLE not in changes)

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.papers.collectives import counted
-from benchmarks.papers.engines import drawn, engine_of, model_in, small_config
+from benchmarks.papers.engines import drawn, engine_of, run_model_size, small_config
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.planning.plan_settings import ZeroSettings
@@ -42,7 +42,7 @@ def test_an_engine_sends_what_the_planner_counts(ranks: Pools, stage: int, owner
     gathers, reductions = settings.volumes
     assert (gathers, reductions) == (1, (1 if owners else 2) * (micro if stage == 2 else 1))
     (losses, sent), _ = ranks(RANKS).run(steps, config)
-    unit = model_in(config).whole * (RANKS - 1)  # of all ranks
+    unit = run_model_size(config).whole * (RANKS - 1)  # of all ranks
     found = {name: elements / unit for name, elements in sent.items() if elements > 0.01 * unit}
     assert set(found) == {"all_gather_single", "reduce" if owners else "allreduce"}
     assert found.pop("all_gather_single") == pytest.approx(gathers, rel=0.001)

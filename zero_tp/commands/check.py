@@ -158,12 +158,12 @@ def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None
         inputs: None if something that the run reads is missing.
         parent: the run or checkpoint that the run starts from.
     """
-    from zero_tp.planning.memory import model_in
+    from zero_tp.planning.memory import run_model_size
 
     absent = config.missing_files()
     missing = ", ".join(str(path) for path in absent if str(path) not in config.hub_names)
     missing = f", but these are missing: {missing}" if missing else ""
-    parameters = model_in(config).whole
+    parameters = run_model_size(config).whole
     lines = [
         ("config", f"{config.path} is right{missing}"),
         *_settings(config, parameters),

@@ -14,11 +14,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from zero_tp.cli import check_writable
 from zero_tp.commands.check import FILE, add_config
 from zero_tp.config.resolve import MAX_NUMBER
 from zero_tp.devices import NAMES, named_device
 from zero_tp.errors import UserError
 from zero_tp.files import write_named
+from zero_tp.page import new_figure
+
+TOP = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,20 +42,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--search", action="store_true", help="try other settings at the same global batch")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="candidates that --search shows (default 10)")
+    parser.add_argument("--top", type=int, metavar="N", help=f"candidates that --search shows (default {TOP})")
     parser.add_argument("--write", type=Path, metavar="OUT", help="with --search: write the fastest as a run config")
     parser.add_argument("--dry-run", action="store_true", help="run all layers with fake tensors and compare")
     parser.add_argument("--html", type=Path, metavar="OUT", help="write a page with a picture, and a PNG beside it")
 
 
 def check(options: argparse.Namespace) -> None:
-    for name in ("world_size", "top"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')}: {getattr(options, name)} is not positive; give 1 or more")
+    for name, number in (("--world-size", options.world_size), ("--top", options.top)):
+        if number is not None and number < 1:
+            raise UserError(f"{name}: {number} is not positive; give 1 or more")
     if options.tokens is not None and not 1 <= options.tokens <= MAX_NUMBER:
         raise UserError(f"--tokens: {options.tokens:g} is no number of tokens; give one from 1 to 2^53")
-    if options.write and not options.search:
-        raise UserError("--write: writes what --search finds; give --search too")
+    for name, value, verb in (("--write", options.write, "writes"), ("--top", options.top, "shows")):
+        if value and not options.search:
+            raise UserError(f"{name}: {verb} what --search finds; give --search too")
+    for name, path in (("--write", options.write), ("--html", options.html)):
+        if path is not None:
+            if path.is_dir():
+                raise UserError(f"{name}: {path} is a directory; give the path of a file")
+            check_writable(path.parent)
+    if options.html:
+        new_figure(1, 1)  # refuses before the work if matplotlib is missing
 
 
 def main(options: argparse.Namespace) -> None:
@@ -77,7 +89,7 @@ def main(options: argparse.Namespace) -> None:
     fastest = None
     if options.search:
         search = Search(config, device)
-        shown, best = search.fastest(options.set, options.top)
+        shown, best = search.fastest(options.set, options.top or TOP)
         result["candidates"] = [estimate.as_json() for estimate in shown]
         result["tried"], result["fitting"] = len(search.ranked), search.fitting
         advice, fastest = report.advice(search, shown, run_plan), shown[0]

@@ -8,7 +8,7 @@ Layers take the same bytes if they and their neighbours have the same window, ML
 executes a few representative layers and repeats their bytes for all L layers.
 
 A plan for a CPU uses fake "cpu" tensors: the meta device would decompose attention and count its scores. A plan for an
-accelerator uses tensors of a simulated one (planning/accelerator.py).
+accelerator uses tensors of a simulated one (planning/simulated_accelerator.py).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from zero_tp.models.context import PackedSequences
 from zero_tp.models.masked_lm import MaskedLM
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.elementwise import ElementwiseOps, set_training_elementwise
-from zero_tp.planning.accelerator import accelerator
 from zero_tp.planning.plan_settings import Workload
+from zero_tp.planning.simulated_accelerator import simulated_accelerator
 from zero_tp.planning.tracking import MemorySample, join_parts, measure
 from zero_tp.topology import Topology
 
@@ -71,7 +71,7 @@ def fake_micro_batch(
     with ExitStack() as stack:
         device = torch.device("cpu")
         if not workload.cpu:
-            device = stack.enter_context(accelerator(varlen=workload.varlen))
+            device = stack.enter_context(simulated_accelerator(varlen=workload.varlen))
         stack.enter_context(torch.random.fork_rng([]))
         # Run backward in this thread: autograd has no thread for a device that is registered after its first use.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -94,8 +94,8 @@ def fake_micro_batch(
         model_class: type[ParallelModel] = DocumentPerTokenLM if spec.causal else MaskedLM
         model = model_class(
             config,
-            topology_of(workload.tensor, workload.sequence),
-            source=Unfilled(),
+            fake_tp_topology(workload.tensor, workload.sequence),
+            source=UninitializedSource(),
             dtype=getattr(torch, DTYPES[workload.dtype]),
             device=device,
             spec=replace(spec, layers=len(executed), windows=windows, mlps=mlps, rotary=rotary),
@@ -144,8 +144,8 @@ class DocumentPerTokenLM(CausalLM):
         return PackedSequences.from_cu_seqlens(cu_seqlens, document_ids.shape, device)
 
 
-class Unfilled:
-    """A source that leaves new parameters uninitialised."""
+class UninitializedSource:
+    """A source of initial weights that leaves parameters uninitialised."""
 
     def fill(self, *_: Any) -> None:
         pass
@@ -160,7 +160,7 @@ class _FixedLayersPolicy(RecomputePolicy):
         return self.numbers
 
 
-def topology_of(tensor: int, sequence: bool) -> Topology:
+def fake_tp_topology(tensor: int, sequence: bool) -> Topology:
     """Return the topology of rank 0 in a fake TP group. It needs no process group."""
     topology = Topology(tensor, sequence, world=tensor)
     if tensor > 1:
@@ -189,9 +189,12 @@ def layer_contexts(kinds: Sequence[LayerKind], reach: int = 1) -> list[tuple[Any
     """Return for each layer everything that its bytes depend on.
 
     This is its kind, the kinds of its neighbours, and whether it is the first layer with its window: in backward that
-    layer is the last to free the window's mask. For a layer that recomputes it is also the number of recomputing layers
-    before and after it, up to `reach`: with `cpu_checkpointing` its checkpoint is copied to the host while the next
-    `reach` layers run, and is fetched one layer ahead in backward.
+    layer is the last to free the window's mask.
+
+    Args:
+        reach: a recomputing layer also depends on so many recomputing layers before and after it. With
+            `cpu_checkpointing` its checkpoint is copied to the host while the next layers run, and is fetched one layer
+            ahead in backward.
     """
     neighbours: list[LayerKind | None] = [None, *kinds, None]
     windows = [kind.window for kind in kinds]

@@ -48,7 +48,7 @@ class MemoryForecast(Callback):
         if cpu:
             point = rank_memory(config, cpu=True).peak
         else:
-            point = run_isolated(rank_memory, config, cpu=False, varlen=runs_varlen(_current(device_type))).peak
+            point = run_isolated(rank_memory, config, cpu=False, varlen=runs_varlen(_current_device(device_type))).peak
         self._planned = point.total + (point.host if cpu else 0.0)
         self._resident_before = resident_gib() if cpu else 0.0
         host = f", and {in_gib(point.host)} GiB of host memory" if point.host and not cpu else ""
@@ -82,5 +82,5 @@ def _hide_devices() -> None:
     os.environ.update(WITHOUT_DEVICES)
 
 
-def _current(device_type: str) -> torch.device:
+def _current_device(device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())

@@ -3,14 +3,16 @@
 This simulates `PartitionedParameterCoordinator` (deepspeed/runtime/zero/partitioned_param_coordinator.py). From its
 second step on DeepSpeed knows the order of modules. Before a module runs, it gathers the module's parameters and
 prefetches those of the next modules, up to the prefetch bucket. After the module it frees parameters, unless they are
-used again within `max_reuse_distance` elements. Parameters up to the persistence threshold are never partitioned, and
+used again within `max_reuse_distance` elements. Recomputation runs a layer's modules once more before their backward,
+so the whole layer may be gathered at once. Parameters up to the persistence threshold are never partitioned, and
 not counted here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 ParameterId = tuple[int, int]
 """A parameter: (number of its module, position in the module)."""
@@ -21,6 +23,7 @@ def most_gathered(
     modules: tuple[tuple[int, ...], ...],
     layers: tuple[int, ...],
     tied: bool,
+    recomputed: Collection[int],
     threshold: int,
     prefetch_bucket: int,
     max_live: int,
@@ -33,18 +36,19 @@ def most_gathered(
             in the last module.
         layers: for each module the layer's number, -1 before the first layer and L after the last.
         tied: the last module's weight is the first module's.
+        recomputed: numbers of the layers whose modules run again in backward; hashable.
     """
     sizes = {(number, position): size for number, own in enumerate(modules) for position, size in enumerate(own)}
     partitioned = _partitioned(modules, threshold, tied)
-    order = [*range(len(modules)), *reversed(range(len(modules)))]
-    passed = list(accumulate((sum(modules[number]) for number in order), initial=0))
+    order = _execution_order(layers, recomputed)
+    numel_before = list(accumulate((sum(modules[number]) for number in order), initial=0))
     queue = [(step, name) for step, module in enumerate(order) for name in partitioned[module]][::-1]
     uses: dict[ParameterId, list[int]] = {}
     for step, name in reversed(queue):
         uses.setdefault(name, []).append(step)
     gathered, prefetched_for, most = set[ParameterId](), dict[ParameterId, int](), dict[tuple[str, int], float]()
-    # Each prefetch of several parameters has a buffer, here (its parameters, its unused parameters). The first use
-    # copies all parameters out of the buffer; it is freed when all have been used.
+    # Each prefetch of several parameters has a buffer: (its parameters, those not used yet). The first use copies all
+    # parameters out of the buffer; it is freed when all have been used.
     buffers: list[tuple[list[ParameterId], set[ParameterId]]] = []
     for step, module in enumerate(order):
         gathered.update(partitioned[module])
@@ -71,10 +75,19 @@ def most_gathered(
             most[key] = max(most.get(key, 0.0), float(live + size + copied))
 
         for name in partitioned[module]:
-            is_reused = any(use > step and passed[use] - passed[step + 1] < max_reuse for use in uses[name])
+            is_reused = any(use > step and numel_before[use] - numel_before[step + 1] < max_reuse for use in uses[name])
             if not is_reused and prefetched_for.get(name, -1) <= step:
                 gathered.discard(name)
     return most
+
+
+def _execution_order(layers: Sequence[int], recomputed: Collection[int]) -> list[int]:
+    """Return the numbers of the modules in the order in which they run: forward, then backward with recomputation."""
+    order = list(range(len(layers)))
+    for layer, group in groupby(reversed(range(len(layers))), key=lambda number: layers[number]):
+        backward = list(group)
+        order += [*reversed(backward), *backward] if layer in recomputed else backward
+    return order
 
 
 def _partitioned(modules: tuple[tuple[int, ...], ...], threshold: int, tied: bool) -> list[list[ParameterId]]:

@@ -25,8 +25,8 @@ STATE_CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers
 CATEGORIES = (*STATE_CATEGORIES, "activations", "transients")
 
 
-class Model(NamedTuple):
-    """The spec of a model, the parameters of TP rank 0, and the number of all parameters (`whole`)."""
+class ModelSize(NamedTuple):
+    """A model's spec, the parameters of TP rank 0, and the number of parameters of all ranks (`whole`)."""
 
     spec: TransformerSpec
     parameters: Parameters
@@ -38,7 +38,7 @@ class Model(NamedTuple):
         return self.whole - self.spec.idle_parameters
 
 
-def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
+def model_size(config: PretrainedConfig, tensor: int, sequence: bool) -> ModelSize:
     """Build a model on the meta device and count its parameters."""
     spec = architecture_of(config).spec(config)
     model = model_class(spec)(config, Topology(tensor, sequence, world=tensor), device="meta")
@@ -55,13 +55,13 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
             layers.append(int(parts[2]) if "layers" in parts else spec.layers if is_after_layers else -1)
     whole = sum(math.prod(shape) for _, shape in sizes)
     tied = bool(config.tie_word_embeddings) and modules[-1] == modules[0]  # an encoder's last module is another head
-    return Model(spec, Parameters(matrices, vectors, tuple(modules), tuple(layers), tied), whole)
+    return ModelSize(spec, Parameters(matrices, vectors, tuple(modules), tuple(layers), tied), whole)
 
 
-def model_in(config: RunConfig) -> Model:
-    """Return the model of a run; see `model_of`."""
+def run_model_size(config: RunConfig) -> ModelSize:
+    """Return the `model_size` of a run's model."""
     parallel = config.zero_tp.parallel
-    return model_of(config.hf_config(), parallel.tensor, parallel.sequence)
+    return model_size(config.hf_config(), parallel.tensor, parallel.sequence)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class RankMemory:
 
     @cached_property
     def points(self) -> list[Point]:
-        """Return the last micro-batch of a step, the end of backward, the optimizer's two peaks, and the end."""
+        """Return the memory during the last micro-batch, at the end of backward, at the update's peaks and after."""
         zero, points = self.zero, list[Point]()
         forward = sum(sample.phase == "forward" for sample in self.samples)
         backward = len(self.samples) - forward
@@ -137,17 +137,18 @@ class RankMemory:
         return Point(phase, position, sizes, states.host + self.activation_checkpoint_bytes[1])
 
 
-def rank_memory(config: RunConfig, *, cpu: bool, varlen: bool = True, model: Model | None = None) -> RankMemory:
+def rank_memory(config: RunConfig, *, cpu: bool, varlen: bool = True, model: ModelSize | None = None) -> RankMemory:
     """Return the memory of one rank of the run.
 
     Args:
         config: loaded with a world size.
         cpu: the ranks run on CPUs, else on accelerators.
         varlen: the accelerators run `varlen_attn`.
-        model: `model_in(config)`, if the caller has it.
+        model: `run_model_size(config)`, if the caller has it.
     """
-    model, workload = model or model_in(config), workload_of(config, cpu=cpu, varlen=varlen)
-    zero = ZeroMemory(model.parameters, ZeroSettings.of(config, cpu=cpu))
+    model, workload = model or run_model_size(config), workload_of(config, cpu=cpu, varlen=varlen)
+    rerun_layers = workload.rerun_layers(model.spec.layers)
+    zero = ZeroMemory(model.parameters, ZeroSettings.of(config, cpu=cpu), rerun_layers)
     checkpoint_bytes = workload.activation_checkpoint_bytes(model.spec.hidden, model.spec.layers)
     return RankMemory(zero, dry_run(config.hf_config(), workload), checkpoint_bytes)
 
@@ -163,7 +164,7 @@ class PaperView:
         stage, data: ZeRO's stage and N_d.
     """
 
-    model: Model
+    model: ModelSize
     workload: Workload
     stage: int
     data: int
@@ -190,7 +191,7 @@ class PaperView:
         return formulas.saved_selective(layer, core, policy.chosen_modules)
 
     def layers_bytes(self) -> float:
-        """Return the activations that all layers keep of the micro-batch that keeps the most."""
+        """Return the activations that all layers keep, of the micro-batch with the most."""
         layers, policy = self.model.spec.layers, self.workload.policy
         recomputed = 0 if policy.keep_micro_batches else len(policy.recomputed_layers(layers))
         saved = (layers - recomputed) * self.layer_bytes(recomputes=False)

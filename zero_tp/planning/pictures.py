@@ -38,7 +38,7 @@ def write_page(plan: Plan, path: Path, advice: Sequence[str] = (), fastest: Esti
         The written files: the page, and the picture as PNG.
     """
     shown = {"the present settings": plan} | ({"the fastest settings": fastest} if fastest else {})
-    figure = over_time({title: (one.memory.points, one.usable) for title, one in shown.items()})
+    figure = memory_over_time({title: (one.memory.points, one.usable) for title, one in shown.items()})
     text = "\n".join([report.describe(plan), *advice])
     parts = [
         f'<p class="{"good" if plan.fits else "bad"}">{html.escape(report.verdict(plan))}</p>',
@@ -49,7 +49,7 @@ def write_page(plan: Plan, path: Path, advice: Sequence[str] = (), fastest: Esti
     return page.write(path, f"{plan.config.name}: {plan.ranks} × {plan.device.name}", parts, {"over_time": figure})
 
 
-def over_time(shown: Mapping[str, tuple[Sequence[Point], float | None]]) -> Any:
+def memory_over_time(shown: Mapping[str, tuple[Sequence[Point], float | None]]) -> Any:
     """Draw memory over a step by category and phase.
 
     Args:
@@ -62,7 +62,7 @@ def over_time(shown: Mapping[str, tuple[Sequence[Point], float | None]]) -> Any:
     figure = new_figure(8.4 if len(shown) == 1 else 11.0, 3.6)
     for number, (title, (points, limit)) in enumerate(shown.items(), start=1):
         axes = style_axes(figure.add_subplot(1, len(shown), number), title)
-        peak = _draw_points(axes, _thinned(points), names)
+        peak = _draw_points(axes, _downsampled(points), names)
         if limit is not None and limit in limits:
             axes.axhline(
                 limit / GIB, color="#000000", linewidth=1, linestyle="--", label="limit (memory minus margins)"
@@ -102,7 +102,7 @@ def _draw_points(axes: Any, points: Sequence[Point], names: Sequence[str]) -> Po
     return peak
 
 
-def _thinned(points: Sequence[Point]) -> list[Point]:
+def _downsampled(points: Sequence[Point]) -> list[Point]:
     """Return the highest point of each interval of the micro-batch, and all points after the micro-batch."""
     micro_batch, length = points[:-POINTS_AFTER_BACKWARD], -(-len(points) // SHOWN_POINTS)
     intervals = (micro_batch[start : start + length] for start in range(0, len(micro_batch), length))

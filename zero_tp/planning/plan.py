@@ -13,7 +13,7 @@ from zero_tp.devices import Device
 from zero_tp.models.flops import model_flops, utilisation
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
-from zero_tp.planning.memory import Model, PaperView, Point, RankMemory, model_in, rank_memory
+from zero_tp.planning.memory import ModelSize, PaperView, Point, RankMemory, rank_memory, run_model_size
 from zero_tp.planning.plan_settings import Workload, ZeroSettings, workload_of
 from zero_tp.planning.rates import matrix_flops
 from zero_tp.planning.timing import StepTime, Timing
@@ -23,10 +23,10 @@ HOUR, DAY = 3600, 86400  # seconds
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory [bytes] and time that some settings of a run need on one kind of device."""
+    """The memory [bytes] and time that a run needs on one kind of device, with its own or other settings."""
 
     device: Device
-    model: Model
+    model: ModelSize
     workload: Workload
     memory: RankMemory
 
@@ -50,7 +50,7 @@ class Estimate:
 
     @property
     def communicators(self) -> int:
-        """Return a rank's number of communicators: the world's, and those of smaller TP and DP groups."""
+        """Return a rank's number of communicators: of the world, and of TP and DP groups that are smaller."""
         return (self.ranks > 1) + sum(1 < size < self.ranks for size in (self.workload.tensor, self.settings.data))
 
     @property
@@ -91,7 +91,7 @@ class Estimate:
 
     @property
     def shortage(self) -> float:
-        """Return the bytes that a device or its share of the host lacks, whichever is more; at most 0 if it fits."""
+        """Return the missing bytes of the device or of its share of host memory, whichever is more; ≤ 0 if it fits."""
         return max(-self.spare, -self.host_spare / min(self.device.per_node, self.ranks))
 
     @property
@@ -103,7 +103,7 @@ class Estimate:
         workload, zero = self.workload, self.settings
         parts = [f"TP {workload.tensor}", *["SP"] * workload.sequence]
         parts += [f"ZeRO-{zero.stage}", *["reduced to owners"] * zero.requests_owner_reduction]
-        parts += [f"recompute {workload.policy.mode}", f"micro {workload.batch} × {zero.accumulation}"]
+        parts += [workload.describe_recompute(), f"micro {workload.batch} × {zero.accumulation}"]
         offloaded = ["optimizer"] * zero.offload_optimizer + ["parameters"] * zero.offload_param
         return ", ".join([*parts, *([f"offload {' and '.join(offloaded)}"] if offloaded else [])])
 
@@ -114,7 +114,7 @@ class Estimate:
             "tensor": workload.tensor,
             "sequence": workload.sequence,
             "stage": zero.stage,
-            "recompute": workload.policy.mode,
+            "recompute": workload.recompute,
             "micro": workload.batch,
             "accumulation": zero.accumulation,
             "offload_optimizer": zero.offload_optimizer,
@@ -179,7 +179,7 @@ class Plan(Estimate):
         }
 
     def dry_run_all_layers(self) -> tuple[Point, float]:
-        """Return the peak of a dry run of all layers instead of representative ones, and the seconds that it took."""
+        """Return the peak of a dry run that executes every layer, and the seconds that it took."""
         start = time.perf_counter()
         samples = dry_run(self.config.hf_config(), self.workload, whole=True)
         return replace(self.memory, samples=samples).peak, time.perf_counter() - start
@@ -200,7 +200,7 @@ class Plan(Estimate):
             "parallel": {"tensor": parallel.tensor, "data": config.data_parallel, "sequence": parallel.sequence},
             "zero_stage": config.zero_stage,
             "dtype": config.dtype,
-            "recompute": self.workload.policy.mode,
+            "recompute": self.workload.recompute,
             "batch": {
                 "global": config.global_batch,
                 "micro": config.micro_batch,
@@ -238,6 +238,6 @@ def plan(config: RunConfig, device: Device, tokens: int | None = None) -> Plan:
         UserError: the device can't compute in the run's dtype.
     """
     matrix_flops(device, config.dtype)  # refuses before the dry run
-    model, workload = model_in(config), workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
+    model, workload = run_model_size(config), workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
     memory = rank_memory(config, cpu=device.is_cpu, varlen=device.varlen, model=model)
     return Plan(device, model, workload, memory, config, tokens)

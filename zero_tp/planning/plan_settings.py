@@ -1,4 +1,4 @@
-"""The settings of a run's config that its memory and time depend on, besides the model."""
+"""The settings of a config, besides the model, that determine a run's memory and time."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Workload:
         return bool(self.checkpointing.get("cpu_checkpointing")) and not self.cpu
 
     def activation_checkpoint_bytes(self, hidden: int, layers: int) -> tuple[float, float]:
-        """Return the bytes of permanent activation checkpoints: M_D's buffer on the device, and the host's."""
+        """Return the permanent bytes of activation checkpoints on the device (M_D's buffer) and on the host."""
         recomputed = len(self.policy.recomputed_layers(layers))
         slots = self.checkpointing.get("number_checkpoints") or recomputed
         parts = self.tensor if self.sequence or self.partitioned else 1
@@ -75,6 +75,22 @@ class Workload:
         if not self.checkpointing.get("contiguous_memory_optimization"):
             return 0.0, float(recomputed * page_locked(one)) if self.offloads_checkpoints else 0.0
         return (0.0, float(page_locked(slots * one))) if self.offloads_checkpoints else (float(slots * one), 0.0)
+
+    def rerun_layers(self, layers: int) -> range:
+        """Return the numbers of the layers that backward runs again as a whole."""
+        return self.policy.recomputed_layers(layers) if self.policy.mode == "full" else range(0)
+
+    @property
+    def recompute(self) -> str | dict[str, Any]:
+        """Return the policy as a value of `zero_tp.recompute`: the mode, or an object if more than it is chosen."""
+        chosen = self.policy.model_dump(exclude_defaults=True)
+        return chosen if len(chosen) > 1 else self.policy.mode
+
+    def describe_recompute(self) -> str:
+        """Return the policy in words: `recompute full, layers 6`."""
+        chosen = self.policy.model_dump(exclude_defaults=True, exclude={"mode"})
+        parts = [f"{name} {'+'.join(value) if name == 'modules' else value}" for name, value in chosen.items()]
+        return ", ".join([f"recompute {self.policy.mode}", *parts]).replace("_", " ")
 
 
 def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workload:
@@ -108,11 +124,11 @@ class ZeroSettings:
         accumulation: micro-batches of a step.
         accumulated, reduced: bytes of an element of accumulated gradients, and of gradients that are sent over DP.
         moments: bytes of the optimizer's states for one parameter, without the fp32 master.
-        torch_optimizer: the optimizer is torch's unfused class, which allocates temporaries.
+        torch_optimizer: the optimizer is an unfused class of torch whose update allocates temporaries.
         clips: gradients are clipped.
         copies: DeepSpeed copies gradients (contiguous, or accumulated in another dtype); see `copies_gradients`.
         overlap: `overlap_comm`.
-        requests_owner_reduction: the config requests reductions to the owners of gradients; see `reduces_to_owners`.
+        requests_owner_reduction: the config asks for reductions to the gradients' owners; see `reduces_to_owners`.
         pins_optimizer: the offloaded optimizer's buffers are page-locked; those of offloaded parameters always are.
         reduce_bucket, prefetch_bucket, persistence_threshold, max_live, max_reuse, sub_group: elements.
     """
@@ -154,8 +170,8 @@ class ZeroSettings:
             accumulation=config.accumulation,
             accumulated=ELEMENT_BYTES[typed["data_types.grad_accum_dtype"] or config.dtype],
             reduced=ELEMENT_BYTES[typed["communication_data_type"] or config.dtype],
-            moments=4 if optimizer == "SGD" else 8,
-            torch_optimizer=not params.get("fused") and (bool(params.get("torch_adam")) or optimizer == "SGD"),
+            moments=_moment_bytes(optimizer, params),
+            torch_optimizer=_allocates_temporaries(optimizer, params),
             clips=typed["gradient_clipping"] > 0,
             copies=copies_gradients(typed.values),
             overlap=zero["overlap_comm"],
@@ -222,3 +238,17 @@ class ZeroSettings:
         """
         overlap = stage == 3 if stage != self.stage and 3 in (stage, self.stage) else self.overlap
         return replace(self, stage=stage, overlap=overlap, **changes)
+
+
+def _allocates_temporaries(optimizer: str, params: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer is an unfused class of torch whose update allocates temporaries."""
+    if optimizer == "SGD":
+        return not params["fused"] and bool(params["weight_decay"] or params["nesterov"])
+    return bool(params.get("torch_adam")) and not params["fused"]
+
+
+def _moment_bytes(optimizer: str, params: Mapping[str, Any]) -> int:
+    """Return the bytes of an optimizer's fp32 states for one parameter; torch's SGD has none without momentum."""
+    if optimizer == "SGD":
+        return 4 if params["momentum"] else 0
+    return 12 if params.get("amsgrad") else 8

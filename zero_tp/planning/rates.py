@@ -1,7 +1,6 @@
-"""Rates of one device, and seconds of a matrix product, of a collective, and of products that overlap collectives.
+"""Seconds of matrix products and of collectives on one kind of device.
 
-Time is work over the achieved rate: the device's peak times an efficiency that others have measured
-(zero_tp/devices.py). The rest follows from the work's shape.
+Time is work divided by the achieved rate: the device's peak times a measured efficiency (zero_tp/devices.py).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def matrix_flops(device: Device, dtype: str) -> float:
         others = [name for name in ("bf16", "fp16", "fp32") if device.tflops(name)]
         raise UserError(
             f"--device: {device.name} has no {dtype} matrix units; plan for {' or '.join(others)} "
-            f"(--set bf16.enabled=false), or another device"
+            f"(--set {dtype}.enabled=false), or another device"
         )
     return teraflops * 1e12
 
@@ -75,8 +74,8 @@ class Rates:
     def collective_seconds(self, size: float, ranks: int, stride: int = 1, calls: float = 1) -> float:
         """Return the seconds of a ring all-gather or reduce-scatter.
 
-        A ring over several nodes enters and leaves each node once, however many of its ranks are there. A group
-        with stride s is one of s groups, whose rings run at once and share the node's links.
+        A ring over several nodes enters and leaves each node once, however many of its ranks are there. There are
+        `stride` such groups. Their rings run at the same time and share the node's links.
 
         Args:
             size: bytes of the whole tensor.
@@ -97,5 +96,5 @@ class Rates:
         return calls * latency + size * (ranks - 1) / ranks / (speed * 1e9)
 
     def slowdown(self, seconds: float) -> float:
-        """Return the seconds that products lose to a collective that overlaps them, which uses multiprocessors too."""
+        """Return the seconds that products lose while a collective of so many seconds uses multiprocessors, too."""
         return seconds * self.device.channels / self.device.units

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from zero_tp.devices import Device
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.parallel.loss import accumulates_in_fp32, block_positions
 from zero_tp.planning.dryrun import dry_run
-from zero_tp.planning.memory import Model, PaperView, RankMemory, model_of
+from zero_tp.planning.memory import ModelSize, PaperView, RankMemory, model_size
 from zero_tp.planning.plan import Estimate
 from zero_tp.planning.plan_settings import Workload, ZeroSettings, workload_of
 from zero_tp.planning.tracking import MemorySample
@@ -76,7 +77,7 @@ class Search:
             if len(shown) == top or (shown and number >= self.fitting):
                 break
             estimate = self._dry_run(candidate)
-            written = config_with(raw, estimate.workload, estimate.settings)
+            written = candidate_config(raw, estimate.workload, estimate.settings)
             if not estimate.fits:
                 too_large.append(estimate)
             elif error := load_error(written, self.ranks):
@@ -112,14 +113,15 @@ class Search:
             if left_over or (sequence and (tensor == 1 or run_workload.length % tensor)):
                 continue
             try:
-                model = model_of(config.hf_config(), tensor, sequence)
+                model = model_size(config.hf_config(), tensor, sequence)
             except UserError:  # heads or MLP do not divide
                 continue
             # Fused attention has no activations that selective recomputation could drop.
             is_fused = model.spec.attention != "eager" and not (device.is_cpu and model.spec.dropouts.attention)
-            modes = [mode for mode in MODES if not (is_fused and mode == "selective")]
-            choices = itertools.product(_divisors(samples), range(4), modes, OFFLOADS, (False, True))
-            for micro, stage, mode, (lowest_stage, optimizer, parameters), owners in choices:
+            policies = [RecomputePolicy(mode=mode) for mode in MODES if not (is_fused and mode == "selective")]
+            policies += [run_workload.policy] * (run_workload.policy not in policies)
+            choices = itertools.product(_divisors(samples), range(4), policies, OFFLOADS, (False, True))
+            for micro, stage, policy, (lowest_stage, optimizer, parameters), owners in choices:
                 changes = {
                     "offload_optimizer": optimizer,
                     "offload_param": parameters,
@@ -133,15 +135,15 @@ class Search:
                     batch=micro,
                     tensor=tensor,
                     sequence=sequence,
-                    policy=RecomputePolicy(mode=mode),
-                    checkpointing=run_workload.checkpointing if mode == "full" else {},
+                    policy=policy,
+                    checkpointing=run_workload.checkpointing if policy.mode == "full" else {},
                 )
-                zero = ZeroMemory(model.parameters, settings)
+                zero = ZeroMemory(model.parameters, settings, workload.rerun_layers(model.spec.layers))
                 yield Estimate(device, model, workload, RankMemory(zero, _estimated_samples(model, workload, zero)))
 
     def _dry_run(self, estimate: Estimate) -> Estimate:
         workload, spec = estimate.workload, estimate.model.spec
-        key = (workload.tensor, workload.sequence, workload.batch, workload.policy.mode)
+        key = (workload.tensor, workload.sequence, workload.batch, workload.policy.model_dump_json())
         if key not in self._dry_runs:
             self._dry_runs[key] = dry_run(self.config.hf_config(), workload)
         memory = RankMemory(
@@ -150,7 +152,7 @@ class Search:
         return replace(estimate, memory=memory)
 
 
-def _estimated_samples(model: Model, workload: Workload, zero: ZeroMemory) -> list[MemorySample]:
+def _estimated_samples(model: ModelSize, workload: Workload, zero: ZeroMemory) -> list[MemorySample]:
     """Return a few samples by the papers' formulas: the end of forward, and three in backward.
 
     They add what the formulas leave out: all activations of the layer that is recomputed, the gradient of the output
@@ -180,14 +182,15 @@ def _estimated_samples(model: Model, workload: Workload, zero: ZeroMemory) -> li
 
 
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 # ---- back to a config ------------------------------------------------------------------------------------------------
 
 
-def config_with(raw: Mapping[str, Any], workload: Workload, settings: ZeroSettings) -> dict[str, Any]:
-    """Return the run's config with a candidate's settings.
+def candidate_config(raw: Mapping[str, Any], workload: Workload, settings: ZeroSettings) -> dict[str, Any]:
+    """Return a run's config with the settings of a candidate.
 
     Args:
         raw: the JSON of the file after overrides.
@@ -206,21 +209,16 @@ def config_with(raw: Mapping[str, Any], workload: Workload, settings: ZeroSettin
             zero.pop(key, None)
         elif (zero.get(key) or {}).get("device", "none") == "none":
             zero[key] = {"device": "cpu", "pin_memory": True}
+    parallel = {**raw["zero_tp"].get("parallel", {}), "tensor": workload.tensor, "sequence": workload.sequence}
+    if not workload.sequence:
+        parallel.pop("fused_products", None)
     config: dict[str, Any] = {
         **raw,
         "train_batch_size": workload.batch * settings.accumulation * settings.data,
         "train_micro_batch_size_per_gpu": workload.batch,
         "gradient_accumulation_steps": settings.accumulation,
         "zero_optimization": {**zero, "stage": settings.stage},
-        "zero_tp": {
-            **raw["zero_tp"],
-            "parallel": {
-                **raw["zero_tp"].get("parallel", {}),
-                "tensor": workload.tensor,
-                "sequence": workload.sequence,
-            },
-            "recompute": workload.policy.mode,
-        },
+        "zero_tp": {**raw["zero_tp"], "parallel": parallel, "recompute": workload.recompute},
     }
     if workload.policy.mode != "full":
         config.pop("activation_checkpointing", None)

@@ -27,11 +27,11 @@ HOST_MEMORY_GBPS = 200.0
 
 
 class Seconds(NamedTuple):
-    """Seconds of matrix products, of operations bound by memory (`passes`) and of exposed TP collectives (`tensor`)."""
+    """Seconds of matrix products, of operations bound by memory (`passes`), and of exposed TP collectives."""
 
     products: float = 0.0
     passes: float = 0.0
-    tensor: float = 0.0
+    collectives: float = 0.0
 
     @property
     def total(self) -> float:
@@ -63,7 +63,8 @@ class StepTime:
         products: matrix products of forward and backward, slowed down by the TP communication that they overlap.
         recompute: recomputation in backward.
         elementwise: norms, activations, dropout, residual sums, softmax, accumulation of gradients.
-        tensor, data: exposed communication over TP and DP; `data` has the slowdown of products that overlap it.
+        tp_communication: exposed collectives over TP.
+        dp_communication: exposed collectives over DP, and the slowdown of the products that overlap the others.
         optimizer: the update.
         host: copies to and from host memory.
         layer: of one layer and micro-batch.
@@ -72,8 +73,8 @@ class StepTime:
     products: float
     recompute: float
     elementwise: float
-    tensor: float
-    data: float
+    tp_communication: float
+    dp_communication: float
     optimizer: float
     host: float
     layer: LayerTime
@@ -87,8 +88,8 @@ class StepTime:
             "matrix products": self.products,
             "recomputation": self.recompute,
             "elementwise": self.elementwise,
-            "TP communication": self.tensor,
-            "DP communication": self.data,
+            "TP communication": self.tp_communication,
+            "DP communication": self.dp_communication,
             "optimizer": self.optimizer,
             "host copies": self.host,
         }
@@ -123,13 +124,13 @@ class Timing:
 
     def layer_time(self) -> LayerTime:
         """Return the time of one layer and micro-batch, a mean over layers."""
-        products = [*self._columns(), *self._rows()]
+        products = [*self._column_products(), *self._row_products()]
         multiplied = sum(self.rates.product_seconds(self._tokens, outputs, inputs) for inputs, outputs in products)
         gradients = self._input_gradients(products) + self._weight_gradients(products)
-        core_forward, core_backward = self._core()
+        core_forward, core_backward = self._attention_core()
         passes = self.passes()
         read_forward, read_backward = (sum(sizes) / self.rates.memory for sizes in zip(*passes.values(), strict=True))
-        waits_forward, waits_backward, slowdown = self._tensor()
+        waits_forward, waits_backward, slowdown = self._tp_collectives()
         forward = Seconds(multiplied + core_forward, read_forward, waits_forward)
         backward = Seconds(gradients + core_backward + slowdown, read_backward, waits_backward)
         policy, recompute = self.workload.policy, Seconds()
@@ -142,14 +143,14 @@ class Timing:
 
     # ---- products ----------------------------------------------------------------------------------------------------
 
-    def _columns(self) -> list[tuple[float, float]]:
+    def _column_products(self) -> list[tuple[float, float]]:
         """Return (inputs, outputs) of the column-parallel products."""
         spec, t = self.spec, self.workload.tensor
         kv_heads = max(1.0, spec.kv_heads / t)
         mlp = (spec.mlp_matrices - 1) * spec.active_width / t
         return [(spec.hidden, (spec.heads / t + 2 * kv_heads) * spec.head_size), (spec.hidden, mlp)]
 
-    def _rows(self) -> list[tuple[float, float]]:
+    def _row_products(self) -> list[tuple[float, float]]:
         """Return (inputs, outputs) of the row-parallel products."""
         spec, t = self.spec, self.workload.tensor
         return [(spec.heads * spec.head_size / t, spec.hidden), (spec.active_width / t, spec.hidden)]
@@ -164,8 +165,8 @@ class Timing:
     def _weight_gradients(self, products: list[tuple[float, float]]) -> float:
         return sum(self.rates.product_seconds(inputs, outputs, self._tokens) for inputs, outputs in products)
 
-    def _core(self) -> tuple[float, float]:
-        """Return the seconds of QKᵀ and of the sum over V, forward and backward.
+    def _attention_core(self) -> tuple[float, float]:
+        """Return the seconds of QKᵀ and of the attention-weighted sum of V, forward and backward.
 
         An eager core's products read and write all scores, which takes longer than multiplying. A fused core keeps
         scores on the multiprocessor, skips tiles that a causal mask hides, and recomputes the scores in backward.
@@ -193,7 +194,7 @@ class Timing:
         A norm's backward reads its input and gradient twice, once for the weight's gradient.
         """
         spec, e, layer, stream = self.spec, self.workload.element, self.layer, self.layer.residual
-        biased = zip(self._columns(), (spec.qkv_bias, spec.mlp_bias), strict=True)
+        biased = zip(self._column_products(), (spec.qkv_bias, spec.mlp_bias), strict=True)
         biased_columns = self._tokens * sum(outputs for (_, outputs), bias in biased if bias)
         row_biases = spec.output_bias + spec.mlp_bias
         dropped = 2 * (2 * e + 1) * stream if spec.dropouts.residual else 0.0
@@ -202,7 +203,7 @@ class Timing:
         rotated = 0.0 if spec.rotary is None else 2 * (queries + keys)
         eager = spec.attention == "eager"
         transposed = queries + (queries + 2 * keys if eager else 0.0)
-        # Forward copies the mask into the product's result and reads it there, besides softmax and dropout.
+        # Besides softmax and dropout, forward copies the mask into the product's result and reads it there.
         scores = layer.scores if eager else 0.0
         sorted_copies = 0.0  # of tokens before the experts, and of their outputs
         if spec.experts is not None:
@@ -222,22 +223,22 @@ class Timing:
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 
-    def _tensor(self) -> tuple[float, float, float]:
-        """Return the seconds of exposed collectives in forward and in backward, and of the products' slowdown.
+    def _tp_collectives(self) -> tuple[float, float, float]:
+        """Return the seconds of exposed collectives in forward and backward, and how much the others slow products.
 
-        Forward and backward have two all-reduces each, of two halves. Backward's overlap with products of the
-        column-parallel layers: weight gradients, and under SP input gradients too, because SP gathers the saved shards
-        again. Under SP backward also gathers the output gradients of row-parallel layers, exposed (`regathers`).
+        An all-reduce has two halves, a reduce-scatter and an all-gather. Forward has four halves, all exposed. Backward
+        has four that overlap with products of the column-parallel layers: with weight gradients, and under SP with
+        input gradients too. SP adds two exposed all-gathers of the output gradients of row-parallel layers.
         """
         workload, rates = self.workload, self.rates
         half = rates.collective_seconds(workload.element * self._tokens * self.spec.hidden, workload.tensor)
         overlapped = min(4 * half, self.overlapped_products())
-        regathers = 2 * half if workload.sequence else 0.0
-        return 4 * half, regathers + 4 * half - overlapped, rates.slowdown(overlapped)
+        exposed = 2 * half if workload.sequence else 0.0
+        return 4 * half, exposed + 4 * half - overlapped, rates.slowdown(overlapped)
 
     def overlapped_products(self) -> float:
         """Return the seconds of products that overlap backward's collectives over TP."""
-        columns = self._columns()
+        columns = self._column_products()
         return self._weight_gradients(columns) + (self._input_gradients(columns) if self.workload.sequence else 0.0)
 
     # ---- a step ------------------------------------------------------------------------------------------------------
@@ -254,24 +255,24 @@ class Timing:
             products=micro * (products + head.products),
             recompute=micro * recomputed * layer.recompute.total,
             elementwise=micro * (passes + self.accumulation_time() + head.passes),
-            tensor=micro * waits,
-            data=self._data(layers * layer.forward.total + head.total, backward),
+            tp_communication=micro * waits,
+            dp_communication=self._dp_communication(layers * layer.forward.total + head.total, backward),
             optimizer=optimizer,
             host=host,
             layer=layer,
         )
 
     def head_time(self) -> Seconds:
-        """Return forward and backward of the output layer and of the loss, which passes over each logit six times."""
+        """Return both passes of the output layer and of the loss, which reads or writes each logit six times."""
         workload, hidden, product = self.workload, self.spec.hidden, self.rates.product_seconds
         labels, width = workload.labels, head_products(self.spec) / hidden / workload.tensor
         products = product(labels, width, hidden) + product(labels, hidden, width) + product(hidden, width, labels)
         return Seconds(products, 6 * workload.element * labels * width / self.rates.memory)
 
     def accumulation_time(self) -> float:
-        """Return the seconds in which one micro-batch's gradients are accumulated.
+        """Return the seconds that accumulating one micro-batch's gradients takes.
 
-        Accumulation in another dtype has a buffer even for a single micro-batch; it is zeroed once a step.
+        Accumulation in another dtype uses a buffer even for a single micro-batch; it is zeroed once a step.
         """
         zero, e = self.zero, self.workload.element
         buffer = zero.accumulated != e
@@ -280,7 +281,7 @@ class Timing:
         traffic = 2.0 * zero.accumulated + e + zero.accumulated * buffer / zero.accumulation
         return self.parameters * traffic / self.rates.memory
 
-    def _data(self, forward: float, backward: float) -> float:
+    def _dp_communication(self, forward: float, backward: float) -> float:
         """Return the seconds of exposed communication over DP: the gathers and reductions of `ZeroSettings.volumes`.
 
         DeepSpeed synchronises with the device before each reduction to an owner (stage_1_and_2.py,

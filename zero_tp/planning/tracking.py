@@ -1,7 +1,7 @@
-"""Track memory over time: when each storage is allocated and freed, for real and fake tensors.
+"""Track when each storage is allocated and freed, for real and fake tensors.
 
-A storage is recorded when the operation that allocates it returns, and when its last reference is gone. Workspaces
-inside kernels and the allocator's fragmentation are not recorded.
+An allocation is recorded when its operation returns, a free when the last reference is gone. Workspaces inside kernels
+and the allocator's fragmentation are not recorded.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class MemorySample(NamedTuple):
     transients: float
     gradients: float
 
-    def after(self, start: MemorySample, layer: int) -> MemorySample:
-        """Return this sample, which is relative to its part's start, added to the sample at which the part starts."""
+    def offset_by(self, start: MemorySample, layer: int) -> MemorySample:
+        """Return this sample plus `start`, the sample at which its part starts."""
         sizes = (start.activations + self.activations, start.transients + self.transients)
         return MemorySample(self.phase, layer, *sizes, start.gradients + self.gradients)
 
@@ -227,6 +227,6 @@ def join_parts(parts: Sequence[DryRunPart], order: Sequence[int]) -> list[Memory
     by_layer += [(layer, parts[-2 - order[layer]]) for layer in reversed(range(last))]
     samples, start = list[MemorySample](), MemorySample("", -1, 0.0, 0.0, 0.0)
     for layer, part in [*by_layer, (-1, parts[-1])]:
-        samples += [sample.after(start, layer) for sample in part.samples]
-        start = part.end.after(start, layer)
+        samples += [sample.offset_by(start, layer) for sample in part.samples]
+        start = part.end.offset_by(start, layer)
     return samples

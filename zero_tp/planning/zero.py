@@ -1,4 +1,4 @@
-"""Bytes of model states that DeepSpeed 0.19 allocates over a step, at each ZeRO stage.
+"""Bytes of model states and buffers that DeepSpeed 0.19 allocates over a step, at each ZeRO stage.
 
 The papers' formulas (planning/formulas.py) leave out flat copies, buckets, gathered layers and the optimizer's
 temporaries. This account follows the allocations of a real engine, and tests compare the two. Notation: e = bytes of an
@@ -67,10 +67,15 @@ class Parameters:
 
 @dataclass(frozen=True)
 class ZeroMemory:
-    """The model states of one rank over a step."""
+    """The model states of one rank over a step.
+
+    Attributes:
+        recomputed: numbers of the layers that backward runs again.
+    """
 
     parameters: Parameters
     settings: ZeroSettings
+    recomputed: range = range(0)
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
@@ -103,7 +108,7 @@ class ZeroMemory:
 
     @cached_property
     def states(self) -> StateBytes:
-        """Return the bytes that are allocated all the time, once the first step has created Adam's moments."""
+        """Return the permanent bytes, from the end of the first step on, which creates the optimizer's moments."""
         zero, total, part = self.settings, self.parameters.total, self.partition
         e, largest = zero.element, self.parameters.largest
         if zero.stage == 0:
@@ -115,22 +120,21 @@ class ZeroMemory:
             if not zero.offload_optimizer:
                 fp32_gradients = zero.accumulated / e * flat if zero.separate_fp32_grads else 0.0
                 return StateBytes(parameters=flat, optimizer=master_moments, buffers=fp32_gradients)
-            return StateBytes(flat, buffers=e * largest, host=zero.moments * part + self._host_copies)
+            return StateBytes(flat, buffers=e * largest, host=zero.moments * part + self._host_bytes)
         sizes = itertools.chain(*self.parameters.groups)
         persistent = e * sum(size for size in sizes if size <= zero.persistence_threshold)
         device = 0.0 if zero.offload_param else e * part
-        states = StateBytes(device, gathered=persistent, buffers=e * self.bucket, host=self._host_copies)
+        states = StateBytes(device, gathered=persistent, buffers=e * self.bucket, host=self._host_bytes)
         if zero.offload_optimizer:
             return states._replace(host=states.host + master_moments)
         return states._replace(gradients=self._accumulated_element * part, optimizer=master_moments)
 
     @cached_property
-    def _optimizer_copies(self) -> list[int]:
-        """Return the bytes of each tensor of an offloaded optimizer on the host, without moments.
+    def _host_optimizer_tensors(self) -> list[int]:
+        """Return the bytes of each host tensor of an offloaded optimizer, without moments and ZeRO-3's masters.
 
-        At stage 3 these are the accumulated gradients and their fp32 copies, without the masters. Stages 1 and 2 have
-        masters, fp32 gradients, weights to copy back and a buffer. Stage 2 with accumulation also has a gradient of
-        each parameter.
+        Stage 3 has accumulated gradients and their fp32 copies. Stages 1 and 2 have masters, fp32 gradients, 16-bit
+        weights to copy back, and a buffer. Stage 2 with accumulation also has a gradient of each parameter.
         """
         zero, e = self.settings, self.settings.element
         if not zero.offload_optimizer:
@@ -143,17 +147,17 @@ class ZeroMemory:
 
     @cached_property
     def pinned(self) -> list[int]:
-        """Return the bytes of each page-locked tensor. Moments and ZeRO-3's masters are pageable."""
+        """Return the bytes of each tensor that is page-locked; moments and ZeRO-3's masters are not."""
         zero = self.settings
         parameters = [zero.element * length for length in self.partitions if zero.offload_param]
-        return [*parameters, *(self._optimizer_copies if zero.pins_optimizer else [])]
+        return [*parameters, *(self._host_optimizer_tensors if zero.pins_optimizer else [])]
 
     @cached_property
-    def _host_copies(self) -> float:
-        """Return the bytes on the host, without moments and ZeRO-3's masters. A CPU rank page-locks nothing."""
+    def _host_bytes(self) -> float:
+        """Return the bytes on the host, without moments and ZeRO-3's masters; a CPU rank page-locks nothing."""
         parameters = self.settings.element * self.partition if self.settings.offload_param else 0
         rounding = 0 if self.settings.cpu else sum(page_locked(size) - size for size in self.pinned)
-        return float(parameters + sum(self._optimizer_copies) + rounding)
+        return float(parameters + sum(self._host_optimizer_tensors) + rounding)
 
     @property
     def _sub_groups(self) -> list[int]:
@@ -186,7 +190,8 @@ class ZeroMemory:
         """Return the most gathered bytes, by ("forward" or "backward", the layer's number)."""
         zero = self.settings
         limits = (zero.persistence_threshold, zero.prefetch_bucket, zero.max_live, zero.max_reuse)
-        most = most_gathered(self.parameters.modules, self.parameters.layers, self.parameters.tied, *limits)
+        modules, layers = self.parameters.modules, self.parameters.layers
+        most = most_gathered(modules, layers, self.parameters.tied, self.recomputed, *limits)
         return {place: zero.element * elements for place, elements in most.items()}
 
     # ---- over a step -------------------------------------------------------------------------------------------------
@@ -203,7 +208,9 @@ class ZeroMemory:
         zero, states, e = self.settings, self.states, self.settings.element
         total, accumulates = self.parameters.total, zero.accumulation > 1
         if zero.stage == 3:
-            return states._replace(gathered=states.gathered + self.gathered_by_layer[phase, layer])
+            copies = self._copies_to_send(e) if phase == "backward" else 0.0
+            gathered = states.gathered + self.gathered_by_layer[phase, layer]
+            return states._replace(gathered=gathered, buffers=states.buffers + copies)
         with_gradients = total if accumulates else min(finished, total)
         if zero.stage == 0 or zero.single_replica or zero.separate_fp32_grads:
             return states._replace(gradients=e * with_gradients)
@@ -220,7 +227,7 @@ class ZeroMemory:
         gradients, flattened = accumulated, 0.0
         if finished > self.bucket:  # one bucket at least has been reduced
             gradients = self._with_reduced(accumulated)
-            flattened = 0 if zero.overlap else e * self.bucket
+            flattened = self._copies_to_send(e) or (0 if zero.overlap else e * self.bucket)
         buckets = e * self.bucket * (2 if zero.overlap else 1)
         norm = NORM_BYTES * self.parameters.largest if zero.offload_optimizer and zero.stage == 2 else 0
         # Hooks flatten and compute norms after the layer's own transients have been freed.
@@ -239,11 +246,10 @@ class ZeroMemory:
         total = self.parameters.total
         if zero.stage in (0, 3) or zero.single_replica or zero.separate_fp32_grads:
             states = self.during("backward", total, -1)
-            flat = e if zero.stage == 0 else 0
-            if zero.separate_fp32_grads:
-                flat = (
-                    self._accumulated_element + zero.reduced
-                )  # one flat copy in the accumulation's dtype, one to send
+            flat = 0
+            if zero.stage == 0 or zero.separate_fp32_grads:  # a flat copy, and another in the dtype to send
+                flat = self._accumulated_element
+                flat += zero.reduced if zero.reduced != flat else 0
             flattened = flat * min(total, ALLREDUCE_BUCKET) if zero.data > 1 else 0
             return states._replace(buffers=states.buffers + flattened)
         if zero.stage == 1 and not zero.overlap:
@@ -254,13 +260,29 @@ class ZeroMemory:
                 self._accumulated_element * total,
                 self._accumulated_element * (total - first_fill) + self._reduced_gradients,
             )
-            return states._replace(
+            finished = states._replace(
                 gradients=gradients, buffers=states.buffers + self._accumulated_element * self.bucket
             )
+            reducing = finished._replace(
+                gradients=self._accumulated_element * (total - first_fill),
+                buffers=finished.buffers + self._copies_to_send(self._accumulated_element),
+            )
+            return max(finished, reducing, key=lambda one: one.gradients + one.buffers)
         gradients = self._with_reduced(self._reduced_gradients if zero.accumulation > 1 else 0)
         # With overlap there are two buckets, else one and its flat copy.
-        second = e * (self.bucket if zero.overlap else min(self.bucket, total))
-        return states._replace(gradients=gradients, buffers=states.buffers + e * self.bucket + second)
+        copies = self._copies_to_send(e) or (0 if zero.overlap else e * min(self.bucket, total))
+        buckets = e * self.bucket * (2 if zero.overlap else 1)
+        return states._replace(gradients=gradients, buffers=states.buffers + buckets + copies)
+
+    def _copies_to_send(self, element: int) -> float:
+        """Return the bytes of a bucket's flat copy and of its copy in the dtype to send; 0 if that is the bucket's.
+
+        Args:
+            element: bytes of an element of the bucket.
+        """
+        if self.settings.reduced == element or self.settings.data == 1:
+            return 0.0
+        return float((element + self.settings.reduced) * min(self.bucket, self.parameters.total))
 
     def converting(self) -> StateBytes:
         """Return the peak while gradients are converted to fp32 for the masters, before the optimizer steps.
@@ -272,7 +294,12 @@ class ZeroMemory:
             total = self.parameters.total
             return states._replace(gradients=e * total + (4 * total if e < 4 else 0))
         if zero.offload_optimizer:
-            return states._replace(gathered=0.0) if zero.stage == 3 else states
+            if zero.stage == 3:
+                return states._replace(gathered=0.0)
+            if not zero.accumulates_wider:
+                return states
+            bucket = zero.accumulated * self.bucket if zero.stage == 1 and not zero.overlap else 0
+            return states._replace(gradients=self._reduced_gradients, buffers=states.buffers + bucket)
         if zero.separate_fp32_grads:
             return states._replace(gradients=e * self.parameters.total)
         updated = self._update_numel
@@ -309,9 +336,14 @@ class ZeroMemory:
             return most
         return min(most, max(self.settings.sub_group, -(-self.parameters.largest // self.settings.data)))
 
-    def _temporaries(self, largest: int, loops: int, together: int) -> float:
-        """Return the bytes of torch's temporaries: `loops` of `largest` on the CPU, else one of `together`."""
+    def _temporaries(self, largest: int, count: int, total: int) -> float:
+        """Return the bytes of temporaries of torch's unfused optimizers.
+
+        Args:
+            largest: elements of the largest tensor; a loop on the CPU has `count` temporaries of this size.
+            total: elements of all tensors; "foreach" on an accelerator has one temporary for all.
+        """
         if not self.settings.torch_optimizer:
             return 0.0
         host = self.settings.cpu or self.settings.offload_optimizer
-        return 4.0 * (loops * largest if host else together)
+        return 4.0 * (count * largest if host else total)

@@ -22,7 +22,7 @@ from zero_tp import devices
 
 
 @contextmanager
-def accelerator(*, varlen: bool = True) -> Iterator[torch.device]:
+def simulated_accelerator(*, varlen: bool = True) -> Iterator[torch.device]:
     """Yield the simulated device. It is the same on machines with and without an accelerator.
 
     Args:
