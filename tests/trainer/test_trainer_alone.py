@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.support.tiny_models import speeches, tiny_gpt2
 from tests.tiers import THOROUGH
 from zero_tp.errors import UserError
 from zero_tp.topology import Topology
-from zero_tp.trainer.trainer import REFUSED, _check
+from zero_tp.trainer.trainer import REFUSED, _check, _check_batch
 
 SCRIPT = """
 import sys
@@ -89,7 +90,8 @@ def test_what_a_script_gives_in_vain_is_refused(name: str, told: str) -> None:
     trainer: Any = type("Mine", (TensorParallel, PlainTrainer), {})
     model = ZeroTPForCausalLM(gpt2_config(n_layer=1), Topology(world=1), seed=0)
     with pytest.raises(UserError, match=told):
-        trainer(model, SimpleNamespace(device="cpu", world_size=1, label_names=None), **{name: object()})
+        args = SimpleNamespace(device="cpu", world_size=1, label_names=None, deepspeed=None)
+        trainer(model, args, **{name: object()})
 
 
 def test_training_arguments_that_are_not_exact_are_refused() -> None:
@@ -97,6 +99,16 @@ def test_training_arguments_that_are_not_exact_are_refused() -> None:
         assert name in TrainingArguments.__dataclass_fields__, name
         with pytest.raises(UserError, match=rf"^TrainingArguments\.{name}: .*; leave it out$"):
             _check(cast(Any, SimpleNamespace(**{name: True})))
+
+
+@pytest.mark.parametrize("total", [None, "auto", 16])
+def test_a_global_batch_that_counts_tensor_parallel_ranks_is_refused(total: int | str | None) -> None:
+    """transformers would accept 16, and each step would train on 8 rows."""
+    args: Any = SimpleNamespace(deepspeed={"train_batch_size": total})
+    _check_batch(args, Topology(1, world=4))
+    refused = pytest.raises(UserError, match=r"^train_batch_size: 16 in DeepSpeed's config: .*; use \"auto\"$")
+    with refused if total == 16 else contextlib.nullcontext():
+        _check_batch(args, Topology(2, world=4))
 
 
 # One of each kind; tests/config/test_config_refusals.py has all refusals of a Trainer's config.

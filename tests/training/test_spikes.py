@@ -17,7 +17,7 @@ from tests.support.pools import Pools
 from tests.support.replicas import replica, rows
 from tests.tiers import in_tiers
 from zero_tp.config.schema import Spike
-from zero_tp.training.guards import describe_spike
+from zero_tp.training.guards import detect_spike
 
 
 @contextmanager
@@ -114,5 +114,5 @@ def test_the_bound_follows_what_came_before() -> None:
     for index, value in enumerate(values):
         before = values[max(0, index - 6) : index]
         expected = len(before) >= 3 and value > statistics.fmean(before) + 2 * statistics.stdev(before)
-        assert bool(describe_spike(Spike(loss=2, window=6), recent, value, 1.0)) == expected, index
+        assert bool(detect_spike(Spike(loss=2, window=6), recent, value, 1.0)) == expected, index
     assert len(recent) == 6

@@ -68,4 +68,4 @@ def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> 
             )
         scheduler.load_state_dict(progress.schedule)
         for group, rate in zip(zero.optimizer.param_groups, progress.learning_rates, strict=True):
-            group["lr"] = rate  # which torch keeps with the optimizer's state
+            group["lr"] = rate  # a torch scheduler's state does not have it
