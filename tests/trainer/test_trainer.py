@@ -95,7 +95,7 @@ def right(prediction: Any) -> dict[str, float]:
 
 
 def script(
-    trainer: Any,
+    trainer_class: Any,
     kind: str,
     directory: str,
     folder: str,
@@ -106,7 +106,7 @@ def script(
     collator: Any = collated,
     **arguments: Any,
 ) -> tuple[list[dict[str, float]], Any]:
-    """What a person writes. `trainer` is a class, or one with more arguments."""
+    """What a person writes. `trainer_class` is a class, or one with more arguments."""
     from transformers import TrainingArguments
 
     settings = TrainingArguments(
@@ -128,7 +128,7 @@ def script(
         optim="adamw_torch",
         **{"eval_strategy": "steps", "save_strategy": "no", "per_device_eval_batch_size": 2, **arguments},
     )
-    made = trainer(
+    trainer = trainer_class(
         opened(kind, directory),
         settings,
         data_collator=collator,
@@ -136,10 +136,10 @@ def script(
         eval_dataset=rows_of(kind, 16, 2),
         compute_metrics=right,
     )
-    made.train(resume_from_checkpoint=resume)
-    made.save_model(str(Path(folder) / "model"))
-    kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_right", "eval_rows", "epoch", "step")
-    return [{key: line[key] for key in kept if key in line} for line in made.state.log_history], made
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(str(Path(folder) / "model"))
+    columns = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_right", "eval_rows", "epoch", "step")
+    return [{key: line[key] for key in columns if key in line} for line in trainer.state.log_history], trainer
 
 
 def deepspeed(stage: int) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def on_ranks(
 
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
-        history, made = script(
+        history, trainer = script(
             partial(ZeroTPTrainer, tensor_parallel=tensor),
             kind,
             directory,
@@ -178,8 +178,8 @@ def on_ranks(
             **arguments,
         )
         prompt = torch.tensor([[7, 8, 9]])
-        text = made.model.generate(prompt, max_new_tokens=5, do_sample=False) if kind == "causal" else prompt
-        return history, text, made.model.topology.describe()
+        text = trainer.model.generate(prompt, max_new_tokens=5, do_sample=False) if kind == "causal" else prompt
+        return history, text, trainer.model.topology.describe()
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -194,8 +194,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         # BertForPreTraining ignores the number of labels of the micro-batches, so its step is one micro-batch.
         micro, accumulation = (ROWS // 2, 2) if kind == "causal" else (ROWS, 1)
         directory = str(saved_model(kind, folder / "start"))
-        history, made = script(Trainer, kind, directory, str(folder), micro, accumulation, per_device_eval_batch_size=4)
-        model = made.model.eval()
+        history, trainer = script(
+            Trainer, kind, directory, str(folder), micro, accumulation, per_device_eval_batch_size=4
+        )
+        model = trainer.model.eval()
         prompt = torch.tensor([[7, 8, 9]])
         text = model.generate(prompt, max_new_tokens=5, do_sample=False) if kind == "causal" else prompt
         found[kind] = history, load_file(folder / "model" / "model.safetensors"), text, directory
@@ -233,17 +235,17 @@ def test_trainer_saves_resumes_and_recomputes_with_our_model(plain: dict[str, An
             "gradient_checkpointing": True,
             "gradient_checkpointing_kwargs": {"mode": "selective"},
         }
-        history, made = script(ours, kind, directory, str(folder), micro, accumulation, **saving, **recomputing)
-        assert made.model.is_activation_checkpointing
+        history, trainer = script(ours, kind, directory, str(folder), micro, accumulation, **saving, **recomputing)
+        assert trainer.model.is_activation_checkpointing
         check((history, text, ""), folder, reference)
-        again, made = script(
+        again, trainer = script(
             ours, kind, directory, str(folder), micro, accumulation, resume=f"{folder}/checkpoint-2", **saving, **best
         )
         assert again[-2]["eval_loss"] == pytest.approx(history[-2]["eval_loss"], rel=1e-6)
-        better = made.state.best_model_checkpoint
+        better = trainer.state.best_model_checkpoint
         saved = load_file(folder / "model" / "model.safetensors")
         check_close(saved, load_file(Path(better) / "model.safetensors"))
-        assert made.evaluate()["eval_loss"] == pytest.approx(made.state.best_metric, rel=1e-6)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-6)
 
 
 def trained_by_trainer(directory: str, folder: str, stage: int | None) -> list[dict[str, float]]:
@@ -289,12 +291,13 @@ def test_the_same_script_gives_the_same(
 
 def resumed(directory: str, folder: str, before: tuple[int, int], after: tuple[int, int]) -> tuple[Any, ...]:
     """Trained to step 2 on one grid and ZeRO stage, and on to the last on another."""
-    (tensor, stage), (then, stage_then) = before, after
-    micro, micro_then = 2 * tensor // 2, 2 * then // 2
-    first: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "per_device_eval_batch_size": 2 * tensor // 2}
-    on_ranks("causal", directory, folder, tensor, stage, micro, 2, **first)
-    again: dict[str, Any] = {"resume": f"{folder}/checkpoint-2", "per_device_eval_batch_size": 2 * then // 2}
-    return on_ranks("causal", directory, folder, then, stage_then, micro_then, 2, **again)
+
+    def train(tensor: int, stage: int, **arguments: Any) -> tuple[Any, ...]:
+        arguments["per_device_eval_batch_size"] = tensor
+        return on_ranks("causal", directory, folder, tensor, stage, tensor, 2, **arguments)
+
+    train(*before, save_strategy="steps", save_steps=2)
+    return train(*after, resume=f"{folder}/checkpoint-2")
 
 
 @pytest.mark.parametrize(("before", "after"), in_tiers([((2, 1), (4, 3)), ((2, 3), (1, 2))], [((2, 1), (4, 3))]))

@@ -70,26 +70,26 @@ class PlainTrainer:
 
     optimizer = lr_scheduler = compute_loss_func = None
 
-    def __init__(self, model: Any, args: Any, **given: Any) -> None:
+    def __init__(self, model: Any, args: Any, **options: Any) -> None:
         self.model, self.args = model, args
-        vars(self).update(given)
+        vars(self).update(options)
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("compute_loss_func", "^compute_loss_func: it needs whole logits"),
         ("optimizer", "^optimizers: Trainer replaces them under DeepSpeed"),
         ("lr_scheduler", "^optimizers: Trainer replaces them under DeepSpeed"),
     ],
 )
-def test_what_a_script_gives_in_vain_is_refused(name: str, told: str) -> None:
+def test_what_a_script_gives_in_vain_is_refused(name: str, message: str) -> None:
     from zero_tp.huggingface import ZeroTPForCausalLM
     from zero_tp.trainer import TensorParallel
 
     trainer: Any = type("Mine", (TensorParallel, PlainTrainer), {})
     model = ZeroTPForCausalLM(gpt2_config(n_layer=1), Topology(world=1), seed=0)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         args = SimpleNamespace(device="cpu", world_size=1, label_names=None, deepspeed=None)
         trainer(model, args, **{name: object()})
 
@@ -121,6 +121,10 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"gradient_allreduce_op": "sum"}, r"gradient_allreduce_op: refused unless it is \"mean\""),
     ({"prescale_gradients": True}, r"prescale_gradients: refused with ZeRO"),
     ({"zero_optimization": {"stage": 2, "zenflow": {}}}, r"zero_optimization\.zenflow: refused: it steps on"),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/no/directory"}}},
+        r"zero_optimization\.offload_param\.nvme_path: /no/directory is not a directory on this machine",
+    ),
     ({"gradient_acumulation_steps": 2}, r"gradient_acumulation_steps: unknown key; did you mean .gradient_acc"),
 ]
 BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1}}
@@ -131,13 +135,13 @@ def plugin_of(config: dict[str, Any]) -> Any:
     return SimpleNamespace(deepspeed_config=config, deepspeed_config_process=lambda **_: None)
 
 
-@pytest.mark.parametrize(("keys", "told"), REFUSED_CONFIGS)
+@pytest.mark.parametrize(("keys", "message"), REFUSED_CONFIGS)
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_a_trainers_deepspeed_config_is_refused_as_a_runs_is(keys: dict[str, Any], told: str, tensor: int) -> None:
+def test_a_trainers_deepspeed_config_is_refused_as_a_runs_is(keys: dict[str, Any], message: str, tensor: int) -> None:
     from zero_tp.trainer.tensor_parallel_accelerator import finalized_config
 
     topology = Topology(tensor, world=tensor)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         finalized_config(plugin_of(BATCH | keys), topology, 1.0)
     assert finalized_config(plugin_of(BATCH), topology, 1.0)["train_batch_size"] == 1
 

@@ -67,7 +67,7 @@ def initial(tensor: int, stage: int, dtype: str) -> tuple[int, list[int], dict[s
     settings = deepspeed_settings(stage, dtype=dtype, zero_optimization=zero)
     with recorded_draws() as seeds:
         engine = TrainingEngine(copy.deepcopy(SHARED), topology, settings, seed=5)
-    return topology.tensor_rank, seeds, {name: held.clone() for name, held in native_tensors(engine.model)}
+    return topology.tensor_rank, seeds, {name: weight.clone() for name, weight in native_tensors(engine.model)}
 
 
 @pytest.mark.parametrize(

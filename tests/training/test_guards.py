@@ -47,10 +47,10 @@ def disturb(stage: int, dtype: str, name: str) -> str:
     train(engine, 1)
     check_replicas(engine.model, engine.topology, 1)
     parameter = dict(engine.model.named_parameters())[name]
-    held = parameter.ds_tensor if stage == 3 else parameter.data
+    values = parameter.ds_tensor if stage == 3 else parameter.data
     if engine.topology.tensor_rank == 1 and engine.topology.data_rank == 0:
         with torch.no_grad():
-            held.flatten()[-1:].mul_(1 + 2.0**-7).add_(2.0**-20)  # the last bits of a bf16 number
+            values.flatten()[-1:].mul_(1 + 2.0**-7).add_(2.0**-20)  # the last bits of a bf16 number
     try:
         check_replicas(engine.model, engine.topology, 7)
     except UserError as error:
@@ -150,11 +150,11 @@ def corrupted(stage: int, dtype: str, kind: str, tensor: int = 1) -> str:
     name = "transformer.layers.0.mlp_norm.weight"
     if engine.topology.rank == engine.topology.world - 1:
         if kind == "weight":
-            held = engine.model.get_parameter(name).data
+            values = engine.model.get_parameter(name).data
         else:
             states = engine.zero.states()
-            held = states.get(next(each for each in states.fragments if each.name == name), kind)
-        bits = held.view({2: torch.int16, 4: torch.int32}[held.element_size()])
+            values = states.get(next(each for each in states.fragments if each.name == name), kind)
+        bits = values.view({2: torch.int16, 4: torch.int32}[values.element_size()])
         bits.view(-1)[3] ^= 1
     try:
         engine.train_step(rows(engine, 3), guarded=3)

@@ -88,24 +88,24 @@ def spiking(resumed_after: int) -> tuple[list[str], list[float], list[int]]:
     """Which steps were skipped as spikes of a run with one odd step, resumed after a step; its losses and counters."""
     spike = Spike(loss=3, grad_norm=3, window=6)
     engine = replica(1, spike=spike)
-    told, losses = [], []
+    spikes, losses = [], []
     for step in range(1, 15):
         with scaled_gradients(engine, 100.0 if step == 11 else 1.0):
             losses.append(engine.train_step(rows(engine)))
-        told.append(engine.spike)
+        spikes.append(engine.spike)
         if step == resumed_after:
             progress = json.loads(json.dumps(engine.zero.progress()))
             engine.zero.recent = []
             engine.zero.restore_progress(progress)
-    return told, losses, [engine.engine.skipped_steps, engine.engine.global_steps]
+    return spikes, losses, [engine.engine.skipped_steps, engine.engine.global_steps]
 
 
 def test_a_spike_is_skipped_alike_on_a_run_and_one_that_was_resumed(ranks: Pools) -> None:
     whole, resumed = ranks(2).run(spiking, 0), ranks(2).run(spiking, 9)
     assert whole == resumed and whole[0] == whole[1]
-    told, losses, counters = whole[0]
-    assert told[10].startswith("its gradient norm ") and not any(told[:10]), (told, losses)
-    assert counters == [sum(map(bool, told)), 14]
+    spikes, losses, counters = whole[0]
+    assert spikes[10].startswith("its gradient norm ") and not any(spikes[:10]), (spikes, losses)
+    assert counters == [sum(map(bool, spikes)), 14]
 
 
 def test_the_bound_follows_what_came_before() -> None:

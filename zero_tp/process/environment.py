@@ -97,8 +97,9 @@ class RankEnvironment:
         workers = max(1, min(32, len(os.sched_getaffinity(0)) // (self.local_world or self.world)))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(workers))
         if self.world == 1:
-            own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-            os.environ.update(own if self.parent is None else own | os.environ)
+            for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(free_port()))):
+                if self.parent is None or name not in os.environ:
+                    os.environ[name] = value
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
                 raise UserError(

@@ -30,6 +30,7 @@ from zero_tp.errors import UserError
 from zero_tp.parallel.layout import audit
 from zero_tp.topology import Topology
 from zero_tp.training.guards import check_hooks, check_replicas
+from zero_tp.zero.ops import check_nvme
 from zero_tp.zero.stages import zero_engine
 from zero_tp.zero.zero_engine import ZeroEngine
 
@@ -145,6 +146,7 @@ def finalized_config(plugin: Any, topology: Topology, clipping: float) -> dict[s
     if settings.get("steps_per_print") == float("inf"):  # accelerate's "never", which no JSON can say
         settings["steps_per_print"] = sys.maxsize
     typed = check_deepspeed(settings, topology, EntryPoint.TRAINER)
+    check_nvme(typed.nvme_paths)
     # Without an `optimizer` block Trainer makes the optimizer, and DeepSpeed takes torch's SGD only with this key.
     unused = () if "optimizer" in settings else ("zero_allow_untested_optimizer: ",)
     for line in notes(typed, "no effect", "note") if topology.rank == 0 else ():

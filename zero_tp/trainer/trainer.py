@@ -137,11 +137,9 @@ class TensorParallel(Base):
             )
         options = {**self._accelerator_options, "deepspeed_plugin": None}  # accelerate's state has it already
         clipping = self.args.max_grad_norm
-        self.accelerator = TensorParallelAccelerator(self.topology, clipping, self._set_zero_engine, **options)
+        on_engine = partial(setattr, self, "zero")
+        self.accelerator = TensorParallelAccelerator(self.topology, clipping, on_engine, **options)
         self.gather_function = self.accelerator.gather_for_metrics
-
-    def _set_zero_engine(self, zero: ZeroEngine) -> None:
-        self.zero = zero
 
     def get_tp_size(self) -> int:
         return self.topology.tensor

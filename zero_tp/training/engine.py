@@ -34,7 +34,7 @@ from zero_tp.parallel.layout import audit, whole_shape
 from zero_tp.parallel.parameter import ShardedSeededInit, WeightSource
 from zero_tp.topology import Topology
 from zero_tp.training import guards
-from zero_tp.zero.ops import without_shared_memory_collectives
+from zero_tp.zero.ops import check_nvme, without_shared_memory_collectives
 from zero_tp.zero.stages import zero_engine
 from zero_tp.zero.states import local_shape
 
@@ -87,7 +87,7 @@ class TrainingEngine:
         self.topology, self.device = topology, torch.device(device)
         without_shared_memory_collectives()  # a script may not have called `connect_deepspeed`
         deepspeed_config = copy.deepcopy(deepspeed_config)  # the check converts values in it
-        check_deepspeed(deepspeed_config, topology, EntryPoint.ENGINE, recompute)
+        check_nvme(check_deepspeed(deepspeed_config, topology, EntryPoint.ENGINE, recompute).nvme_paths)
         self.zero = zero_engine(deepspeed_config, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
         # DeepSpeed broadcasts the first DP rank's weights: zero.Init as each is built, or `initialize` all of them.
