@@ -146,6 +146,23 @@ def test_a_trainers_deepspeed_config_is_refused_as_a_runs_is(keys: dict[str, Any
     assert finalized_config(plugin_of(BATCH), topology, 1.0)["train_batch_size"] == 1
 
 
+def test_a_trainer_may_clip_nothing() -> None:
+    from zero_tp.trainer.tensor_parallel_accelerator import finalized_config
+
+    filled = plugin_of(BATCH | {"gradient_clipping": None})  # "auto", with TrainingArguments(max_grad_norm=None)
+    assert finalized_config(filled, Topology(world=1), None)["gradient_clipping"] == 0
+
+
+def test_a_second_training_is_refused() -> None:
+    """accelerate destroys the engine of the first, and prepares no other."""
+    from zero_tp.trainer import TensorParallel
+
+    trainer = object.__new__(TensorParallel)
+    trainer.zero = cast(Any, "an engine")
+    with pytest.raises(UserError, match=r"^ZeroTPTrainer\.train: it has trained already"):
+        trainer._prepare_for_training(4, None, None)
+
+
 def test_an_optimizer_of_the_same_name_in_another_library_is_refused() -> None:
     """bitsandbytes has an AdamW too, whose states are in blocks of a whole tensor."""
     from zero_tp.trainer.tensor_parallel_accelerator import _sharded_optimizer

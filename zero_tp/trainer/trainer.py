@@ -205,6 +205,11 @@ class TensorParallel(Base):
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if self.zero is not None:
+            raise UserError(
+                "ZeroTPTrainer.train: it has trained already, and accelerate has destroyed its engine; make another "
+                "trainer, and pass resume_from_checkpoint to its train"
+            )
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         if resume_from_checkpoint is not None:
             resume_states(self._engine, self.lr_scheduler, Path(resume_from_checkpoint), self.args.seed)
