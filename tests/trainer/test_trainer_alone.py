@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from tests.support.launched import free_port, run
 from tests.support.settings import gpt2_config
 from tests.support.tiny_models import speeches, tiny_gpt2
 from tests.tiers import THOROUGH
+from zero_tp.checkpoint.resume_point import ResumePoint
 from zero_tp.errors import UserError
 from zero_tp.topology import Topology
+from zero_tp.trainer import checkpoints
 from zero_tp.trainer.trainer import REFUSED, _check, _check_batch
 
 SCRIPT = """
@@ -161,6 +164,21 @@ def test_a_second_training_is_refused() -> None:
     trainer.zero = cast(Any, "an engine")
     with pytest.raises(UserError, match=r"^ZeroTPTrainer\.train: it has trained already"):
         trainer._prepare_for_training(4, None, None)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "foreign"), [(torch.optim.AdamW, "momentum_buffer"), (torch.optim.SGD, "exp_avg")]
+)
+def test_a_checkpoint_of_another_optimizer_is_refused(
+    optimizer: Any, foreign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero: Any = SimpleNamespace(states=lambda: SimpleNamespace(optimizer=optimizer([torch.zeros(1)], lr=1.0)))
+    monkeypatch.setattr(checkpoints, "resume", mock.Mock(side_effect=UserError("passed")))
+    for kind, message in ((foreign, f"has {foreign} of each parameter, which {optimizer.__name__}"), ("", "passed")):
+        point = ResumePoint(Path("checkpoint-2"), cast(Any, SimpleNamespace(kinds=["master", kind])))
+        monkeypatch.setattr(checkpoints, "broadcast_resume_point", lambda _, point=point: point)
+        with pytest.raises(UserError, match=message):
+            checkpoints.resume_states(zero, None, Path("checkpoint-2"), 1)
 
 
 def test_an_optimizer_of_the_same_name_in_another_library_is_refused() -> None:
