@@ -20,6 +20,7 @@ from tests.support.native import Native, native_tensors
 from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.tiers import in_tiers
+from zero_tp.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.causal_lm import next_tokens
 from zero_tp.topology import Topology
@@ -200,8 +201,6 @@ def engine_of_a_script() -> tuple[str, bool]:
     Returns:
         The error, and whether the right number trains.
     """
-    from zero_tp.errors import UserError
-
     settings: dict[str, Any] = {
         "gradient_accumulation_steps": 2,
         "train_micro_batch_size_per_gpu": 1,
@@ -214,6 +213,14 @@ def engine_of_a_script() -> tuple[str, bool]:
     except UserError as error:
         return str(error), math.isfinite(engine.train_step([(row, row)] * 2))
     return "", False
+
+
+def test_the_nvme_directory_of_a_script_is_checked() -> None:
+    from zero_tp.training.engine import TrainingEngine
+
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/no/directory"}}
+    with pytest.raises(UserError, match=r"offload_param\.nvme_path: /no/directory is not a directory"):
+        TrainingEngine(SHARED, Topology(world=1), deepspeed_settings(3, zero_optimization=zero), seed=0)
 
 
 def test_a_step_has_as_many_micro_batches_as_the_config_says(ranks: Pools) -> None:
