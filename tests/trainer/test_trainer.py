@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForPreTraining,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainingArguments,
+)
 
 from tests.support.compare import check_close
 from tests.support.native import native_model, perturbed
@@ -16,6 +26,9 @@ from tests.support.pools import Pools
 from tests.support.tiny_models import bert_fields
 from tests.tiers import in_tiers
 from zero_tp.constants import IGNORE_INDEX
+from zero_tp.huggingface import parallel_model
+from zero_tp.topology import Topology
+from zero_tp.trainer import ZeroTPTrainer
 
 STEPS, ROWS = 4, 8  # of a step
 CAUSAL: dict[str, Any] = {
@@ -36,8 +49,6 @@ FIELDS = {"causal": CAUSAL, "masked": ENCODER}
 
 def saved_model(kind: str, folder: Path) -> Path:
     """A directory of Hugging Face's model, random everywhere."""
-    from transformers import AutoConfig
-
     fields = dict(FIELDS[kind])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     torch.manual_seed(3)
@@ -46,8 +57,6 @@ def saved_model(kind: str, folder: Path) -> Path:
 
 
 def opened(kind: str, directory: str) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForPreTraining
-
     return (AutoModelForCausalLM if kind == "causal" else AutoModelForPreTraining).from_pretrained(directory)
 
 
@@ -107,8 +116,6 @@ def script(
     **arguments: Any,
 ) -> tuple[list[dict[str, float]], Any]:
     """What a person writes. `trainer_class` is a class, or one with more arguments."""
-    from transformers import TrainingArguments
-
     settings = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -159,12 +166,6 @@ def deepspeed(stage: int) -> dict[str, Any]:
 def on_ranks(
     kind: str, directory: str, folder: str, tensor: int, stage: int, micro: int, accumulation: int, **arguments: Any
 ) -> tuple[Any, ...]:
-    from functools import partial
-
-    from accelerate.state import AcceleratorState
-
-    from zero_tp.trainer import ZeroTPTrainer
-
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         history, trainer = script(
@@ -186,8 +187,6 @@ def on_ranks(
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    from transformers import Trainer
-
     found = {}
     for kind in FIELDS:
         folder = tmp_path_factory.mktemp(kind)
@@ -216,11 +215,6 @@ def check(found: tuple[Any, ...], folder: Path, reference: tuple[Any, ...]) -> N
 
 def ours(model: Any, *arguments: Any, **options: Any) -> Any:
     """transformers' own Trainer around our model, which is not split."""
-    from transformers import Trainer
-
-    from zero_tp.huggingface import parallel_model
-    from zero_tp.topology import Topology
-
     return Trainer(parallel_model(model, Topology()), *arguments, **options)
 
 
@@ -250,8 +244,6 @@ def test_trainer_saves_resumes_and_recomputes_with_our_model(plain: dict[str, An
 
 def trained_by_trainer(directory: str, folder: str, stage: int | None) -> list[dict[str, float]]:
     """On DP ranks, in torch's DistributedDataParallel or DeepSpeed's ZeRO."""
-    from accelerate.state import AcceleratorState
-
     AcceleratorState._reset_state(reset_partial_state=True)
     options: dict[str, Any] = {} if stage is None else {"deepspeed": deepspeed(stage)}
     try:
@@ -312,8 +304,6 @@ def test_a_checkpoint_goes_on_on_any_topology(
 
 def test_a_script_with_packed_rows_gives_the_same(ranks: Pools, plain: dict[str, Any], tmp_path: Path) -> None:
     """Other rows are packed together on each side, and a step's loss is the same mean over its tokens."""
-    from transformers import DataCollatorWithFlattening, Trainer
-
     options: dict[str, Any] = {"collator": DataCollatorWithFlattening(), "eval_strategy": "no"}
     directory = plain["causal"][3]
     expected, _ = script(Trainer, "causal", directory, str(tmp_path / "plain"), ROWS // 2, 2, **options)

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import TrainingArguments
+from transformers import GPT2LMHeadModel, TrainingArguments
 
 from tests.support.launched import free_port, run
 from tests.support.settings import gpt2_config
@@ -20,8 +20,10 @@ from tests.support.tiny_models import speeches, tiny_gpt2
 from tests.tiers import THOROUGH
 from zero_tp.checkpoint.resume_point import ResumePoint
 from zero_tp.errors import UserError
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.topology import Topology
-from zero_tp.trainer import checkpoints
+from zero_tp.trainer import TensorParallel, ZeroTPTrainer, checkpoints
+from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator, _sharded_optimizer, finalized_config
 from zero_tp.trainer.trainer import REFUSED, _check, _check_batch
 
 SCRIPT = """
@@ -46,19 +48,12 @@ print("trained", trainer.state.global_step)
 
 
 def test_a_script_without_a_launcher_is_one_line() -> None:
-    from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator
-
     with pytest.raises(UserError, match=r"^ZeroTPTrainer: no ranks are connected; start the script with deepspeed or"):
         TensorParallelAccelerator(Topology(world=1), 1.0, lambda engine: None)
 
 
 def test_a_models_own_topology_stays_and_frozen_parameters_are_refused() -> None:
     """Splitting a model would train them."""
-    from transformers import GPT2LMHeadModel
-
-    from zero_tp.huggingface import ZeroTPForCausalLM
-    from zero_tp.trainer import ZeroTPTrainer
-
     config, args = gpt2_config(n_layer=1), cast(Any, SimpleNamespace())
     with pytest.raises(UserError, match="tensor_parallel is 2, but the model has TP 1"):
         ZeroTPTrainer(ZeroTPForCausalLM(config, Topology(world=1), seed=0), args, tensor_parallel=2)
@@ -87,9 +82,6 @@ class PlainTrainer:
     ],
 )
 def test_what_a_script_gives_in_vain_is_refused(name: str, message: str) -> None:
-    from zero_tp.huggingface import ZeroTPForCausalLM
-    from zero_tp.trainer import TensorParallel
-
     trainer: Any = type("Mine", (TensorParallel, PlainTrainer), {})
     model = ZeroTPForCausalLM(gpt2_config(n_layer=1), Topology(world=1), seed=0)
     with pytest.raises(UserError, match=message):
@@ -141,8 +133,6 @@ def plugin_of(config: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(("keys", "message"), REFUSED_CONFIGS)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_trainers_deepspeed_config_is_refused_as_a_runs_is(keys: dict[str, Any], message: str, tensor: int) -> None:
-    from zero_tp.trainer.tensor_parallel_accelerator import finalized_config
-
     topology = Topology(tensor, world=tensor)
     with pytest.raises(UserError, match=message):
         finalized_config(plugin_of(BATCH | keys), topology, 1.0)
@@ -150,16 +140,12 @@ def test_a_trainers_deepspeed_config_is_refused_as_a_runs_is(keys: dict[str, Any
 
 
 def test_a_trainer_may_clip_nothing() -> None:
-    from zero_tp.trainer.tensor_parallel_accelerator import finalized_config
-
     filled = plugin_of(BATCH | {"gradient_clipping": None})  # "auto", with TrainingArguments(max_grad_norm=None)
     assert finalized_config(filled, Topology(world=1), None)["gradient_clipping"] == 0
 
 
 def test_a_second_training_is_refused() -> None:
     """accelerate destroys the engine of the first, and prepares no other."""
-    from zero_tp.trainer import TensorParallel
-
     trainer = object.__new__(TensorParallel)
     trainer.zero = cast(Any, "an engine")
     with pytest.raises(UserError, match=r"^ZeroTPTrainer\.train: it has trained already"):
@@ -183,8 +169,6 @@ def test_a_checkpoint_of_another_optimizer_is_refused(
 
 def test_an_optimizer_of_the_same_name_in_another_library_is_refused() -> None:
     """bitsandbytes has an AdamW too, whose states are in blocks of a whole tensor."""
-    from zero_tp.trainer.tensor_parallel_accelerator import _sharded_optimizer
-
     weight = torch.nn.Parameter(torch.zeros(2))
     other = type("AdamW", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})([weight], lr=0.1)
     with pytest.raises(UserError, match=r"^optimizer AdamW of bitsandbytes: a rank holds shards"):
@@ -194,8 +178,6 @@ def test_an_optimizer_of_the_same_name_in_another_library_is_refused() -> None:
 
 
 def test_a_trainer_warns_of_what_its_config_says_in_vain() -> None:
-    from zero_tp.trainer.tensor_parallel_accelerator import finalized_config
-
     plugin = plugin_of(BATCH | {"fp16": {"enabled": False, "loss_scale": 8.0}})
     with pytest.warns(UserWarning, match=r"^DeepSpeed's config: fp16\.loss_scale: fp16\.enabled is not true"):
         finalized_config(plugin, Topology(world=1), 1.0)

@@ -12,13 +12,11 @@ from tests.checkpoint.test_checkpoint import build, steps_of, write_config
 from tests.support.pools import Pools
 from tests.support.run_log import train_state
 from zero_tp.errors import UserError
-from zero_tp.training.profiler import step_range
+from zero_tp.training.profiler import StepProfiler, step_range
 
 
 def profiled(path: str, run: str, steps: tuple[int, int], begin: int, end: int) -> list[list[str]]:
     """What the profiler prints after each of the steps of a start that begins at `begin`, and at its end."""
-    from zero_tp.training.profiler import StepProfiler
-
     profiler, lines, printed = StepProfiler(*steps), list[str](), []
     state = train_state(Path(run), steps=end, step=begin)
     state.engine, _ = build(path)

@@ -13,10 +13,12 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support.half_precision import fp16_supported
 from tests.support.pools import Pools
 from tests.support.replicas import replica, rows
 from tests.tiers import in_tiers
 from zero_tp.config.schema import Spike
+from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.guards import detect_spike
 
 
@@ -31,8 +33,6 @@ def scaled_gradients(engine: Any, factor: float) -> Iterator[None]:
 
 def skipped_both_ways(stage: int, dtype: str) -> list[Any]:
     """A run that skips step 3 by a veto and one whose gradients are not finite there: what is left of each."""
-    from zero_tp.training.engine import TrainingEngine
-
     found = []
     for way in ("veto", "nan"):
         engine = replica(stage, dtype, tensor=2, spike=Spike(loss=6))
@@ -51,8 +51,6 @@ def skipped_both_ways(stage: int, dtype: str) -> list[Any]:
 
 
 def skipped_in_fp16(stage: int) -> list[Any]:
-    from tests.support.half_precision import fp16_supported
-
     with fp16_supported():
         return skipped_both_ways(stage, "fp16")
 
