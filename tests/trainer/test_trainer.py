@@ -139,7 +139,7 @@ def script(
         opened(kind, directory),
         settings,
         data_collator=collator,
-        train_dataset=rows_of(kind, 20, 1),  # an epoch ends with half a step
+        train_dataset=rows_of(kind, 24, 1),
         eval_dataset=rows_of(kind, 16, 2),
         compute_metrics=right,
     )
