@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
 from zero_tp.process.connect import connect_deepspeed, rank_device
 from zero_tp.process.environment import RankEnvironment
+from zero_tp.process.job_store import JobStore
 from zero_tp.training.engine import TrainingEngine
 
 
@@ -48,6 +50,25 @@ def test_a_rank_has_the_device_of_its_local_rank_or_the_only_visible_one(
             rank_device(environment, "cuda")
     else:
         assert rank_device(environment, "cuda").index == expected
+
+
+@pytest.mark.parametrize(("start", "limit"), [("null", timedelta(days=7)), ("1", timedelta(minutes=1.5))])
+def test_ranks_wait_for_one_that_reads_a_large_corpus(
+    start: str, limit: timedelta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For as long as a start may take, and not only for the limit of a collective."""
+    limits: list[timedelta] = []
+
+    def wait(store: JobStore, limit: timedelta) -> None:
+        limits.append(limit)
+        raise UserError("no further")
+
+    monkeypatch.setattr(JobStore, "wait_until_all_ready", wait)
+    change = f'zero_tp.training.timeout_minutes={{"start": {start}, "step": 2}}'
+    config = RunConfig.load(write_config(tmp_path / "config.json", 1, "fp32", tensor=1), [change], 2)
+    with pytest.raises(UserError, match="no further"):
+        connect_deepspeed(config, RankEnvironment(0, 2, 0, 2))
+    assert limits == [limit]
 
 
 def init_gloo(backend: str, *, device_id: torch.device, **options: Any) -> None:

@@ -58,11 +58,14 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_launcher")
 def test_a_process_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")  # left in the shell
+    monkeypatch.setenv("WORLD_SIZE", "4")  # left in the shell, as the next two
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     environment = RankEnvironment.of_this_process()
     assert environment.world == 1
     environment.export()
-    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
+    assert os.environ["MASTER_PORT"] != "29500"
 
 
 @pytest.mark.usefixtures("no_launcher")

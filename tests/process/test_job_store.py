@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.launched import free_port
+from zero_tp.process.connect import START_TIMEOUT
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.job_store import JobStore, PeerRefused, raise_open_file_limit
 
@@ -43,7 +44,7 @@ def test_all_end_when_some_refuse_and_one_of_them_is_the_first(stores: list[JobS
 
     def work(rank: int) -> str:
         if rank == 0:
-            stores[rank].wait_until_all_ready(LIMIT)
+            stores[rank].wait_until_all_ready(START_TIMEOUT)
         first.append(stores[rank].refuse(f"rank {rank}"))
         return "refused"
 

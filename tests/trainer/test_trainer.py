@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForPreTraining,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainingArguments,
+)
 
 from tests.support.compare import check_close
 from tests.support.native import native_model, perturbed
@@ -16,6 +26,9 @@ from tests.support.pools import Pools
 from tests.support.tiny_models import bert_fields
 from tests.tiers import in_tiers
 from zero_tp.constants import IGNORE_INDEX
+from zero_tp.huggingface import parallel_model
+from zero_tp.topology import Topology
+from zero_tp.trainer import ZeroTPTrainer
 
 STEPS, ROWS = 4, 8  # of a step
 CAUSAL: dict[str, Any] = {
@@ -36,8 +49,6 @@ FIELDS = {"causal": CAUSAL, "masked": ENCODER}
 
 def saved_model(kind: str, folder: Path) -> Path:
     """A directory of Hugging Face's model, random everywhere."""
-    from transformers import AutoConfig
-
     fields = dict(FIELDS[kind])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     torch.manual_seed(3)
@@ -46,8 +57,6 @@ def saved_model(kind: str, folder: Path) -> Path:
 
 
 def opened(kind: str, directory: str) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForPreTraining
-
     return (AutoModelForCausalLM if kind == "causal" else AutoModelForPreTraining).from_pretrained(directory)
 
 
@@ -95,7 +104,7 @@ def right(prediction: Any) -> dict[str, float]:
 
 
 def script(
-    trainer: Any,
+    trainer_class: Any,
     kind: str,
     directory: str,
     folder: str,
@@ -106,9 +115,7 @@ def script(
     collator: Any = collated,
     **arguments: Any,
 ) -> tuple[list[dict[str, float]], Any]:
-    """What a person writes. `trainer` is a class, or one with more arguments."""
-    from transformers import TrainingArguments
-
+    """What a person writes. `trainer_class` is a class, or one with more arguments."""
     settings = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -128,7 +135,7 @@ def script(
         optim="adamw_torch",
         **{"eval_strategy": "steps", "save_strategy": "no", "per_device_eval_batch_size": 2, **arguments},
     )
-    made = trainer(
+    trainer = trainer_class(
         opened(kind, directory),
         settings,
         data_collator=collator,
@@ -136,10 +143,10 @@ def script(
         eval_dataset=rows_of(kind, 16, 2),
         compute_metrics=right,
     )
-    made.train(resume_from_checkpoint=resume)
-    made.save_model(str(Path(folder) / "model"))
-    kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_right", "eval_rows", "epoch", "step")
-    return [{key: line[key] for key in kept if key in line} for line in made.state.log_history], made
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(str(Path(folder) / "model"))
+    columns = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_right", "eval_rows", "epoch", "step")
+    return [{key: line[key] for key in columns if key in line} for line in trainer.state.log_history], trainer
 
 
 def deepspeed(stage: int) -> dict[str, Any]:
@@ -159,15 +166,9 @@ def deepspeed(stage: int) -> dict[str, Any]:
 def on_ranks(
     kind: str, directory: str, folder: str, tensor: int, stage: int, micro: int, accumulation: int, **arguments: Any
 ) -> tuple[Any, ...]:
-    from functools import partial
-
-    from accelerate.state import AcceleratorState
-
-    from zero_tp.trainer import ZeroTPTrainer
-
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
-        history, made = script(
+        history, trainer = script(
             partial(ZeroTPTrainer, tensor_parallel=tensor),
             kind,
             directory,
@@ -178,24 +179,24 @@ def on_ranks(
             **arguments,
         )
         prompt = torch.tensor([[7, 8, 9]])
-        text = made.model.generate(prompt, max_new_tokens=5, do_sample=False) if kind == "causal" else prompt
-        return history, text, made.model.topology.describe()
+        text = trainer.model.generate(prompt, max_new_tokens=5, do_sample=False) if kind == "causal" else prompt
+        return history, text, trainer.model.topology.describe()
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    from transformers import Trainer
-
     found = {}
     for kind in FIELDS:
         folder = tmp_path_factory.mktemp(kind)
         # BertForPreTraining ignores the number of labels of the micro-batches, so its step is one micro-batch.
         micro, accumulation = (ROWS // 2, 2) if kind == "causal" else (ROWS, 1)
         directory = str(saved_model(kind, folder / "start"))
-        history, made = script(Trainer, kind, directory, str(folder), micro, accumulation, per_device_eval_batch_size=4)
-        model = made.model.eval()
+        history, trainer = script(
+            Trainer, kind, directory, str(folder), micro, accumulation, per_device_eval_batch_size=4
+        )
+        model = trainer.model.eval()
         prompt = torch.tensor([[7, 8, 9]])
         text = model.generate(prompt, max_new_tokens=5, do_sample=False) if kind == "causal" else prompt
         found[kind] = history, load_file(folder / "model" / "model.safetensors"), text, directory
@@ -214,11 +215,6 @@ def check(found: tuple[Any, ...], folder: Path, reference: tuple[Any, ...]) -> N
 
 def ours(model: Any, *arguments: Any, **options: Any) -> Any:
     """transformers' own Trainer around our model, which is not split."""
-    from transformers import Trainer
-
-    from zero_tp.huggingface import parallel_model
-    from zero_tp.topology import Topology
-
     return Trainer(parallel_model(model, Topology()), *arguments, **options)
 
 
@@ -233,23 +229,21 @@ def test_trainer_saves_resumes_and_recomputes_with_our_model(plain: dict[str, An
             "gradient_checkpointing": True,
             "gradient_checkpointing_kwargs": {"mode": "selective"},
         }
-        history, made = script(ours, kind, directory, str(folder), micro, accumulation, **saving, **recomputing)
-        assert made.model.is_activation_checkpointing
+        history, trainer = script(ours, kind, directory, str(folder), micro, accumulation, **saving, **recomputing)
+        assert trainer.model.is_activation_checkpointing
         check((history, text, ""), folder, reference)
-        again, made = script(
+        again, trainer = script(
             ours, kind, directory, str(folder), micro, accumulation, resume=f"{folder}/checkpoint-2", **saving, **best
         )
         assert again[-2]["eval_loss"] == pytest.approx(history[-2]["eval_loss"], rel=1e-6)
-        better = made.state.best_model_checkpoint
+        better = trainer.state.best_model_checkpoint
         saved = load_file(folder / "model" / "model.safetensors")
         check_close(saved, load_file(Path(better) / "model.safetensors"))
-        assert made.evaluate()["eval_loss"] == pytest.approx(made.state.best_metric, rel=1e-6)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-6)
 
 
 def trained_by_trainer(directory: str, folder: str, stage: int | None) -> list[dict[str, float]]:
     """On DP ranks, in torch's DistributedDataParallel or DeepSpeed's ZeRO."""
-    from accelerate.state import AcceleratorState
-
     AcceleratorState._reset_state(reset_partial_state=True)
     options: dict[str, Any] = {} if stage is None else {"deepspeed": deepspeed(stage)}
     try:
@@ -289,12 +283,13 @@ def test_the_same_script_gives_the_same(
 
 def resumed(directory: str, folder: str, before: tuple[int, int], after: tuple[int, int]) -> tuple[Any, ...]:
     """Trained to step 2 on one grid and ZeRO stage, and on to the last on another."""
-    (tensor, stage), (then, stage_then) = before, after
-    micro, micro_then = 2 * tensor // 2, 2 * then // 2
-    first: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "per_device_eval_batch_size": 2 * tensor // 2}
-    on_ranks("causal", directory, folder, tensor, stage, micro, 2, **first)
-    again: dict[str, Any] = {"resume": f"{folder}/checkpoint-2", "per_device_eval_batch_size": 2 * then // 2}
-    return on_ranks("causal", directory, folder, then, stage_then, micro_then, 2, **again)
+
+    def train(tensor: int, stage: int, **arguments: Any) -> tuple[Any, ...]:
+        arguments["per_device_eval_batch_size"] = tensor
+        return on_ranks("causal", directory, folder, tensor, stage, tensor, 2, **arguments)
+
+    train(*before, save_strategy="steps", save_steps=2)
+    return train(*after, resume=f"{folder}/checkpoint-2")
 
 
 @pytest.mark.parametrize(("before", "after"), in_tiers([((2, 1), (4, 3)), ((2, 3), (1, 2))], [((2, 1), (4, 3))]))
@@ -309,8 +304,6 @@ def test_a_checkpoint_goes_on_on_any_topology(
 
 def test_a_script_with_packed_rows_gives_the_same(ranks: Pools, plain: dict[str, Any], tmp_path: Path) -> None:
     """Other rows are packed together on each side, and a step's loss is the same mean over its tokens."""
-    from transformers import DataCollatorWithFlattening, Trainer
-
     options: dict[str, Any] = {"collator": DataCollatorWithFlattening(), "eval_strategy": "no"}
     directory = plain["causal"][3]
     expected, _ = script(Trainer, "causal", directory, str(tmp_path / "plain"), ROWS // 2, 2, **options)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
-from transformers import TrainingArguments
+from transformers import GPT2LMHeadModel, TrainingArguments
 
 from tests.support.launched import free_port, run
 from tests.support.settings import gpt2_config
 from tests.support.tiny_models import speeches, tiny_gpt2
 from tests.tiers import THOROUGH
+from zero_tp.checkpoint.resume_point import ResumePoint
 from zero_tp.errors import UserError
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.topology import Topology
-from zero_tp.trainer.trainer import REFUSED, _check
+from zero_tp.trainer import TensorParallel, ZeroTPTrainer, checkpoints
+from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator, _sharded_optimizer, finalized_config
+from zero_tp.trainer.trainer import REFUSED, _check, _check_batch
 
 SCRIPT = """
 import sys
@@ -42,19 +48,12 @@ print("trained", trainer.state.global_step)
 
 
 def test_a_script_without_a_launcher_is_one_line() -> None:
-    from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator
-
     with pytest.raises(UserError, match=r"^ZeroTPTrainer: no ranks are connected; start the script with deepspeed or"):
         TensorParallelAccelerator(Topology(world=1), 1.0, lambda engine: None)
 
 
 def test_a_models_own_topology_stays_and_frozen_parameters_are_refused() -> None:
     """Splitting a model would train them."""
-    from transformers import GPT2LMHeadModel
-
-    from zero_tp.huggingface import ZeroTPForCausalLM
-    from zero_tp.trainer import ZeroTPTrainer
-
     config, args = gpt2_config(n_layer=1), cast(Any, SimpleNamespace())
     with pytest.raises(UserError, match="tensor_parallel is 2, but the model has TP 1"):
         ZeroTPTrainer(ZeroTPForCausalLM(config, Topology(world=1), seed=0), args, tensor_parallel=2)
@@ -69,27 +68,25 @@ class PlainTrainer:
 
     optimizer = lr_scheduler = compute_loss_func = None
 
-    def __init__(self, model: Any, args: Any, **given: Any) -> None:
+    def __init__(self, model: Any, args: Any, **options: Any) -> None:
         self.model, self.args = model, args
-        vars(self).update(given)
+        vars(self).update(options)
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("compute_loss_func", "^compute_loss_func: it needs whole logits"),
         ("optimizer", "^optimizers: Trainer replaces them under DeepSpeed"),
         ("lr_scheduler", "^optimizers: Trainer replaces them under DeepSpeed"),
     ],
 )
-def test_what_a_script_gives_in_vain_is_refused(name: str, told: str) -> None:
-    from zero_tp.huggingface import ZeroTPForCausalLM
-    from zero_tp.trainer import TensorParallel
-
+def test_what_a_script_gives_in_vain_is_refused(name: str, message: str) -> None:
     trainer: Any = type("Mine", (TensorParallel, PlainTrainer), {})
     model = ZeroTPForCausalLM(gpt2_config(n_layer=1), Topology(world=1), seed=0)
-    with pytest.raises(UserError, match=told):
-        trainer(model, SimpleNamespace(device="cpu", world_size=1, label_names=None), **{name: object()})
+    with pytest.raises(UserError, match=message):
+        args = SimpleNamespace(device="cpu", world_size=1, label_names=None, deepspeed=None)
+        trainer(model, args, **{name: object()})
 
 
 def test_training_arguments_that_are_not_exact_are_refused() -> None:
@@ -97,6 +94,16 @@ def test_training_arguments_that_are_not_exact_are_refused() -> None:
         assert name in TrainingArguments.__dataclass_fields__, name
         with pytest.raises(UserError, match=rf"^TrainingArguments\.{name}: .*; leave it out$"):
             _check(cast(Any, SimpleNamespace(**{name: True})))
+
+
+@pytest.mark.parametrize("total", [None, "auto", 16])
+def test_a_global_batch_that_counts_tensor_parallel_ranks_is_refused(total: int | str | None) -> None:
+    """transformers would accept 16, and each step would train on 8 rows."""
+    args: Any = SimpleNamespace(deepspeed={"train_batch_size": total})
+    _check_batch(args, Topology(1, world=4))
+    refused = pytest.raises(UserError, match=r"^train_batch_size: 16 in DeepSpeed's config: .*; use \"auto\"$")
+    with refused if total == 16 else contextlib.nullcontext():
+        _check_batch(args, Topology(2, world=4))
 
 
 # One of each kind; tests/config/test_config_refusals.py has all refusals of a Trainer's config.
@@ -109,6 +116,10 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"gradient_allreduce_op": "sum"}, r"gradient_allreduce_op: refused unless it is \"mean\""),
     ({"prescale_gradients": True}, r"prescale_gradients: refused with ZeRO"),
     ({"zero_optimization": {"stage": 2, "zenflow": {}}}, r"zero_optimization\.zenflow: refused: it steps on"),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/no/directory"}}},
+        r"zero_optimization\.offload_param\.nvme_path: /no/directory is not a directory on this machine",
+    ),
     ({"gradient_acumulation_steps": 2}, r"gradient_acumulation_steps: unknown key; did you mean .gradient_acc"),
 ]
 BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1}}
@@ -119,21 +130,45 @@ def plugin_of(config: dict[str, Any]) -> Any:
     return SimpleNamespace(deepspeed_config=config, deepspeed_config_process=lambda **_: None)
 
 
-@pytest.mark.parametrize(("keys", "told"), REFUSED_CONFIGS)
+@pytest.mark.parametrize(("keys", "message"), REFUSED_CONFIGS)
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_a_trainers_deepspeed_config_is_refused_as_a_runs_is(keys: dict[str, Any], told: str, tensor: int) -> None:
-    from zero_tp.trainer.tensor_parallel_accelerator import finalized_config
-
+def test_a_trainers_deepspeed_config_is_refused_as_a_runs_is(keys: dict[str, Any], message: str, tensor: int) -> None:
     topology = Topology(tensor, world=tensor)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         finalized_config(plugin_of(BATCH | keys), topology, 1.0)
     assert finalized_config(plugin_of(BATCH), topology, 1.0)["train_batch_size"] == 1
 
 
+def test_a_trainer_may_clip_nothing() -> None:
+    filled = plugin_of(BATCH | {"gradient_clipping": None})  # "auto", with TrainingArguments(max_grad_norm=None)
+    assert finalized_config(filled, Topology(world=1), None)["gradient_clipping"] == 0
+
+
+def test_a_second_training_is_refused() -> None:
+    """accelerate destroys the engine of the first, and prepares no other."""
+    trainer = object.__new__(TensorParallel)
+    trainer.zero = cast(Any, "an engine")
+    with pytest.raises(UserError, match=r"^ZeroTPTrainer\.train: it has trained already"):
+        trainer._prepare_for_training(4, None, None)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "foreign"), [(torch.optim.AdamW, "momentum_buffer"), (torch.optim.SGD, "exp_avg")]
+)
+def test_a_checkpoint_of_another_optimizer_is_refused(
+    optimizer: Any, foreign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero: Any = SimpleNamespace(states=lambda: SimpleNamespace(optimizer=optimizer([torch.zeros(1)], lr=1.0)))
+    monkeypatch.setattr(checkpoints, "resume", mock.Mock(side_effect=UserError("passed")))
+    for kind, message in ((foreign, f"has {foreign} of each parameter, which {optimizer.__name__}"), ("", "passed")):
+        point = ResumePoint(Path("checkpoint-2"), cast(Any, SimpleNamespace(kinds=["master", kind])))
+        monkeypatch.setattr(checkpoints, "broadcast_resume_point", lambda _, point=point: point)
+        with pytest.raises(UserError, match=message):
+            checkpoints.resume_states(zero, None, Path("checkpoint-2"), 1)
+
+
 def test_an_optimizer_of_the_same_name_in_another_library_is_refused() -> None:
     """bitsandbytes has an AdamW too, whose states are in blocks of a whole tensor."""
-    from zero_tp.trainer.tensor_parallel_accelerator import _sharded_optimizer
-
     weight = torch.nn.Parameter(torch.zeros(2))
     other = type("AdamW", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})([weight], lr=0.1)
     with pytest.raises(UserError, match=r"^optimizer AdamW of bitsandbytes: a rank holds shards"):
@@ -143,8 +178,6 @@ def test_an_optimizer_of_the_same_name_in_another_library_is_refused() -> None:
 
 
 def test_a_trainer_warns_of_what_its_config_says_in_vain() -> None:
-    from zero_tp.trainer.tensor_parallel_accelerator import finalized_config
-
     plugin = plugin_of(BATCH | {"fp16": {"enabled": False, "loss_scale": 8.0}})
     with pytest.warns(UserWarning, match=r"^DeepSpeed's config: fp16\.loss_scale: fp16\.enabled is not true"):
         finalized_config(plugin, Topology(world=1), 1.0)

@@ -6,22 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import AutoConfig, DataCollatorWithFlattening
 
-from tests.support.compare import check_close
-from tests.support.native import native_model
+from tests.models.test_documents import dynamic_model
+from tests.support.compare import check_close, grid, whole_gradients
+from tests.support.native import gradients, native_model, parallel_model, perturbed, to_ours
 from tests.support.pools import Pools
 from tests.trainer.test_trainer import CAUSAL
+from zero_tp.errors import UserError
 from zero_tp.parallel.agreement import checksum
+from zero_tp.topology import Topology
+from zero_tp.trainer.batches import SampleComparison, pad_for_sequence_parallelism
 
 
 def compare_samples(attention_mask: list[list[int]], with_types: bool) -> str:
     """Return the error of a rank of a TP group whose second rank has this mask, and maybe a tensor more."""
-    import torch.distributed as dist
-
-    from zero_tp.errors import UserError
-    from zero_tp.topology import Topology
-    from zero_tp.trainer.batches import SampleComparison
-
     topology, second = Topology(2, True), dist.get_rank() == 1
     SampleComparison({"input_ids": torch.arange(4)}, topology).require_same()
     mask = torch.tensor(attention_mask if second else [[1, 1, 1]] * 2, dtype=torch.bfloat16)
@@ -51,13 +52,6 @@ def test_a_byte_in_another_place_or_tensor_gives_another_checksum() -> None:
 
 def packed_losses(lengths: list[list[int]], numbered: bool) -> list[tuple[float, float]]:
     """(our loss, that of transformers' model on each document by itself) of rows of documents of these lengths."""
-    import torch.nn.functional as F
-    from transformers import AutoConfig, DataCollatorWithFlattening
-
-    from tests.support.compare import grid, whole_gradients
-    from tests.support.native import gradients, parallel_model, perturbed, to_ours
-    from zero_tp.trainer.batches import pad_for_sequence_parallelism
-
     fields = dict(CAUSAL)
     torch.manual_seed(7)
     reference = perturbed(native_model(AutoConfig.for_model(fields.pop("model_type"), **fields))).train()
@@ -91,11 +85,6 @@ def test_packed_rows_of_any_length_are_documents_apart(ranks: Pools, numbered: b
 
 def dynamic_losses(length: int) -> tuple[float, float]:
     """(our loss, transformers') of a row just longer than the positions, under frequencies that follow the length."""
-    from tests.models.test_documents import dynamic_model
-    from tests.support.compare import grid
-    from tests.support.native import parallel_model
-    from zero_tp.trainer.batches import pad_for_sequence_parallelism
-
     reference = dynamic_model().train()
     model = parallel_model(reference, grid(2, True)).train()
     tokens = torch.randint(61, (1, length))

@@ -77,6 +77,19 @@ def test_a_run_that_another_launch_takes_over_ends_with_one_line(workplace: Path
     assert complete_steps(workplace / "taken") == [3]
 
 
+@pytest.mark.parametrize(("step", "line"), [(1, "stopped after step 1, as requested"), (2, "next: zero-tp report ")])
+def test_a_run_of_two_steps_ends_after_a_request_to_stop(
+    step: int, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After its last step there is nothing to resume."""
+    state = train_state(tmp_path, steps=2)
+    state.inputs.read_ahead = lambda topology, last: state.requests.accepting()
+    monkeypatch.setattr(loop, "_run_step", lambda state, _: setattr(state, "stop", state.step == step))
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    loop.train(state, [])
+    assert capsys.readouterr().out.startswith(line)
+
+
 class Failing(Callback):
     """Fails in one event, and notes what ended the run."""
 

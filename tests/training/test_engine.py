@@ -20,17 +20,19 @@ from tests.support.native import Native, native_tensors
 from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.tiers import in_tiers
+from zero_tp.architectures import architecture_of
+from zero_tp.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.causal_lm import next_tokens
 from zero_tp.topology import Topology
+from zero_tp.training.engine import TrainingEngine
+from zero_tp.zero.states import MASTER
 
 LEARNING_RATE, DECAY, ACCUMULATION, BATCH, LENGTH = 1e-2, 0.1, 2, 8, 16
 
 
 def build(topology: Any, stage: int, *, dropout: float = 0.0, **changes: Any) -> Any:
     """An engine that starts with the reference's weights."""
-    from zero_tp.training.engine import TrainingEngine
-
     dropouts: dict[str, Any] = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), dropout)
     reference = reference_model(**dropouts)
     micro_batch = BATCH // topology.data // ACCUMULATION
@@ -60,14 +62,12 @@ def recorded_draws() -> Iterator[list[int]]:
 
 def initial(tensor: int, stage: int, dtype: str) -> tuple[int, list[int], dict[str, Tensor]]:
     """The TP rank, what this rank has drawn, and the weights that its engine starts with."""
-    from zero_tp.training.engine import TrainingEngine
-
     topology = grid(tensor, True)
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     settings = deepspeed_settings(stage, dtype=dtype, zero_optimization=zero)
     with recorded_draws() as seeds:
         engine = TrainingEngine(copy.deepcopy(SHARED), topology, settings, seed=5)
-    return topology.tensor_rank, seeds, {name: held.clone() for name, held in native_tensors(engine.model)}
+    return topology.tensor_rank, seeds, {name: weight.clone() for name, weight in native_tensors(engine.model)}
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,6 @@ def test_validation_is_the_mean_over_all_labels(ranks: Pools, stage: int) -> Non
 
 
 def masters_at_the_start() -> tuple[list[Tensor], list[Tensor], list[Any]]:
-    from zero_tp.zero.states import MASTER
-
     engine = build(grid(2, True), 0, bf16={"enabled": True})
     states = engine.zero.states()
     steps = [state["step"] for state in states.optimizer.state.values() if "step" in state]
@@ -177,9 +175,6 @@ def test_no_step_is_taken_before_the_first(ranks: Pools) -> None:
 
 def frequencies_of_an_engine() -> list[Tensor]:
     """Of a bf16 ZeRO-3 engine's model, and of its config alone: `zero.Init` rounds the tensors that are made in it."""
-    from zero_tp.architectures import architecture_of
-    from zero_tp.training.engine import TrainingEngine
-
     config = LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, vocab_size=48
     )
@@ -200,8 +195,6 @@ def engine_of_a_script() -> tuple[str, bool]:
     Returns:
         The error, and whether the right number trains.
     """
-    from zero_tp.errors import UserError
-
     settings: dict[str, Any] = {
         "gradient_accumulation_steps": 2,
         "train_micro_batch_size_per_gpu": 1,
@@ -214,6 +207,12 @@ def engine_of_a_script() -> tuple[str, bool]:
     except UserError as error:
         return str(error), math.isfinite(engine.train_step([(row, row)] * 2))
     return "", False
+
+
+def test_the_nvme_directory_of_a_script_is_checked() -> None:
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/no/directory"}}
+    with pytest.raises(UserError, match=r"offload_param\.nvme_path: /no/directory is not a directory"):
+        TrainingEngine(SHARED, Topology(world=1), deepspeed_settings(3, zero_optimization=zero), seed=0)
 
 
 def test_a_step_has_as_many_micro_batches_as_the_config_says(ranks: Pools) -> None:

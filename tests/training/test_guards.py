@@ -19,13 +19,16 @@ from tests.support.replicas import replica, rows
 from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.support.tiny_models import bert_fields
 from tests.tiers import in_tiers
+from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.constants import IGNORE_INDEX
+from zero_tp.errors import UserError
+from zero_tp.parallel import gradients
 from zero_tp.topology import Topology
+from zero_tp.training.engine import TrainingEngine
+from zero_tp.training.guards import check_hooks, check_replicas
 
 
 def build(stage: int, dtype: str = "fp32") -> Any:
-    from zero_tp.training.engine import TrainingEngine
-
     config = gpt2_config(0.1, n_layer=1, vocab_size=50, n_positions=8)
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     settings = deepspeed_settings(stage, micro_batch=2, dtype=dtype, lr=1e-2, zero_optimization=zero)
@@ -40,17 +43,14 @@ def train(engine: Any, steps: int) -> None:
 
 def disturb(stage: int, dtype: str, name: str) -> str:
     """The message on a rank of the TP group in which rank 1 holds another value at one place; "" if there is none."""
-    from zero_tp.errors import UserError
-    from zero_tp.training.guards import check_replicas
-
     engine = build(stage, dtype)
     train(engine, 1)
     check_replicas(engine.model, engine.topology, 1)
     parameter = dict(engine.model.named_parameters())[name]
-    held = parameter.ds_tensor if stage == 3 else parameter.data
+    values = parameter.ds_tensor if stage == 3 else parameter.data
     if engine.topology.tensor_rank == 1 and engine.topology.data_rank == 0:
         with torch.no_grad():
-            held.flatten()[-1:].mul_(1 + 2.0**-7).add_(2.0**-20)  # the last bits of a bf16 number
+            values.flatten()[-1:].mul_(1 + 2.0**-7).add_(2.0**-20)  # the last bits of a bf16 number
     try:
         check_replicas(engine.model, engine.topology, 7)
     except UserError as error:
@@ -70,8 +70,6 @@ def test_a_replica_that_drifts_is_named(ranks: Pools, stage: int, dtype: str) ->
 
 
 def without_a_hook() -> None:
-    from zero_tp.parallel import gradients
-
     original = gradients._register_sum
     gradients._register_sum = lambda parameter, group: gradients.GradientSum(group)
     try:
@@ -112,8 +110,6 @@ def test_a_frozen_parameter_needs_no_sum(ranks: Pools) -> None:
 
 def without_labels(model_type: str) -> int:
     """Return the number of sums that a micro-batch without labels runs, each of them."""
-    from zero_tp.training.guards import check_hooks
-
     if model_type == "bert":
         sizes = {"vocab_size": 61, "hidden_size": 24, "max_position_embeddings": 16, "type_vocab_size": 2}
         fields = bert_fields(model_type="bert", pad_token_id=0, architectures=None, **sizes)
@@ -142,19 +138,17 @@ def test_a_micro_batch_without_labels_sums_every_gradient(ranks: Pools, model_ty
 
 def corrupted(stage: int, dtype: str, kind: str, tensor: int = 1) -> str:
     """The message on a rank, after the last rank's copy of something got one other bit."""
-    from zero_tp.errors import UserError
-
     engine = replica(stage, dtype, tensor)
     for step in (1, 2):
         engine.train_step(rows(engine, step), guarded=step)
     name = "transformer.layers.0.mlp_norm.weight"
     if engine.topology.rank == engine.topology.world - 1:
         if kind == "weight":
-            held = engine.model.get_parameter(name).data
+            values = engine.model.get_parameter(name).data
         else:
             states = engine.zero.states()
-            held = states.get(next(each for each in states.fragments if each.name == name), kind)
-        bits = held.view({2: torch.int16, 4: torch.int32}[held.element_size()])
+            values = states.get(next(each for each in states.fragments if each.name == name), kind)
+        bits = values.view({2: torch.int16, 4: torch.int32}[values.element_size()])
         bits.view(-1)[3] ^= 1
     try:
         engine.train_step(rows(engine, 3), guarded=3)
@@ -192,9 +186,6 @@ def test_of_two_replicas_both_are_named(ranks: Pools, tensor: int) -> None:
 
 def repeated(stage: int, recompute: str, faulty: bool) -> tuple[list[float], str]:
     """Losses and norms of steps with the repetition at each, or without where nothing is faulty; the message."""
-    from zero_tp.activations.policy import RecomputePolicy
-    from zero_tp.errors import UserError
-
     engine = replica(stage, tensor=2, recompute=RecomputePolicy(mode=recompute))
     numbers: list[float] = []
     calls = 0

@@ -220,20 +220,20 @@ def test_unreadable_lines_are_removed_and_counted(tmp_path: Path, capsys: pytest
     assert f"{path}: removed 4 unreadable lines\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("made", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/full")])
+@pytest.mark.parametrize("create", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/full")])
 def test_a_log_that_cannot_be_written_ends_nothing(
-    tmp_path: Path, made: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, create: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    made(path)
+    create(path)
     with RunLog(tmp_path) as log:
         log.log(record(1))
         log.log(record(2))
         path.unlink() if not path.is_dir() else path.rmdir()
         log.log(record(3))
-    told = capsys.readouterr().err.splitlines()
-    assert told[0] == f"{path} could not be written (not a regular file); training continues"
-    assert told[-1] == f"{path}: 3 writes were lost"
+    err = capsys.readouterr().err.splitlines()
+    assert err[0] == f"{path} could not be written (not a regular file); training continues"
+    assert err[-1] == f"{path}: 3 writes were lost"
     assert [line["step"] for line in read(path)] == [3]
 
 
@@ -246,8 +246,8 @@ def test_a_full_disk_under_standard_output_ends_nothing(
             log.log(record(1))
             log.log(record(2))
         monkeypatch.undo()
-    told = capsys.readouterr().err
-    assert told.splitlines() == [
+    err = capsys.readouterr().err
+    assert err.splitlines() == [
         "standard output could not be written (No space left on device); training continues",
         "standard output: 3 writes were lost",
     ]
@@ -271,8 +271,8 @@ def test_a_disk_that_fills_up_costs_whole_lines(tmp_path: Path, capsys: pytest.C
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert [line["step"] for line in read(path)] == [1, 4]
-    told = capsys.readouterr().err
-    assert told.count("could not be written (File too large); training continues") == 1 and "2 writes were lost" in told
+    err = capsys.readouterr().err
+    assert err.count("could not be written (File too large); training continues") == 1 and "2 writes were lost" in err
 
 
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,8 +96,8 @@ def test_a_run(workplace: Path, finished: Output) -> None:
 def test_a_stopped_run_goes_on_bit_for_bit(workplace: Path, finished: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped after step 6 and started again with the same command. The first says what its processes import."""
     again_at = ("--output-dir", "again", *sets("scheduler.params.total_num_steps=9"))
-    with monkeypatch.context() as told:
-        told.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    with monkeypatch.context() as context:
+        context.setenv("PYTHONPROFILEIMPORTTIME", "1")
         first = succeed(4, workplace, *again_at, *sets("zero_tp.training.steps=6"))
     imported = set(re.findall(r"^import time:.*\| +(\S+)$", first.stderr, re.MULTILINE))
     assert {"torch", "deepspeed", "zero_tp.training.loop"} <= imported
@@ -124,8 +124,8 @@ def test_a_decay_begins_at_a_checkpoint_of_the_stable_phase(workplace: Path) -> 
 
     ended("planned", 7)
     ended("long", 9)
-    told = ended("decayed", 7, "--resume-from", str(workplace / "long" / "checkpoints" / "step_00000004"))
-    assert "scheduler.params.num_training_steps: 8, which follows zero_tp.training.steps (10 before)" in told
+    output = ended("decayed", 7, "--resume-from", str(workplace / "long" / "checkpoints" / "step_00000004"))
+    assert "scheduler.params.num_training_steps: 8, which follows zero_tp.training.steps (10 before)" in output
     planned, decayed = (
         [(r["step"], r["loss"], r["learning_rate"]) for r in trained_steps(workplace / name) if r["step"] > 4]
         for name in ("planned", "decayed")
@@ -141,15 +141,15 @@ def test_a_new_run_starts_from_another_one(workplace: Path, finished: Output) ->
     changes: tuple[str, ...] = ("optimizer.params.lr=1e-4", "zero_tp.parallel.tensor=1", "zero_tp.training.steps=2")
     changes += ("zero_tp.training.seed=7", "csv_monitor.enabled=false", "train_micro_batch_size_per_gpu=4")
     words = ("--output-dir", "child", *sets(*changes))
-    told = said(succeed(2, workplace, *words, "--from", "runs/small").stdout)
+    lines = said(succeed(2, workplace, *words, "--from", "runs/small").stdout)
     step = read_manifest(find_checkpoint(workplace / "runs" / "small")).step
-    (start,) = [number for number, line in enumerate(told) if line.startswith("started from runs/small/checkpoints/")]
+    (start,) = [number for number, line in enumerate(lines) if line.startswith("started from runs/small/checkpoints/")]
     assert (
-        f"{step * 8 * 64:,} tokens, saved at TP 2 × DP 2, SP, ZeRO-2, fp32 → TP 1 × DP 2, ZeRO-2, fp32" in told[start]
+        f"{step * 8 * 64:,} tokens, saved at TP 2 × DP 2, SP, ZeRO-2, fp32 → TP 1 × DP 2, ZeRO-2, fp32" in lines[start]
     )
-    assert told[start + 1].startswith("kept: weights, moments")
-    assert told[start + 2].startswith("restarted: the schedule")
-    assert f"optimizer.params.lr: 0.0001, was 0.003 when step {step} was saved" in told
+    assert lines[start + 1].startswith("kept: weights, moments")
+    assert lines[start + 2].startswith("restarted: the schedule")
+    assert f"optimizer.params.lr: 0.0001, was 0.003 when step {step} was saved" in lines
     trained = metrics_of(workplace / "child")
     assert [record["step"] for record in trained if "loss" in record] == [1, 2] and trained[0]["consumed_samples"] == 16
     assert trained[-1]["validation_loss"] < small[0]["validation_loss"], "it has what its parent had learned"

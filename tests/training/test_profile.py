@@ -12,13 +12,11 @@ from tests.checkpoint.test_checkpoint import build, steps_of, write_config
 from tests.support.pools import Pools
 from tests.support.run_log import train_state
 from zero_tp.errors import UserError
-from zero_tp.training.profiler import step_range
+from zero_tp.training.profiler import StepProfiler, step_range
 
 
 def profiled(path: str, run: str, steps: tuple[int, int], begin: int, end: int) -> list[list[str]]:
-    """What the profiler prints after each of the steps of a start that begins at `begin`."""
-    from zero_tp.training.profiler import StepProfiler
-
+    """What the profiler prints after each of the steps of a start that begins at `begin`, and at its end."""
     profiler, lines, printed = StepProfiler(*steps), list[str](), []
     state = train_state(Path(run), steps=end, step=begin)
     state.engine, _ = build(path)
@@ -31,22 +29,23 @@ def profiled(path: str, run: str, steps: tuple[int, int], begin: int, end: int) 
         printed.append(lines.copy())
         lines.clear()
     profiler.on_end(state)
-    return printed
+    return [*printed, lines]
 
 
 def test_a_run_that_is_resumed_between_the_steps_is_recorded_from_there(ranks: Pools, tmp_path: Path) -> None:
     path = str(write_config(tmp_path / "run.json", 1, "fp32", 1))
-    begun, (ended,), after = ranks(1).run(profiled, path, str(tmp_path / "run"), (2, 4), 3, 5)[0]
-    assert begun == [] and after == []
+    begun, (ended,), *after = ranks(1).run(profiled, path, str(tmp_path / "run"), (2, 4), 3, 5)[0]
+    assert begun == [] and after == [[], []]
     trace = tmp_path / "run" / "profile" / "steps_3-4.json.gz"
     assert ended == f"profile of steps 3 to 4: {trace}"
     names = [event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
     assert "aten::mm" in names and "[memory]" in names
     assert "aten::mm" in (trace.parent / "steps_3-4.txt").read_text()
 
-    (told,), after = ranks(1).run(profiled, path, str(tmp_path / "late"), (2, 4), 5, 6)[0]
-    assert told == "--profile-steps: steps 2 to 4 came before this start; nothing is recorded" and after == []
-    assert not (tmp_path / "late").exists()
+    late, stopped = (ranks(1).run(profiled, path, str(tmp_path / "none"), (2, 4), n, n)[0] for n in (5, 3))
+    assert late == [["--profile-steps: steps 2 to 4 came before this start; nothing is recorded"], []]
+    assert stopped == [[], ["--profile-steps: the run ended at step 3; no profile was written"]]
+    assert not (tmp_path / "none").exists()
 
 
 def test_steps_that_a_run_does_not_have_are_refused() -> None:

@@ -89,10 +89,10 @@ def test_cublas_gives_the_same_again(value: str | None, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(("kind", "guarded"), [("cuda", True), ("cuda", False), ("cpu", True)])
 def test_a_run_sets_the_workspace_before_cuda_begins(kind: str, guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first question to the device, whether it has the run's dtype, comes after it."""
-    name, asked = "CUBLAS_WORKSPACE_CONFIG", []
+    name, values = "CUBLAS_WORKSPACE_CONFIG", []
 
     def asks_device() -> bool:
-        asked.append(os.environ.get(name))
+        values.append(os.environ.get(name))
         raise UserError("no further")
 
     device = SimpleNamespace(device_name=lambda: kind, is_fp16_supported=asks_device, is_bf16_supported=asks_device)
@@ -106,4 +106,4 @@ def test_a_run_sets_the_workspace_before_cuda_begins(kind: str, guarded: bool, m
     )
     with pytest.raises(UserError, match="no further"):
         connect.connect_deepspeed(config, RankEnvironment.of_this_process())
-    assert asked == [":4096:8" if kind == "cuda" and guarded else None]
+    assert values == [":4096:8" if kind == "cuda" and guarded else None]

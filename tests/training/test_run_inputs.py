@@ -107,9 +107,9 @@ def test_a_model_of_another_tokenizer_is_refused(tmp_path: Path, seed: int) -> N
     train_bpe(iter(["a completely different sample of some english"] * 2), 280).save_pretrained(directory)
     with pytest.raises(UserError) as caught:
         run_of(tmp_path, model)
-    told = str(caught.value)
-    assert told.startswith("zero_tp.model.from_pretrained: token ") and f"in {tmp_path}/data/tokenizer, the" in told
-    assert told.endswith(f"prepare the corpus with --tokenizer {directory}") and "\n" not in told
+    error = str(caught.value)
+    assert error.startswith("zero_tp.model.from_pretrained: token ") and f"in {tmp_path}/data/tokenizer, the" in error
+    assert error.endswith(f"prepare the corpus with --tokenizer {directory}") and "\n" not in error
     (directory / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match=r"model: its tokenizer can't be read"):
         run_of(tmp_path, model)
@@ -151,9 +151,9 @@ def test_ranks_that_cannot_meet_leave_nothing(tmp_path: Path, seed: int, monkeyp
     prepare(tmp_path / "data" / "train", seed)
     run = run_of(tmp_path)
     slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "12"}
-    told = r"^MASTER_ADDR is not set: 2 ranks need it to meet; export it before srun, as launch/slurm\.sbatch does$"
+    error = r"^MASTER_ADDR is not set: 2 ranks need it to meet; export it before srun, as launch/slurm\.sbatch does$"
     environment = RankEnvironment.of_this_process(slurm)
-    with pytest.raises(UserError, match=told), start_training(run, environment, Watchdog()):
+    with pytest.raises(UserError, match=error), start_training(run, environment, Watchdog()):
         pass
     assert not run.directory.exists()
 
@@ -175,10 +175,10 @@ def test_a_byte_that_was_changed_in_a_large_corpus_is_refused(tmp_path: Path, se
     assert quick.items() <= saved.corpora[str(prefix)].items(), "the quick identity sees nothing"
     with pytest.raises(UserError) as caught:
         run_of(tmp_path).check_resumed(tmp_path / "step", saved)
-    told = str(caught.value)
-    assert told.startswith(f"zero_tp.data.train: {prefix} holds 1 documents of 700,000 tokens ")
-    assert f"but the run of {tmp_path}/step was started with 1 documents of " in told
-    assert told.endswith("prepare it as it was, or give another --output-dir") and "\n" not in told
+    error = str(caught.value)
+    assert error.startswith(f"zero_tp.data.train: {prefix} holds 1 documents of 700,000 tokens ")
+    assert f"but the run of {tmp_path}/step was started with 1 documents of " in error
+    assert error.endswith("prepare it as it was, or give another --output-dir") and "\n" not in error
     del saved.corpora[str(prefix)]["content"]  # as saved before it was noted
     run_of(tmp_path).check_resumed(tmp_path / "step", saved)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -22,16 +23,13 @@ from tests.checkpoint.test_checkpoint import SEQUENCE, VOCABULARY, write_config
 from tests.support.pools import Pools
 from tests.support.tiny_models import write_corpus
 from zero_tp.config import RunConfig
+from zero_tp.errors import UserError
+from zero_tp.parallel.agreement import require_same_on_all_ranks
+from zero_tp.training.run_inputs import RunInputs
 
 
 def read_own_inputs(path: str, folders: list[str], last_ranks_change: str = "") -> str:
     """Read the run's inputs, each rank in a folder of its own; return the error."""
-    import torch.distributed as dist
-
-    from zero_tp.errors import UserError
-    from zero_tp.parallel.agreement import require_same_on_all_ranks
-    from zero_tp.training.run_inputs import RunInputs
-
     is_last = dist.get_rank() == dist.get_world_size() - 1
     changes = [last_ranks_change] if is_last and last_ranks_change else []
     config = RunConfig.load(path, changes, dist.get_world_size())

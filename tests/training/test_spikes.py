@@ -13,11 +13,13 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support.half_precision import fp16_supported
 from tests.support.pools import Pools
 from tests.support.replicas import replica, rows
 from tests.tiers import in_tiers
 from zero_tp.config.schema import Spike
-from zero_tp.training.guards import describe_spike
+from zero_tp.training.engine import TrainingEngine
+from zero_tp.training.guards import detect_spike
 
 
 @contextmanager
@@ -31,8 +33,6 @@ def scaled_gradients(engine: Any, factor: float) -> Iterator[None]:
 
 def skipped_both_ways(stage: int, dtype: str) -> list[Any]:
     """A run that skips step 3 by a veto and one whose gradients are not finite there: what is left of each."""
-    from zero_tp.training.engine import TrainingEngine
-
     found = []
     for way in ("veto", "nan"):
         engine = replica(stage, dtype, tensor=2, spike=Spike(loss=6))
@@ -51,8 +51,6 @@ def skipped_both_ways(stage: int, dtype: str) -> list[Any]:
 
 
 def skipped_in_fp16(stage: int) -> list[Any]:
-    from tests.support.half_precision import fp16_supported
-
     with fp16_supported():
         return skipped_both_ways(stage, "fp16")
 
@@ -88,24 +86,24 @@ def spiking(resumed_after: int) -> tuple[list[str], list[float], list[int]]:
     """Which steps were skipped as spikes of a run with one odd step, resumed after a step; its losses and counters."""
     spike = Spike(loss=3, grad_norm=3, window=6)
     engine = replica(1, spike=spike)
-    told, losses = [], []
+    spikes, losses = [], []
     for step in range(1, 15):
         with scaled_gradients(engine, 100.0 if step == 11 else 1.0):
             losses.append(engine.train_step(rows(engine)))
-        told.append(engine.spike)
+        spikes.append(engine.spike)
         if step == resumed_after:
             progress = json.loads(json.dumps(engine.zero.progress()))
             engine.zero.recent = []
             engine.zero.restore_progress(progress)
-    return told, losses, [engine.engine.skipped_steps, engine.engine.global_steps]
+    return spikes, losses, [engine.engine.skipped_steps, engine.engine.global_steps]
 
 
 def test_a_spike_is_skipped_alike_on_a_run_and_one_that_was_resumed(ranks: Pools) -> None:
     whole, resumed = ranks(2).run(spiking, 0), ranks(2).run(spiking, 9)
     assert whole == resumed and whole[0] == whole[1]
-    told, losses, counters = whole[0]
-    assert told[10].startswith("its gradient norm ") and not any(told[:10]), (told, losses)
-    assert counters == [sum(map(bool, told)), 14]
+    spikes, losses, counters = whole[0]
+    assert spikes[10].startswith("its gradient norm ") and not any(spikes[:10]), (spikes, losses)
+    assert counters == [sum(map(bool, spikes)), 14]
 
 
 def test_the_bound_follows_what_came_before() -> None:
@@ -114,5 +112,5 @@ def test_the_bound_follows_what_came_before() -> None:
     for index, value in enumerate(values):
         before = values[max(0, index - 6) : index]
         expected = len(before) >= 3 and value > statistics.fmean(before) + 2 * statistics.stdev(before)
-        assert bool(describe_spike(Spike(loss=2, window=6), recent, value, 1.0)) == expected, index
+        assert bool(detect_spike(Spike(loss=2, window=6), recent, value, 1.0)) == expected, index
     assert len(recent) == 6

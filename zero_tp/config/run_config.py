@@ -149,8 +149,7 @@ class RunConfig:
     @property
     def nvme_paths(self) -> dict[str, Path]:
         """Return the directories of the offload blocks whose device is "nvme", by the block's name."""
-        offloaded = filter(self.typed.on_nvme, ("offload_optimizer", "offload_param"))
-        return {name: self.typed[f"zero_optimization.{name}.nvme_path"] for name in offloaded}
+        return self.typed.nvme_paths
 
     def missing_files(self) -> list[Path]:
         """Return the files and directories that the run reads but that are missing here and in the hub's cache."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from zero_tp.config.deepspeed import ZERO, key_errors
@@ -68,6 +69,12 @@ class TypedConfig:
 
     def on_nvme(self, block: str) -> bool:
         return bool(self[f"{ZERO}.{block}.device"] == "nvme")
+
+    @property
+    def nvme_paths(self) -> dict[str, Path]:
+        """Return the directories of the offload blocks whose device is "nvme", by the block's name."""
+        blocks = filter(self.on_nvme, ("offload_optimizer", "offload_param"))
+        return {block: self[f"{ZERO}.{block}.nvme_path"] for block in blocks}
 
 
 def check_types(

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from zero_tp.config import RunConfig
 
 TIMEOUT = timedelta(minutes=30)
+START_TIMEOUT = timedelta(days=7)
+"""The first start of a run reads all of its corpora, on one rank of each machine."""
 WATCHDOG_MARGIN_SECONDS = 30
 """A collective times out that much later than the watchdog, whose report says more."""
 
@@ -30,6 +32,7 @@ def connect(
     sequence: bool = False,
     *,
     timeout: timedelta = TIMEOUT,
+    start_timeout: timedelta = TIMEOUT,
 ) -> tuple[Topology, torch.device]:
     """Join the process group, which DeepSpeed later adopts, and create the topology's groups. Collective.
 
@@ -39,6 +42,7 @@ def connect(
         device_type: torch's name of it: `cuda` or `cpu`.
         tensor, sequence: the TP degree, and whether SP is on.
         timeout: limit of one collective.
+        start_timeout: limit of the wait for ranks that still read their inputs.
 
     Returns:
         The topology of this rank, and its device, which is now the current one.
@@ -56,7 +60,7 @@ def connect(
             if name in os.environ:  # DeepSpeed takes it for the device's index
                 os.environ[name] = str(device.index)
     if environment.world > 1:
-        environment.store.wait_until_all_ready(timeout)
+        environment.store.wait_until_all_ready(start_timeout)
         if device_type != "cpu":
             bound_device = device  # NCCL then creates groups by splitting the world's communicator
     dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout, device_id=bound_device)
@@ -96,9 +100,16 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment) -> tuple[
     message = ops.compilation_note(config.deepspeed_config(), accelerator)
     if message is not None and environment.rank == 0:
         print(message, flush=True)
-    timeout = timedelta(minutes=config.zero_tp.training.timeouts.longest, seconds=WATCHDOG_MARGIN_SECONDS)
+    limits, margin = config.zero_tp.training.timeouts, timedelta(seconds=WATCHDOG_MARGIN_SECONDS)
     parallel = config.zero_tp.parallel
-    topology, device = connect(environment, device_type, parallel.tensor, parallel.sequence, timeout=timeout)
+    topology, device = connect(
+        environment,
+        device_type,
+        parallel.tensor,
+        parallel.sequence,
+        timeout=timedelta(minutes=limits.longest) + margin,
+        start_timeout=START_TIMEOUT if limits.start is None else timedelta(minutes=limits.start) + margin,
+    )
     if parallel.fused_products:
         enable_fused_products(topology, device)
     return topology, device

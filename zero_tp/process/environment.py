@@ -49,7 +49,8 @@ class RankEnvironment:
         rank = _number(variables, RANK)
         # Slurm's local rank is no sign of a launcher: a single process in an interactive job has it too.
         has_launcher = _number(variables, LOCAL_RANK[:2]) is not None or (world > 1 and rank is not None)
-        is_task = (variables.get("SLURM_PROCID"), variables.get("SLURM_STEP_NUM_TASKS")) == (str(rank), str(world))
+        # srun may also start torchrun or deepspeed, whose ranks are not its tasks.
+        is_task = [variables.get(name) for name in (RANK[-1], WORLD[-1])] == [str(rank), str(world)]
         local_tasks = [number for number in variables.get("SLURM_GTIDS", "").split(",") if number] if is_task else []
         return RankEnvironment(
             rank=(rank or 0) if has_launcher else 0,
@@ -95,15 +96,16 @@ class RankEnvironment:
                 "torchrun's --max-restarts: restarted ranks would read the addresses of ended ranks from the agents' "
                 "store; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, on every machine"
             )
-        # Overwrite them: with a WORLD_SIZE left over in a shell, a single process would wait for other ranks.
+        # Overwrite them: with a WORLD_SIZE or MASTER_ADDR left over in a shell, a single process would wait for others.
         os.environ["RANK"] = str(self.rank)
         os.environ["WORLD_SIZE"] = str(self.world)
         os.environ["LOCAL_RANK"] = str(self.local_rank or 0)
         # By default each rank's torch.compile would start a worker for each of the machine's cores.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, self.cores)))
         if self.world == 1:
-            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-            os.environ.setdefault("MASTER_PORT", str(free_port()))
+            for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(free_port()))):
+                if self.parent is None or name not in os.environ:
+                    os.environ[name] = value
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
                 raise UserError(

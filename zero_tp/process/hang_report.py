@@ -62,11 +62,14 @@ def describe_hang(
     fewest_marks = [rank for rank in sorted(statuses) if statuses[rank].count == least]
     behind = sorted(silent_ranks) or [rank for rank in fewest_marks if statuses[rank].waiting is False] or fewest_marks
     waiting = sorted(set(range(world)) - set(behind))
-    who = "" if world == 1 else ": no rank is behind another"
-    if len(statuses) == 1 < world:
+    if world == 1:
+        who = ""
+    elif len(statuses) == 1:
         who = ": no other rank has reported its state"
     elif waiting:
         who = f": {name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for {name_ranks(behind)}"
+    else:
+        who = ": no rank is behind another"
     where = f"{own.phase}{f' {own.step}' if own.step else ''}"
     limits = f"{limit / 60:.3g} minutes (the limit: zero_tp.training.timeout_minutes)"
     return "\n".join([*lines, f"error: no progress in {where} for {limits}{who}"])

@@ -80,7 +80,7 @@ def suppress_output(verbose: bool = False, *, stderr: bool = False) -> Iterator[
     is complete, the output stays hidden.
 
     Args:
-        stderr: hide stderr too, but not for streams that were opened before, such as our progress bar.
+        stderr: hide stderr too. Objects that already hold the stream, such as our progress bar, still write to it.
     """
     if verbose:
         yield

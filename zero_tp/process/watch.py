@@ -68,7 +68,7 @@ class Watchdog:
     def connect(self, store: dist.Store) -> None:
         """Start to write to the job's store. From now on only the watchdog may use this client of it."""
         self._store = store
-        self._exchange(())  # silence is detected only for ranks that have written
+        self._exchange(())  # only a rank that has written once can be reported as silent
 
     def leave(self) -> None:
         """Stop watching, because the work is done; a last message tells the other ranks."""

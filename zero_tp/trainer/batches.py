@@ -29,8 +29,8 @@ def pad_for_sequence_parallelism(inputs: Mapping[str, Any], topology: Topology, 
     Padding has no label, and no token attends to it.
 
     Args:
-        causal: the model's rows may hold packed documents. Document ids, or positions that restart, separate padding
-            from them; a mask would join documents that only positions separate (`CausalLM.forward`).
+        causal: rows with `document_ids` or `position_ids` may be packed documents, and get no attention mask: a mask
+            would join documents that only restarting positions separate (`CausalLM.forward`).
     """
     ids = inputs["input_ids"]
     length = ids.shape[1]
@@ -57,9 +57,9 @@ class SampleComparison:
     after the forward has been enqueued: the device then computes the forward while the host waits. The cost is one such
     wait a micro-batch, and a host that runs ahead of the device by one forward at most.
 
-    The comparison comes before the forward's collectives. If their sizes differ between ranks and they never finish,
-    the result still arrives. Only a forward that fills the driver's launch queue blocks the host earlier; then NCCL's
-    time-out ends the job. On the CPU collectives block the host, so there call `require_same` before the forward.
+    Rows of different lengths would make the forward's collectives hang. The result arrives all the same, because the
+    comparison's all-reduce comes first on the device. If a forward fills the driver's launch queue, the host waits in
+    it, and NCCL's time-out ends the job. CPU collectives block the host: there call `require_same` before the forward.
     """
 
     def __init__(self, inputs: Mapping[str, Any], topology: Topology):

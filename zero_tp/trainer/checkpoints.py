@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zero_tp.checkpoint.manifest import Parallelism
@@ -58,6 +59,13 @@ def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> 
     """Restore the states of `save_states`, on any topology. Collective."""
     point = broadcast_resume_point(partial(open_checkpoint, folder))
     assert point.checkpoint is not None and point.manifest is not None
+    optimizer = zero.states().optimizer
+    foreign = "exp_avg" if isinstance(optimizer, torch.optim.SGD) else "momentum_buffer"
+    if foreign in point.manifest.kinds:
+        raise UserError(
+            f"{point.checkpoint} has {foreign} of each parameter, which {type(optimizer).__name__} does not use; train "
+            "with the optim that it was saved with"
+        )
     resume(zero, point.checkpoint, seed)
     progress = point.manifest.progress
     if zero.scheduler is None and progress.schedule is not None:
@@ -68,4 +76,4 @@ def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> 
             )
         scheduler.load_state_dict(progress.schedule)
         for group, rate in zip(zero.optimizer.param_groups, progress.learning_rates, strict=True):
-            group["lr"] = rate  # which torch keeps with the optimizer's state
+            group["lr"] = rate  # a torch scheduler's state does not have it

@@ -30,6 +30,7 @@ from zero_tp.errors import UserError
 from zero_tp.parallel.layout import audit
 from zero_tp.topology import Topology
 from zero_tp.training.guards import check_hooks, check_replicas
+from zero_tp.zero.ops import check_nvme
 from zero_tp.zero.stages import zero_engine
 from zero_tp.zero.zero_engine import ZeroEngine
 
@@ -64,7 +65,7 @@ class TensorParallelAccelerator(Accelerator):
     """An Accelerator that distributes samples over DP ranks and prepares a model with the engine of its ZeRO stage."""
 
     def __init__(
-        self, topology: Topology, clipping: float, on_engine: Callable[[ZeroEngine], None], **options: Any
+        self, topology: Topology, clipping: float | None, on_engine: Callable[[ZeroEngine], None], **options: Any
     ) -> None:
         """Take Accelerator's arguments.
 
@@ -132,19 +133,20 @@ def check_trainable(model: nn.Module) -> None:
             )
 
 
-def finalized_config(plugin: Any, topology: Topology, clipping: float) -> dict[str, Any]:
+def finalized_config(plugin: Any, topology: Topology, clipping: float | None) -> dict[str, Any]:
     """Return DeepSpeed's config with accelerate's values and the batch of data-parallel ranks filled in."""
     plugin.deepspeed_config_process(
         must_match=False,
         **{"gradient_clipping": clipping, "zero_optimization.stage3_gather_16bit_weights_on_model_save": False},
     )
     settings: dict[str, Any] = copy.deepcopy(plugin.deepspeed_config)
-    settings.setdefault("gradient_clipping", clipping)
+    settings["gradient_clipping"] = settings.get("gradient_clipping", clipping) or 0.0  # Trainer's None clips nothing
     micro, accumulation = settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
     settings["train_batch_size"] = micro * accumulation * topology.data
     if settings.get("steps_per_print") == float("inf"):  # accelerate's "never", which no JSON can say
         settings["steps_per_print"] = sys.maxsize
     typed = check_deepspeed(settings, topology, EntryPoint.TRAINER)
+    check_nvme(typed.nvme_paths)
     # Without an `optimizer` block Trainer makes the optimizer, and DeepSpeed takes torch's SGD only with this key.
     unused = () if "optimizer" in settings else ("zero_allow_untested_optimizer: ",)
     for line in notes(typed, "no effect", "note") if topology.rank == 0 else ():

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
@@ -38,12 +39,12 @@ REFUSED = {
     "label_smoothing_factor": "the loss is formed without whole logits",
     "neftune_noise_alpha": "ranks would add different noise to one embedding",
     "use_liger_kernel": "its kernels replace layers of transformers' own models",
-    "torch_compile": "compile one model on one rank with transformers' own Trainer",
+    "torch_compile": "a compiled tensor-parallel model was not compared with the plain one",
     "auto_find_batch_size": "a rank that runs out of memory leaves the others waiting",
     "save_on_each_node": "a checkpoint is one directory that all ranks see",
     "fsdp": "the model is split by its topology and ZeRO",
-    "parallelism_config": "tensor_parallel and DeepSpeed's config split the model",
-    "eval_use_gather_object": "each data-parallel rank would be counted once a tensor-parallel rank",
+    "parallelism_config": "accelerate would split the model again",
+    "eval_use_gather_object": "every rank of a tensor-parallel group would add the same samples",
 }
 """Training arguments that are not exact here, and why."""
 
@@ -105,6 +106,7 @@ class TensorParallel(Base):
         else:
             self.topology = Topology(tensor_parallel, sequence_parallel)
             model = parallel_model(model, self.topology, seed=args.seed, device=args.device)
+        _check_batch(args, self.topology)
         self._labelled_rows: Tensor | None = None
         super().__init__(model, args, *arguments, **options)
         if self.compute_loss_func is not None:
@@ -135,11 +137,9 @@ class TensorParallel(Base):
             )
         options = {**self._accelerator_options, "deepspeed_plugin": None}  # accelerate's state has it already
         clipping = self.args.max_grad_norm
-        self.accelerator = TensorParallelAccelerator(self.topology, clipping, self._set_zero_engine, **options)
+        on_engine = partial(setattr, self, "zero")
+        self.accelerator = TensorParallelAccelerator(self.topology, clipping, on_engine, **options)
         self.gather_function = self.accelerator.gather_for_metrics
-
-    def _set_zero_engine(self, zero: ZeroEngine) -> None:
-        self.zero = zero
 
     def get_tp_size(self) -> int:
         return self.topology.tensor
@@ -205,6 +205,11 @@ class TensorParallel(Base):
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if self.zero is not None:
+            raise UserError(
+                "ZeroTPTrainer.train: it has trained already, and accelerate has destroyed its engine; make another "
+                "trainer, and pass resume_from_checkpoint to its train"
+            )
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         if resume_from_checkpoint is not None:
             resume_states(self._engine, self.lr_scheduler, Path(resume_from_checkpoint), self.args.seed)
@@ -226,7 +231,7 @@ class TensorParallel(Base):
         """Write the native Hugging Face model and the tokenizer. Collective over all ranks."""
         loading, self.is_distributed_loading_by_transformers = self.is_distributed_loading_by_transformers, True
         try:
-            self._save(output_dir)  # with it, every rank takes part in gathering
+            self._save(output_dir)  # every rank gathers the weights; without the flag only one would call it
         finally:
             self.is_distributed_loading_by_transformers = loading
         if self.args.push_to_hub and not _internal_call:
@@ -250,7 +255,7 @@ class ZeroTPTrainer(TensorParallel, Trainer):  # type: ignore[misc]
 
 
 def _check(args: TrainingArguments) -> None:
-    """Check that the arguments are exact on tensor-parallel ranks; connect the ranks, and count them."""
+    """Refuse arguments that are not exact on tensor-parallel ranks; connect the ranks and check their number."""
     for name, why in REFUSED.items():
         if getattr(args, name, None):
             raise UserError(f"TrainingArguments.{name}: {why}; leave it out")
@@ -264,4 +269,14 @@ def _check(args: TrainingArguments) -> None:
         raise UserError(
             f"TrainingArguments: accelerate counts {args.world_size} of {world} ranks, and losses would be divided "
             "by the wrong number; on a machine without accelerators give use_cpu=True"
+        )
+
+
+def _check_batch(args: TrainingArguments, topology: Topology) -> None:
+    """Refuse a global batch in DeepSpeed's config: transformers would accept only one that counts every rank."""
+    total = HfDeepSpeedConfig(args.deepspeed).get_value("train_batch_size") if args.deepspeed else None
+    if topology.tensor > 1 and total not in (None, "auto"):
+        raise UserError(
+            f"train_batch_size: {total} in DeepSpeed's config: transformers compares it with a batch of all ranks, but "
+            'the ranks of a tensor parallel group have the same samples; use "auto"'
         )

@@ -42,7 +42,7 @@ class Callback:
         """Handle the end of `state.step`: the optimizer has updated the weights, or has skipped the step."""
 
     def on_evaluate(self, state: TrainState) -> None:
-        """Evaluate the model: after every `evaluation.interval` steps and after the last one."""
+        """Evaluate the model: after every `evaluation.interval` steps and after step `total_steps`."""
 
     def on_save(self, state: TrainState) -> None:
         """Prepare for a checkpoint of `state.step`, which is about to be written."""
@@ -65,7 +65,7 @@ class TrainState:
         parent: the checkpoint of another run that this run was started from.
         check_owner: raises a UserError on rank 0 if another launch has taken the run directory over.
         requests: set its `stop` or `save` to stop or save after this step; one rank is enough.
-        skipped_in_a_row: steps without an update since the last one with an update.
+        skipped_in_a_row: the last steps, all skipped because their loss or gradients were not finite.
         stop: this step is the last, because a rank requested it.
         failure: ends the run after this step's callbacks; a callback sets it on all ranks.
         error: the exception that ended the run, for `on_end`.

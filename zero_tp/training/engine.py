@@ -34,7 +34,7 @@ from zero_tp.parallel.layout import audit, whole_shape
 from zero_tp.parallel.parameter import ShardedSeededInit, WeightSource
 from zero_tp.topology import Topology
 from zero_tp.training import guards
-from zero_tp.zero.ops import disable_shared_memory_collectives
+from zero_tp.zero.ops import check_nvme, disable_shared_memory_collectives
 from zero_tp.zero.stages import zero_engine
 from zero_tp.zero.states import local_shape
 
@@ -85,9 +85,10 @@ class TrainingEngine:
         compiled: bool | Literal["auto"] = False,
     ):
         self.topology, self.device = topology, torch.device(device)
-        disable_shared_memory_collectives()  # a script that calls no `connect_deepspeed` would wait for a compiler
+        disable_shared_memory_collectives()  # a script may not have called `connect_deepspeed`
         deepspeed_config = copy.deepcopy(deepspeed_config)  # the check converts values in it
-        check_deepspeed(deepspeed_config, topology, EntryPoint.ENGINE, recompute, config.num_hidden_layers)
+        checked = check_deepspeed(deepspeed_config, topology, EntryPoint.ENGINE, recompute, config.num_hidden_layers)
+        check_nvme(checked.nvme_paths)
         self.zero = zero_engine(deepspeed_config, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
         # DeepSpeed broadcasts the first DP rank's weights: zero.Init as each is built, or `initialize` all of them.
@@ -129,7 +130,7 @@ class TrainingEngine:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Return the model's figures of the last step, equal on all ranks. The host waits for the device."""
+        """Return the last step's other losses and accuracies, equal on all ranks. The host waits for the device."""
         return dict(zip(self.model.figures, self._figures.tolist(), strict=True))
 
     @property
@@ -174,13 +175,13 @@ class TrainingEngine:
 
         It minimises the mean loss over all labels of the global batch that are not ignored, however they are spread
         over micro-batches and ranks. For masked rows that is the loss of the masked tokens, plus the mean over the rows
-        of the loss of their order. Without a label the loss is 0. Two all-reduces over DP, of two numbers and of one,
-        and one of the model's figures, if it has any.
+        of the loss of their order. Without a label the loss is 0. All-reduces over DP: the numbers of labels, the loss,
+        and the model's figures, such as accuracies, if it has any.
 
         Args:
             micro_batches: one batch, or (input ids [b, s], shifted labels [b, s]), for each accumulation step.
-            guarded: the step's number, if replicas are compared in this step: the TP ranks' choices of experts in the
-                first micro-batch, and the DP ranks' duplicates just before the update.
+            guarded: the step's number, to run `guards.check_expert_choices` in its first micro-batch and
+                `guards.check_duplicates` before its update.
             guard_gradients: a guarded step also runs its first micro-batch twice. On CUDA a script without
                 `connect_deepspeed` calls `zero_tp.process.connect.use_deterministic_cublas` first.
 
@@ -240,7 +241,7 @@ class TrainingEngine:
             dist.broadcast(numbers, 0)
         loss, gradient_norm = numbers.tolist()
         if math.isfinite(loss) and math.isfinite(gradient_norm) and gradient_norm >= 0:
-            self.spike = guards.describe_spike(self._spike_bounds, self.zero.recent, loss, gradient_norm)
+            self.spike = guards.detect_spike(self._spike_bounds, self.zero.recent, loss, gradient_norm)
         return bool(self.spike)
 
     def _check_reproducible(self, batch: AnyBatch, divisors: Mapping[str, Tensor], step: int) -> None:
@@ -259,7 +260,7 @@ class TrainingEngine:
         return model(batch.input_ids, **batch.arguments(), **options)
 
     def _loss_divisors(self, batches: Sequence[AnyBatch]) -> dict[str, Tensor]:
-        """Return what divides a micro-batch's summed losses: the mean number of labels of a micro-batch, fp64.
+        """Return the divisors of a micro-batch's summed losses: the mean number of labels of a micro-batch, fp64.
 
         DeepSpeed then takes the mean over micro-batches and DP ranks; together that is the mean over all labels. One
         all-reduce over DP of the numbers of labels, and of labelled rows. The host does not wait for them.

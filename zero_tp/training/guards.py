@@ -1,6 +1,8 @@
-"""Check that gradients are summed, replicas, expert choices and duplicates are equal, and gradients reproducible.
+"""Checks of a training step. If one of these faults goes unnoticed, the run trains another model.
 
-If one of these fails silently, weights drift apart and the run trains another model. `describe_spike` finds spikes.
+- Over TP: partial gradients are summed, replicated parameters are equal, and all ranks choose the same experts.
+- Over DP: what several ranks have (their duplicates) is equal bit for bit.
+- On each rank: a micro-batch that runs twice has the same gradients, and no step is a spike.
 """
 
 from __future__ import annotations
@@ -229,14 +231,16 @@ def _deviating_ranks(digests: dict[int, int]) -> list[int]:
     return [rank for rank, number in digests.items() if 2 * count <= len(digests) or number != usual]
 
 
-def describe_spike(settings: Spike, recent: list[list[float]], loss: float, norm: float) -> str:
-    """Return why a step of this finite loss and norm is a spike; "" if it is none, or the window is not half full.
+def detect_spike(settings: Spike, recent: list[list[float]], loss: float, norm: float) -> str:
+    """Add a step's finite loss and norm to `recent`, and return why the step is a spike; "" if it is none.
+
+    Nothing is a spike until the window is half full.
 
     As in OLMo-core's skip-step optimizer, a spike exceeds the window's mean by more than `settings.loss` or
     `settings.grad_norm` standard deviations. Spikes enter the window too, so a new level soon stops being one.
 
     Args:
-        recent: [loss, norm] of the last steps, to which this one is added; checkpoints save it.
+        recent: [loss, norm] of the last steps; checkpoints save it.
     """
     reasons = []
     if len(recent) >= max(2, settings.window // 2):

@@ -23,8 +23,8 @@ def train(state: TrainState, callbacks: Sequence[Callback], requests: Requests |
         requests: flags that signals raise: save, or save and stop.
 
     Raises:
-        UserError: the loss is not finite and `on_nonfinite` is "stop", 10 steps in a row were skipped, or the last
-            checkpoint cannot be written.
+        UserError: the loss is not finite and `on_nonfinite` is "stop", more than 10 steps in a row were skipped, or
+            the last checkpoint cannot be written.
     """
     if state.step >= state.total_steps:
         return
@@ -42,7 +42,7 @@ def train(state: TrainState, callbacks: Sequence[Callback], requests: Requests |
             _run_step(state, batches)
             if state.stop:
                 break
-        if state.stop:
+        if state.step < state.total_steps:
             state.print(f"stopped after step {state.step}, as requested; the same command resumes from there")
         else:
             name = state.directory

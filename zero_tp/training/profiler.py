@@ -26,7 +26,7 @@ def step_range(text: str, steps: int) -> tuple[int, int]:
 
 
 class StepProfiler(Callback):
-    """Profile rank 0's steps `first` to `last`, or from where a resumed run begins between them.
+    """Profile rank 0's steps `first` to `last`; a run that resumes between them is profiled from its first step.
 
     Files in RUN/profile: `steps_FIRST-LAST.json.gz`, a trace of operators and memory for Perfetto or TensorBoard;
     `.txt`, the operators that take the most time; on CUDA also `.pickle`, the allocator's snapshot for
@@ -66,6 +66,7 @@ class StepProfiler(Callback):
     def on_end(self, state: TrainState) -> None:
         if self._profile is not None:
             self._profile.stop()
+            state.print(f"--profile-steps: the run ended at step {state.step}; no profile was written")
 
     def _write(self, recorded: profile, directory: Path) -> str:
         """Write the files and return a line that says where they are."""

@@ -50,7 +50,7 @@ class RunInputs:
 
         Args:
             allow_pickle: `zero_tp.model.from_pretrained` may be a directory of pickled weights.
-            whole: read all of every corpus, as one rank of a node does (see `IndexedCorpus.content`).
+            whole: read and hash all tokens (see `IndexedCorpus.content`); one rank of each machine does.
         """
         block = config.zero_tp
         self.config, self.directory, self.allow_pickle, self.whole = config, directory, allow_pickle, whole
@@ -93,7 +93,7 @@ class RunInputs:
         config = self.config.resolved()
         objects = {"config": config, "model": json.loads(self.model_config.to_json_string()), **corpora}
         keys = {f"config: {key}": shown(value) for key, value in leaves(config)}  # the first difference names the key
-        tokenizer = {"tokenizer": self.recorded_tokenizer or "nothing"}  # before the model, whose tokens come from it
+        tokenizer = {"tokenizer": self.recorded_tokenizer or "nothing"}  # before "model", which has its tokens
         if self.tokenizer is not None:
             tokenizer[f"tokenizer {self.recorded_tokenizer}"] = f"SHA-256 {files_sha256(self.tokenizer)[:12]}…"
         content = {name: f"SHA-256 {content_hash({'read': value})[:12]}…" for name, value in objects.items()}
