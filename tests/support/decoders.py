@@ -134,8 +134,7 @@ def decoder(fields: dict[str, Any], seed: int, attention: str = "sdpa") -> Any:
     For what `tokens_for` draws then, no expert is chosen by the last bits, and the model's own gradients in fp32 are
     nearer to those in fp64 than a comparison allows.
     """
-    named = dict(fields)
-    config = AutoConfig.for_model(named.pop("model_type"), **named)
+    config = AutoConfig.for_model(**fields)
     for candidate in range(seed, seed + 50):
         torch.manual_seed(candidate)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()

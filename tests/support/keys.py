@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import copy
 import typing
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -239,14 +238,3 @@ def other_values(annotation: Any) -> list[Any]:
             return list(values)
     literals = [value for part in typing.get_args(annotation) for value in typing.get_args(part)]
     return [value for value in literals if isinstance(value, str)] or ["x"]
-
-
-def set_at(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """A copy of the config with a value at a dotted path."""
-    config = copy.deepcopy(config)
-    *blocks, name = key.split(".")
-    block = config
-    for part in blocks:
-        block = block.setdefault(part, {})
-    block[name] = value
-    return config

@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.support.families import ENCODERS, FAMILIES, SEQUENCE, model_sizes
+from tests.support.mistakes import with_changes
 from tests.support.plain_run import (
     BETAS,
     CLIP,
@@ -109,15 +110,8 @@ def config_of(cell: Cell, seed: int = 0, family: str = "gpt2") -> dict[str, Any]
             "training": {"steps": STEPS, "seed": seed},
         },
     }
-    for (factor, settings), name in zip(FACTORS.items(), cell, strict=True):
-        assert name in settings, f"{name} is no setting of {factor}"
-        for path, value in settings[name].items():
-            *blocks, key = path.split(".")
-            block = config
-            for part in blocks:
-                block = block.setdefault(part, {})
-            block[key] = value
-    return config
+    changes = [settings[name] for settings, name in zip(FACTORS.values(), cell, strict=True)]
+    return with_changes(config, {path: value for settings in changes for path, value in settings.items()})
 
 
 def write_config(cell: Cell, folder: Path, seed: int = 0, family: str = "gpt2") -> Path:

@@ -64,23 +64,26 @@ class Mistake:
 
     def config(self) -> dict[str, Any]:
         """RIGHT with the changes."""
-        config = copy.deepcopy(RIGHT)
-        for path, value in self.changes.items():
-            *blocks, name = path.split(".")
-            block = config
-            for part in blocks:
-                block = block.setdefault(part, {})
-            if value is Missing:
-                del block[name]
-            else:
-                block[name] = value
-        return config
+        return with_changes(RIGHT, self.changes)
+
+
+def with_changes(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a config with values at dotted paths."""
+    config = copy.deepcopy(config)
+    for path, value in changes.items():
+        *blocks, name = path.split(".")
+        block = config
+        for part in blocks:
+            block = block.setdefault(part, {})
+        block[name] = copy.deepcopy(value)
+        if value is Missing:
+            del block[name]
+    return config
 
 
 def changed(changes: Mapping[str, Any] = MappingProxyType({}), **others: Any) -> dict[str, Any]:
     """RIGHT with values at dotted paths; in a keyword `__` stands for the dot."""
-    named = {path.replace("__", "."): value for path, value in others.items()}
-    return Mistake({**changes, **named}, "", ()).config()
+    return with_changes(RIGHT, {**changes, **{path.replace("__", "."): value for path, value in others.items()}})
 
 
 def written(folder: Path, config: dict[str, Any] = RIGHT, name: str = "run.json") -> Path:

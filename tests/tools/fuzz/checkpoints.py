@@ -104,8 +104,7 @@ def move(directory: Path) -> None:
         source = step_directory(directory / "run", step)
         reader = CheckpointReader(source, read_manifest(source))
         manifest = json.loads((source / MANIFEST).read_text())
-        fields = dict(manifest["model"])
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        config = AutoConfig.for_model(**manifest["model"])
         moved = directory / "moved"
         write_checkpoint(moved, config, tensor=2, data=2, step=step, whole=partial(_whole, reader))
         with rewritten(step_directory(moved, step)) as written:
