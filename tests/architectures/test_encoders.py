@@ -287,9 +287,8 @@ def test_a_row_of_padding_alone_keeps_all_gradients_finite(model_type: str, seed
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    model = ZeroTPForPreTraining(
-        transformers.AutoConfig.for_model(**fields_of("bert", architectures=["BertForMaskedLM"])), ALONE
-    )
+    config = transformers.AutoConfig.for_model(**fields_of("bert", architectures=["BertForMaskedLM"]))
+    model = ZeroTPForPreTraining(config, ALONE)
     rows = rows_for(fields_of("bert"), 0)
     with pytest.raises(ValueError, match="no sentence head"):
         model(**rows)

@@ -49,7 +49,7 @@ def test_parameters_of_bert_are_those_of_the_paper(name: str, layers: int, hidde
     """With its heads; the head's FLOPs are those of the masked tokens."""
     config = RunConfig.load(CONFIGS / f"bert_{name}.json", (), 8)
     spec, _, whole = model_of(config.hf_config(), 1, False)
-    # Token types, pooler, MLM transform with its norm and the vocabulary's biases, sentence head (arXiv 1909.08053, 5.3).
+    # Pooler, MLM transform with its norm and a bias per token, sentence head; and two token types (arXiv 1909.08053).
     heads = (hidden**2 + hidden) + (hidden**2 + 3 * hidden + 30522) + (2 * hidden + 2)
     assert whole == gpt_parameters(layers, hidden, 30522, 512) + 2 * hidden + heads
     assert round(whole / 1e9, 3 if billions < 1 else 1) == billions

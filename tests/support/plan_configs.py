@@ -9,11 +9,23 @@ from typing import Any
 
 import pytest
 
-from tests.support.planned import BASE, FILE
 from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
+FILE = "ds_configs/gpt2_124m_zero1.json"
+BASE = [
+    "zero_tp.model.n_layer=3",
+    "zero_tp.model.n_embd=256",
+    "zero_tp.model.n_head=8",
+    "zero_tp.model.vocab_size=1000",
+    "zero_tp.model.n_positions=256",
+    "zero_tp.data.sequence_length=64",
+    "train_micro_batch_size_per_gpu=2",
+    "train_batch_size=auto",
+    "optimizer.params.torch_adam=true",
+    "zero_optimization.reduce_bucket_size=400000",
+]
 OFFLOAD = '={"device":"cpu"}'
 WIDE = ["zero_tp.data.sequence_length=256", "train_micro_batch_size_per_gpu=4"]
 # What differs from BASE (GPT-2, TP 2, SP, ZeRO-1, bf16, sdpa with dropout), and in a run of how many ranks.

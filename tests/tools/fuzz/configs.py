@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from tests.support.tiny_models import write_corpus
-from tests.tools.fuzz.commands import attempt
+from tests.tools.fuzz.commands import attempt, scratch
 from tests.tools.fuzz.damage import ODD, edit_json
-from tests.tools.fuzz.fuzzing import scratch
 
 VOCABULARY, TRAINED_SHARE = 64, 0.15
 BASE: dict[str, Any] = {

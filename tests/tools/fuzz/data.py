@@ -19,8 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.tools.fuzz.commands import Ended, broken_promise, run
-from tests.tools.fuzz.fuzzing import scratch
+from tests.tools.fuzz.commands import Ended, broken_promise, run, scratch
+from tests.tools.fuzz.damage import damage
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.errors import BAD_INPUT, UserError
 
@@ -155,35 +155,13 @@ def plain(ended: Ended, told: str) -> None:
     assert (problem := broken_promise(ended)) is None, f"{told}: {problem}"
 
 
-def damage(draw: random.Random, path: Path) -> str:
-    """Damage one file, and tell how."""
-    content = path.read_bytes()
-    at = draw.randrange(len(content))
-    kind = draw.choice(["flip", "flip", "flip", "cut", "grow", "swap", "gone", "link"])
-    if kind == "flip":
-        flipped = bytearray(content)
-        flipped[at] ^= 1 << draw.randrange(8)
-        path.write_bytes(flipped)
-    elif kind == "cut":
-        path.write_bytes(content[:at])
-    elif kind == "grow":
-        path.write_bytes(content + bytes(draw.randrange(1, 9)))
-    elif kind == "swap":
-        path.write_bytes(draw.choice([b"", b"{}", b"[]", b'{"files": [], "identity": {}}', os.urandom(100)]))
-    else:
-        path.unlink()
-        if kind == "link":
-            path.symlink_to("/dev/zero")
-    return f"{kind} at {at} of {path.name}"
-
-
 def damaged_output(draw: random.Random, directory: Path) -> str:
     """Damage an output: it is not up to date then, and a corpus in it is refused or is the undamaged one."""
     source, arguments = prepared()
     shutil.copytree(source, directory, dirs_exist_ok=True)
     files = [path for path in sorted((directory / "out").rglob("*")) if path.is_file()]
     path = draw.choice([*files, *(each for each in files if each.suffix in (".idx", ".bin", ".json"))])
-    before, told = path.read_bytes(), damage(draw, path)
+    before, told = path.read_bytes(), damage(path, draw)
     again = prepare(arguments, directory)
     plain(again, told)
     changed = not path.is_file() or path.read_bytes() != before
@@ -223,7 +201,7 @@ def case(draw: random.Random, directory: Path) -> str:
     if tokenizer == "given":
         shutil.copytree(prepared()[0] / "out" / "tokenizer", directory / "given")
         if draw.random() < 0.6:
-            damage(draw, draw.choice(sorted((directory / "given").iterdir())))
+            damage(draw.choice(sorted((directory / "given").iterdir())), draw)
     arguments += ["--tokenizer", tokenizer]
     arguments += draw.choice(
         [[], [], [], ["--validation-fraction", draw.choice(["0.5", "1", "2", "nan", "1e300", "-1"])]]
