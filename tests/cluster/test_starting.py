@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.nodes import Rack
-from tests.cluster.runs import losses
-from tests.cluster.starts import STARTS, Start, alone, srun
+from tests.cluster.starts import STARTS, Start, alone, losses, srun
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
