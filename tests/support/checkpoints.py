@@ -49,6 +49,11 @@ def write_checkpoint(
     described = {name: ParameterLayout.of(parameter) for name, parameter in model.named_parameters()}
     shapes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
     temporary, files = directory.begin(run), {}
+
+    def read(name: str, kind: str, start: int, stop: int, tensor_rank: int) -> Tensor:
+        shard = described[name].layout.shard(whole(name, kind, shapes[name]), tensor_rank, tensor)
+        return shard.flatten()[start:stop]
+
     for tensor_rank in range(tensor):
         for data_rank in range(data):
             starts, entries = {}, []
@@ -59,12 +64,7 @@ def write_checkpoint(
                     continue
                 starts[name] = start
                 for kind in kinds:
-
-                    def read(name: str, kind: str, start: int, stop: int, tensor_rank: int = tensor_rank) -> Tensor:
-                        shard = described[name].layout.shard(whole(name, kind, shapes[name]), tensor_rank, tensor)
-                        return shard.flatten()[start:stop]
-
-                    lazily = partial(read, name, kind, start, stop)
+                    lazily = partial(read, name, kind, start, stop, tensor_rank)
                     entries.append(Entry(tensor_name(name, kind), (stop - start,), torch.float32, lazily))
             file = states_file(tensor_rank, data_rank)
             files[file] = write_tensors(temporary / file, entries, {STARTS: json.dumps(starts)})

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tests.support.compare import OF_GLOBAL, RELATIVE, norm
+from tests.support.compare import RELATIVE, norm, tolerances
 from tests.support.families import ENCODERS, EXPERTS, FAMILIES
 from tests.support.plain_run import CLIP, STEPS, StepLosses, Trace, plain
 
@@ -82,10 +82,8 @@ def of_fp32(
     for kind, times in KINDS.items():
         ours, theirs = getattr(found, kind), getattr(expected, kind)
         assert ours.keys() == theirs.keys()
-        whole = norm(*theirs.values())
-        for name, right in theirs.items():
-            allowed = times * (RELATIVE * norm(right) + OF_GLOBAL * whole)
-            far[f"{kind} {name}"] = difference(ours, theirs, name) / allowed
+        for name, allowed in tolerances(theirs).items():
+            far[f"{kind} {name}"] = difference(ours, theirs, name) / (times * allowed)
     return far
 
 

@@ -23,15 +23,19 @@ def norm(*tensors: Tensor) -> float:
     return sum(float(tensor.detach().double().norm()) ** 2 for tensor in tensors) ** 0.5
 
 
-def check_close(found: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, relative: float = RELATIVE) -> None:
-    """‖Δ‖ ≤ relative·‖reference‖ + 1e-7·(norm of all references), for every name, with the same shape."""
-    assert found.keys() == reference.keys()
+def tolerances(reference: Mapping[str, Tensor], relative: float = RELATIVE) -> dict[str, float]:
+    """The ‖Δ‖ that is allowed for each name: relative·‖reference‖ + 1e-7·(norm of all references)."""
     whole = norm(*reference.values())
-    for name, expected in reference.items():
-        actual = found[name]
+    return {name: relative * norm(tensor) + OF_GLOBAL * whole for name, tensor in reference.items()}
+
+
+def check_close(found: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, relative: float = RELATIVE) -> None:
+    """‖Δ‖ is within `tolerances` for every name, with the same shape."""
+    assert found.keys() == reference.keys()
+    for name, allowed in tolerances(reference, relative).items():
+        actual, expected = found[name], reference[name]
         assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
         difference = norm(actual.double() - expected.double())
-        allowed = relative * norm(expected) + OF_GLOBAL * whole
         assert difference <= allowed, f"{name}: ‖Δ‖ {difference:.3g} > {allowed:.3g} (‖reference‖ {norm(expected):.3g})"
 
 
@@ -71,12 +75,14 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
+def unshard(local: Tensor, parameter: nn.Parameter, group: Group) -> Tensor:
+    """Reassemble a tensor from every rank's shard by the parameter's layout; collective."""
+    layout = layout_of(parameter)
+    return layout.unshard(list(all_gather(local.unsqueeze(0), group))) if isinstance(layout, Sharded) else local
+
+
 def whole_gradient(parameter: nn.Parameter, group: Group) -> Tensor:
-    """Reassembled from every rank's shard by the parameter's layout; collective."""
-    gradient, layout = gradient_of(parameter), layout_of(parameter)
-    if not isinstance(layout, Sharded):
-        return gradient
-    return layout.unshard(list(all_gather(gradient.unsqueeze(0), group)))
+    return unshard(gradient_of(parameter), parameter, group)
 
 
 def whole_gradients(model: Any) -> dict[str, Tensor]:
