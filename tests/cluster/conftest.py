@@ -9,8 +9,8 @@ import pytest
 
 from tests.cluster import slurm as daemons
 from tests.cluster.nodes import Rack
+from tests.cluster.runs import kill_all
 from tests.cluster.slurm import VARIABLES
-from tests.cluster.starts import kill_all
 from tests.cluster.starts import workplace as furnished
 from tests.support.waits import wait_until
 

@@ -8,19 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.nodes import SHARED, Rack
-from tests.cluster.starts import (
-    LONG,
-    STARTS,
-    Start,
-    check_printed_once,
-    kill_all,
-    process_of,
-    sbatch,
-    srun,
-    steps,
-    torchrun,
-    trained,
-)
+from tests.cluster.runs import LONG, check_printed_once, kill_all, process_of, steps, trained
+from tests.cluster.starts import STARTS, Start, sbatch, srun, torchrun
 from tests.support.launched import ROOT
 from tests.support.waits import wait_until
 from zero_tp.checkpoint.directory import complete_steps

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.nodes import SHARED, Rack
-from tests.cluster.starts import LONG, alone, check_printed_once, kill_all, steps, trained
+from tests.cluster.runs import LONG, check_printed_once, kill_all, steps, trained
+from tests.cluster.starts import alone
 from tests.support.waits import wait_until
 from zero_tp.files import VIEW_SECONDS
 

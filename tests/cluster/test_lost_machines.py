@@ -10,21 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.nodes import SHARED, Rack
+from tests.cluster.runs import LONG, check_printed_once, kill_all, losses, steps, trained
 from tests.cluster.slurm import VARIABLES, serve
-from tests.cluster.starts import (
-    LONG,
-    Ended,
-    Launch,
-    agent,
-    alone,
-    check_printed_once,
-    kill_all,
-    losses,
-    sbatch,
-    steps,
-    torchrun,
-    trained,
-)
+from tests.cluster.starts import Ended, Launch, agent, alone, sbatch, torchrun
 from tests.support.launched import free_port
 from tests.support.waits import patience, wait_until
 from zero_tp.checkpoint.directory import complete_steps

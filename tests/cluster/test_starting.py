@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.nodes import Rack
-from tests.cluster.starts import STARTS, Start, alone, losses, srun
+from tests.cluster.runs import losses
+from tests.cluster.starts import STARTS, Start, alone, srun
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 

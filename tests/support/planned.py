@@ -100,7 +100,6 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
         "first": [first_peak, first_planned],
         "measured": peak,
         "planned": point.total + point.host,
-        "phase": point.phase,
     }
 
 
