@@ -74,17 +74,17 @@ def of_fp32(
     """
     parts = micro_batches if family in EXPERTS else 1
     expected = plain(seed, family, micro_batches=parts, more_steps=more_steps, losses_of=losses_of)
-    far = balance_differences(found, expected)
+    distances = balance_differences(found, expected)
     for step in range(STEPS):
-        far[f"loss of step {step + 1}"] = relative([found.losses[step]], [expected.losses[step]]) / RELATIVE
-        far[f"norm of step {step + 1}"] = relative([found.norms[step]], [expected.norms[step]]) / RELATIVE
-    far["norm after clipping"] = clipped_difference(found) / RELATIVE
+        distances[f"loss of step {step + 1}"] = relative([found.losses[step]], [expected.losses[step]]) / RELATIVE
+        distances[f"norm of step {step + 1}"] = relative([found.norms[step]], [expected.norms[step]]) / RELATIVE
+    distances["norm after clipping"] = clipped_difference(found) / RELATIVE
     for kind, times in KINDS.items():
         ours, theirs = getattr(found, kind), getattr(expected, kind)
         assert ours.keys() == theirs.keys()
         for name, allowed in tolerances(theirs).items():
-            far[f"{kind} {name}"] = difference(ours, theirs, name) / (times * allowed)
-    return far
+            distances[f"{kind} {name}"] = difference(ours, theirs, name) / (times * allowed)
+    return distances
 
 
 def first_decided(seed: int, family: str, micro_batches: int) -> int:
@@ -132,8 +132,8 @@ def of_bf16(
         for kernels in KERNELS[family]
         for count in {least, parts}
     ]
-    losses, norms = few_numbers(seed, family, least)
-    far = {
+    losses, norms = plain_spread(seed, family, least)
+    distances = {
         "losses": relative(found.losses, truth.losses) / (FEW_FACTOR * losses),
         "norms": relative(found.norms, truth.norms) / (FEW_FACTOR * norms),
         # ZeRO-0 clips bf16 gradients where they lie: each is rounded once more, by at most 2^-9 of itself.
@@ -142,11 +142,11 @@ def of_bf16(
     for kind in KINDS:
         ours, theirs, *plains = (in_units_of_gradients(trace, kind) for trace in (found, truth, *runs))
         yardstick = max(whole_difference(other, theirs) for other in plains)
-        far[kind] = whole_difference(ours, theirs) / (FACTOR * yardstick)
+        distances[kind] = whole_difference(ours, theirs) / (FACTOR * yardstick)
         for name in theirs:
             own = max(difference(other, theirs, name) for other in plains)
-            far[f"{kind} {name}"] = difference(ours, theirs, name) / (FACTOR * own + FLOOR * yardstick)
-    return far
+            distances[f"{kind} {name}"] = difference(ours, theirs, name) / (FACTOR * own + FLOOR * yardstick)
+    return distances
 
 
 def in_units_of_gradients(trace: Trace, kind: str) -> Tensors:
@@ -155,7 +155,7 @@ def in_units_of_gradients(trace: Trace, kind: str) -> Tensors:
 
 
 @cache
-def few_numbers(seed: int, family: str, micro_batches: int) -> tuple[float, float]:
+def plain_spread(seed: int, family: str, micro_batches: int) -> tuple[float, float]:
     """How far plain bf16 runs are in their losses and norms: the root mean square over several models."""
     losses, norms = [], []
     kernels_of = KERNELS[family]

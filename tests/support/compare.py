@@ -40,7 +40,7 @@ def check_close(found: Mapping[str, Tensor], reference: Mapping[str, Tensor], *,
 
 
 @dataclass(frozen=True)
-class Given:
+class WholeWeights:
     """A WeightSource of whole tensors by name."""
 
     tensors: Mapping[str, Tensor]
@@ -58,7 +58,7 @@ def grid(tensor: int, sequence: bool) -> Topology:
 
 
 def maker(topology: Topology, dtype: torch.dtype = torch.float32, **tensors: Tensor) -> ParameterMaker:
-    return ParameterMaker(topology, Given(tensors), dtype)
+    return ParameterMaker(topology, WholeWeights(tensors), dtype)
 
 
 def piece_of(whole: Tensor, topology: Topology) -> Tensor:

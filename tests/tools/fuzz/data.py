@@ -151,8 +151,8 @@ def prepare(arguments: list[str], directory: Path) -> Ended:
     return run("launch/prepare_data.py", arguments, directory)
 
 
-def plain(ended: Ended, told: str) -> None:
-    assert (problem := broken_promise(ended)) is None, f"{told}: {problem}"
+def plain(ended: Ended, description: str) -> None:
+    assert (problem := broken_promise(ended)) is None, f"{description}: {problem}"
 
 
 def damaged_output(draw: random.Random, directory: Path) -> str:
@@ -161,14 +161,14 @@ def damaged_output(draw: random.Random, directory: Path) -> str:
     shutil.copytree(source, directory, dirs_exist_ok=True)
     files = [path for path in sorted((directory / "out").rglob("*")) if path.is_file()]
     path = draw.choice([*files, *(each for each in files if each.suffix in (".idx", ".bin", ".json"))])
-    before, told = path.read_bytes(), damage(path, draw)
+    before, description = path.read_bytes(), damage(path, draw)
     again = prepare(arguments, directory)
-    plain(again, told)
+    plain(again, description)
     changed = not path.is_file() or path.read_bytes() != before
     if path.name.endswith(".content.json"):
-        assert again.status == 0, f"{told}: {again.err}"
+        assert again.status == 0, f"{description}: {again.err}"
     elif changed and path.name != "report.json":
-        assert again.status == BAD_INPUT, f"{told}: up to date"
+        assert again.status == BAD_INPUT, f"{description}: up to date"
     for split in ("train", "validation"):
         if path.name.startswith(split + ".") and path.suffix in (".idx", ".bin", ".json"):
             whole = IndexedCorpus(source / "out" / split)
@@ -179,15 +179,15 @@ def damaged_output(draw: random.Random, directory: Path) -> str:
                 continue
             same = found == whole.identity()
             assert same != (changed and path.suffix != ".json"), (
-                f"{told}: its identity is {'the same' if same else found}"
+                f"{description}: its identity is {'the same' if same else found}"
             )
     if draw.random() < 0.3 and again.status:
         mended = prepare([*arguments, "--overwrite"], directory)
-        plain(mended, f"{told}, --overwrite")
+        plain(mended, f"{description}, --overwrite")
         if mended.status == 0:
             for name in ("train.bin", "train.idx", "validation.bin", "validation.jsonl"):
                 assert (directory / "out" / name).read_bytes() == (source / "out" / name).read_bytes(), (
-                    f"{told}: {name}"
+                    f"{description}: {name}"
                 )
     return "damaged, refused" if again.status else "damaged, accepted"
 
@@ -210,22 +210,22 @@ def case(draw: random.Random, directory: Path) -> str:
     arguments += ["--strict"] if strict else []
     arguments += draw.choice([[], [], [], ["--seed", draw.choice(["0", "-1", "9" * 30, "x"])], ["--text-key", "\x1b"]])
     ended = prepare(arguments, directory)
-    told = f"prepare_data {arguments}"
-    plain(ended, told)
+    description = f"prepare_data {arguments}"
+    plain(ended, description)
     left = [path.name for path in directory.iterdir() if path.name.startswith(".")]
-    assert not left, f"{told} leaves {left}"
+    assert not left, f"{description} leaves {left}"
     if ended.status:
-        assert not (directory / "out").exists(), f"{told} leaves an output"
+        assert not (directory / "out").exists(), f"{description} leaves an output"
         return "refused"
     texts = expected(paths)
     counted = json.loads((directory / "out" / "report.json").read_text())["documents"]
-    assert counted["read"] == counted["kept"] + sum(counted["dropped"].values()), f"{told}: {counted}"
-    assert texts is not None or counted["dropped"] or "--text-key" in arguments, f"{told} took a damaged input"
+    assert counted["read"] == counted["kept"] + sum(counted["dropped"].values()), f"{description}: {counted}"
+    assert texts is not None or counted["dropped"] or "--text-key" in arguments, f"{description} took a damaged input"
     if texts is not None:
-        assert counted["read"] == len(texts) and set(counted["dropped"]) <= {"empty"}, f"{told}: {counted}"
-    assert not (strict and counted["dropped"]), f"{told} dropped documents"
+        assert counted["read"] == len(texts) and set(counted["dropped"]) <= {"empty"}, f"{description}: {counted}"
+    assert not (strict and counted["dropped"]), f"{description} dropped documents"
     if texts is not None and tokenizer != "given":
         check(directory / "out", [text for text in texts if text.strip()])
     again = prepare(arguments, directory)
-    assert again.status == 0 and "up to date" in again.out, f"{told}: prepared again: {again.out} {again.err}"
+    assert again.status == 0 and "up to date" in again.out, f"{description}: prepared again: {again.out} {again.err}"
     return "prepared"
