@@ -19,10 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.tools.fuzz.commands import Ended, broken_promise, run, scratch
+from tests.tools.fuzz.commands import Ended, attempt, scratch
 from tests.tools.fuzz.damage import damage
 from zero_tp.data.indexed import IndexedCorpus
-from zero_tp.errors import BAD_INPUT, UserError
+from zero_tp.errors import UserError
 
 WORDS = [
     *("peace", "war", "caf\u00e9", "\U0001f44b", "<|endoftext|>", "a", "union", "42"),
@@ -142,17 +142,13 @@ def prepared() -> tuple[Path, list[str]]:
     texts = [f"document {number} of peace and war " * 5 for number in range(30)]
     (directory / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     arguments = ["--input", "a.jsonl", "--tokenizer", "bpe:300", "--output", "out"]
-    done = prepare(arguments, directory)
-    assert done.status == 0, done.err
+    assert prepare("the undamaged documents", arguments, directory) is not None
     return directory, arguments
 
 
-def prepare(arguments: list[str], directory: Path) -> Ended:
-    return run("launch/prepare_data.py", arguments, directory)
-
-
-def plain(ended: Ended, description: str) -> None:
-    assert (problem := broken_promise(ended)) is None, f"{description}: {problem}"
+def prepare(description: str, arguments: list[str], directory: Path) -> Ended | None:
+    """Run prepare_data.py → None where it refuses its input."""
+    return attempt(description, "launch/prepare_data.py", arguments, directory)
 
 
 def damaged_output(draw: random.Random, directory: Path) -> str:
@@ -162,13 +158,12 @@ def damaged_output(draw: random.Random, directory: Path) -> str:
     files = [path for path in sorted((directory / "out").rglob("*")) if path.is_file()]
     path = draw.choice([*files, *(each for each in files if each.suffix in (".idx", ".bin", ".json"))])
     before, description = path.read_bytes(), damage(path, draw)
-    again = prepare(arguments, directory)
-    plain(again, description)
+    again = prepare(description, arguments, directory)
     changed = not path.is_file() or path.read_bytes() != before
     if path.name.endswith(".content.json"):
-        assert again.status == 0, f"{description}: {again.err}"
+        assert again is not None, f"{description}: refused"
     elif changed and path.name != "report.json":
-        assert again.status == BAD_INPUT, f"{description}: up to date"
+        assert again is None, f"{description}: up to date"
     for split in ("train", "validation"):
         if path.name.startswith(split + ".") and path.suffix in (".idx", ".bin", ".json"):
             whole = IndexedCorpus(source / "out" / split)
@@ -181,15 +176,12 @@ def damaged_output(draw: random.Random, directory: Path) -> str:
             assert same != (changed and path.suffix != ".json"), (
                 f"{description}: its identity is {'the same' if same else found}"
             )
-    if draw.random() < 0.3 and again.status:
-        mended = prepare([*arguments, "--overwrite"], directory)
-        plain(mended, f"{description}, --overwrite")
-        if mended.status == 0:
-            for name in ("train.bin", "train.idx", "validation.bin", "validation.jsonl"):
-                assert (directory / "out" / name).read_bytes() == (source / "out" / name).read_bytes(), (
-                    f"{description}: {name}"
-                )
-    return "damaged, refused" if again.status else "damaged, accepted"
+    if again is None and draw.random() < 0.3:
+        mended = prepare(f"{description}, --overwrite", [*arguments, "--overwrite"], directory)
+        for name in ("train.bin", "train.idx", "validation.bin", "validation.jsonl") if mended else ():
+            same = (directory / "out" / name).read_bytes() == (source / "out" / name).read_bytes()
+            assert same, f"{description}: {name}"
+    return "damaged, refused" if again is None else "damaged, accepted"
 
 
 def case(draw: random.Random, directory: Path) -> str:
@@ -209,12 +201,11 @@ def case(draw: random.Random, directory: Path) -> str:
     strict = draw.random() < 0.2
     arguments += ["--strict"] if strict else []
     arguments += draw.choice([[], [], [], ["--seed", draw.choice(["0", "-1", "9" * 30, "x"])], ["--text-key", "\x1b"]])
-    ended = prepare(arguments, directory)
     description = f"prepare_data {arguments}"
-    plain(ended, description)
+    ended = prepare(description, arguments, directory)
     left = [path.name for path in directory.iterdir() if path.name.startswith(".")]
     assert not left, f"{description} leaves {left}"
-    if ended.status:
+    if ended is None:
         assert not (directory / "out").exists(), f"{description} leaves an output"
         return "refused"
     texts = expected(paths)
@@ -226,6 +217,6 @@ def case(draw: random.Random, directory: Path) -> str:
     assert not (strict and counted["dropped"]), f"{description} dropped documents"
     if texts is not None and tokenizer != "given":
         check(directory / "out", [text for text in texts if text.strip()])
-    again = prepare(arguments, directory)
-    assert again.status == 0 and "up to date" in again.out, f"{description}: prepared again: {again.out} {again.err}"
+    again = prepare(description, arguments, directory)
+    assert again is not None and "up to date" in again.out, f"{description}: prepared again: {again}"
     return "prepared"
