@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.support.mistakes import with_changes
 from tests.tools.fuzz import configs
 from tests.tools.fuzz.commands import attempt
 from tests.tools.fuzz.damage import ODD, at, damage_bytes, edit_json, places
@@ -94,9 +95,7 @@ def overrides(draw: random.Random, workplace: Path) -> str:
     ended = attempt(description, "zero_tp/__main__.py", [*CHECK, "--set", f"{name}={text}"], workplace, check=True)
     if drawn < 0.2 or drawn > 0.9:
         return "refused odd" if ended is None else "accepted odd"
-    config = copy.deepcopy(configs.BASE)
-    at(config, keys[:-1])[keys[-1]] = value
-    (workplace / "run.json").write_text(json.dumps(config))
+    (workplace / "run.json").write_text(json.dumps(with_changes(configs.BASE, {name: value})))
     written = attempt(f"{name} in the file", "zero_tp/__main__.py", CHECK, workplace, check=True)
     same = ended == written if ended is None or written is None else ended.out == written.out
     assert same, f"{description}: {ended}, in the file {written}"
