@@ -37,6 +37,7 @@ RIGHT: dict[str, Any] = {
     },
 }
 WORLD_SIZE = 4
+FROM = "from_pretrained"
 
 
 class Missing:
@@ -182,25 +183,14 @@ MISTAKES: tuple[Mistake, ...] = (
     mistake("zero_tp.objective", ("gpt2 is a causal decoder", "train another model"), value={"type": "masked"}),
     mistake("zero_tp.model.scale_attn_weights", "gpt2 does not read it", value=False),
     # Weights from a directory
-    Mistake(
-        {"zero_tp.model": {"from_pretrained": "models/nowhere"}},
-        "zero_tp.model.from_pretrained",
-        ("no directory models/nowhere", "Hugging Face model directory"),
-    ),
-    Mistake(
-        {"zero_tp.model": {"from_pretrained": 7}}, "zero_tp.model.from_pretrained", ("expected a string", "directory")
-    ),
-    Mistake(
-        {"zero_tp.model": {"from_pretrained": "/"}}, "zero_tp.model.from_pretrained", ("no config.json in /", "give")
-    ),
-    Mistake(
-        {"zero_tp.model": {"from_pretrained": "models/gpt2", "n_layer": 2}},
-        "zero_tp.model.n_layer",
-        ("models/gpt2 decides it", "leave it out", "attn_pdrop"),
-    ),
-    Mistake(
-        {"zero_tp.model": {"from_pretraind": "models/gpt2"}},
-        "zero_tp.model.model_type",
-        ("required", "from_pretrained"),
+    *(
+        Mistake({"zero_tp.model": {**model, name: value}}, f"zero_tp.model.{key}", words)
+        for name, value, model, key, words in (
+            (FROM, "models/nowhere", {}, FROM, ("no directory models/nowhere", "Hugging Face model directory")),
+            (FROM, 7, {}, FROM, ("expected a string", "directory")),
+            (FROM, "/", {}, FROM, ("no config.json in /", "give")),
+            (FROM, "models/gpt2", {"n_layer": 2}, "n_layer", ("models/gpt2 decides it", "leave it out", "attn_pdrop")),
+            ("from_pretraind", "models/gpt2", {}, "model_type", ("required", "from_pretrained")),
+        )
     ),
 )
