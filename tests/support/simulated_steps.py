@@ -99,8 +99,7 @@ class Watching(TorchDispatchMode):
 
     def _moves(self, name: str, tensors: list[Tensor], args: Any, kwargs: Mapping[str, Any]) -> bool:
         if name in ("_to_copy", "copy_"):
-            waits = not kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-            return waits
+            return not kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
         return any(each.device.type == "cpu" and each.dim() > 0 for each in tensors)  # numbers go with the launch
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.tools.fuzz.commands import PERPLEXITY, attempt, in_a_child, scratch
-from tests.tools.fuzz.damage import ODD, damage_bytes, damage_file, delete_file, edit_json, edit_json_file, replace_file
+from tests.tools.fuzz.damage import ODD, damage, damage_bytes, edit_json, edit_json_file, replace_file
 
 TEXT = "some words of a text, and more of them, for the state of our union. " * 4
 TRAINING = """
@@ -212,8 +212,7 @@ def edit_config(model: Path, draw: random.Random) -> str:
 
 def edit_other(model: Path, draw: random.Random) -> str:
     """A file of the tokenizer, or the settings of generation."""
-    path = model / draw.choice(("tokenizer.json", "tokenizer_config.json", "generation_config.json"))
-    return f"{path.name}: {draw.choice((damage_file, edit_json_file, edit_json_file, delete_file))(path, draw)}"
+    return damage(model / draw.choice(("tokenizer.json", "tokenizer_config.json", "generation_config.json")), draw)
 
 
 def replace(model: Path, draw: random.Random) -> str:
