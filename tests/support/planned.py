@@ -1,6 +1,6 @@
 """Steps of a real DeepSpeed engine with real tensors, as one rank of a world whose other ranks do not exist.
 
-    python -m tests.support.planned 8 0 < configs.json        # rank 0 of 8
+    DS_ACCELERATOR=cpu python -m tests.support.planned 8 0 < configs.json        # rank 0 of 8
 
 Reads a list of lists of `--set` overrides on top of BASE; prints one JSON object a line: the peak that torch's
 MemTracker counts in the first and the second step, the bytes of the optimizer's moments before and after the first, and
