@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.support.simulated_steps import READS, SHAPES
 
-Clock = dict["RecordingStream", int]
+Clock = Counter["RecordingStream"]
 """How many operations of each stream are known to be done."""
 
 READ = "read a value"
@@ -49,14 +49,14 @@ class RecordingStream:
 
     def __init__(self, checker: StreamChecker, name: str = "", **_: Any) -> None:
         self.checker, self.name = checker, name or f"side stream {len(checker.streams)}"
-        self.clock: Clock = dict(checker.host)
+        self.clock: Clock = checker.host.copy()
         checker.streams.append(self)
 
     def wait_stream(self, other: RecordingStream) -> None:
         self.wait_event(other.record_event())
 
     def wait_event(self, event: RecordingEvent) -> None:
-        _merge(self.clock, event.clock)
+        self.clock |= event.clock
 
     def record_event(self, event: RecordingEvent | None = None) -> RecordingEvent:
         event = event or RecordingEvent(self.checker)
@@ -67,7 +67,7 @@ class RecordingStream:
         self.checker.host_waits("synchronize a stream", self.clock)
 
     def query(self) -> bool:
-        return _is_known(self.clock, self.checker.host)
+        return self.clock <= self.checker.host
 
 
 class RecordingEvent:
@@ -75,10 +75,10 @@ class RecordingEvent:
 
     def __init__(self, checker: StreamChecker, **_: Any) -> None:
         self.checker = checker
-        self.clock: Clock = {}
+        self.clock: Clock = Counter()
 
     def record(self, stream: RecordingStream | None = None) -> None:
-        self.clock = dict((stream or self.checker.current).clock)
+        self.clock = (stream or self.checker.current).clock.copy()
 
     def wait(self, stream: RecordingStream | None = None) -> None:
         (stream or self.checker.current).wait_event(self)
@@ -87,16 +87,7 @@ class RecordingEvent:
         self.checker.host_waits("synchronize an event", self.clock)
 
     def query(self) -> bool:
-        return _is_known(self.clock, self.checker.host)
-
-
-def _merge(clock: Clock, other: Clock) -> None:
-    for stream, done in other.items():
-        clock[stream] = max(clock.get(stream, 0), done)
-
-
-def _is_known(clock: Clock, by: Clock) -> bool:
-    return all(by.get(stream, 0) >= done for stream, done in clock.items())
+        return self.clock <= self.checker.host
 
 
 @dataclass(frozen=True)
@@ -111,7 +102,7 @@ class Access:
     what: str
 
     def comes_before(self, clock: Clock) -> bool:
-        return clock.get(self.stream, 0) >= self.number
+        return clock[self.stream] >= self.number
 
 
 @dataclass
@@ -138,7 +129,7 @@ class StreamChecker(TorchDispatchMode):
         super().__init__()
         self.faults: dict[str, None] = {}
         self.waits: Counter[tuple[str, str]] = Counter()
-        self.host: Clock = {}
+        self.host: Clock = Counter()
         self.streams: list[RecordingStream] = []
         self.default = self.current = RecordingStream(self, "the default stream")
         self._groups: dict[str, RecordingStream] = {}
@@ -158,18 +149,17 @@ class StreamChecker(TorchDispatchMode):
 
     def host_waits(self, what: str, clock: Clock) -> None:
         self.waits[what, _caller()[0]] += 1
-        _merge(self.host, clock)
+        self.host |= clock
 
     def device_synchronizes(self) -> None:
         for stream in self.streams:
-            _merge(self.host, stream.clock)
+            self.host |= stream.clock
         self.waits["synchronize the device", _caller()[0]] += 1
 
     def unjoined(self) -> list[str]:
         """Return the streams and collectives that neither the default stream nor the host has waited for."""
-        clock = dict(self.default.clock)
-        _merge(clock, self.host)
-        behind = [each.name for each in self.streams if clock.get(each, 0) < each.clock.get(each, 0)]
+        clock = self.default.clock | self.host
+        behind = [each.name for each in self.streams if clock[each] < each.clock[each]]
         return behind + [f"{what} is not waited for" for _, _, what, _ in self._works.values()]
 
     # ---- operations --------------------------------------------------------------------------------------------------
@@ -202,8 +192,8 @@ class StreamChecker(TorchDispatchMode):
         return result
 
     def _run(self, stream: RecordingStream, name: str, read: list[Any], written: list[Any], new: list[Any]) -> None:
-        _merge(stream.clock, self.host)
-        stream.clock[stream] = stream.clock.get(stream, 0) + 1
+        stream.clock |= self.host
+        stream.clock[stream] += 1
         for tensor in new:
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._memories:
                 self._reuse(stream, name)
@@ -272,7 +262,7 @@ class StreamChecker(TorchDispatchMode):
         if group not in self._groups:
             self._groups[group] = RecordingStream(self, f"the stream of group {group}")
         stream = self._groups[group]
-        _merge(stream.clock, self.current.clock)
+        stream.clock |= self.current.clock
         # c10d's schemas have no alias annotations: arguments named input… are read, all others written.
         read = tree_leaves([value for key, value in zip(names, args, strict=False) if key.startswith("input")])
         written = tree_leaves([value for key, value in zip(names, args, strict=False) if not key.startswith("input")])
