@@ -8,6 +8,7 @@ import gc
 import importlib
 import io
 import os
+import pkgutil
 import signal
 import sys
 import time
@@ -88,7 +89,7 @@ def rank_main(connection: Connection, rank: int, world: int, environment: dict[s
         failed = False
         try:
             os.ftruncate(1, 0)  # a failure shows what its own function has printed
-            reply = pack(("result", _resolve(name)(*arguments, **options)))
+            reply = pack(("result", pkgutil.resolve_name(name)(*arguments, **options)))
             arguments = options = None
             connection.send_bytes(reply)
             state.restore()
@@ -191,11 +192,3 @@ def _groups() -> list[Any]:
     from torch.distributed import distributed_c10d
 
     return [group for group in distributed_c10d._world.pg_map if group is not torch.distributed.group.WORLD]
-
-
-def _resolve(name: str) -> Callable[..., Any]:
-    module, _, function = name.partition(":")
-    resolved: Any = importlib.import_module(module)
-    for part in function.split("."):
-        resolved = getattr(resolved, part)
-    return resolved
