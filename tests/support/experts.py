@@ -67,8 +67,5 @@ def inputs(vocabulary: int, *, padded: bool, batch: int = 3) -> dict[str, torch.
     tokens = torch.randint(vocabulary, (batch, LENGTH), generator=torch.Generator().manual_seed(2))
     if not padded:
         return {"input_ids": tokens, "labels": tokens}
-    mask, labels = torch.ones_like(tokens), tokens.clone()
-    for row in range(batch):
-        mask[row, LENGTH - 3 * row :] = mask[row, LENGTH - 3 * row :] * (row == 0)
-    labels[mask == 0] = -100
-    return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
+    mask = (torch.arange(LENGTH) < LENGTH - 3 * torch.arange(batch)[:, None]).long()
+    return {"input_ids": tokens, "labels": tokens.masked_fill(mask == 0, -100), "attention_mask": mask}
