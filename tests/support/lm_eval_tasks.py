@@ -56,9 +56,9 @@ def write_tasks(directory: Path, shared_file: Callable[[str], Path], *, sample: 
     word = {"perplexity": "perplexity", "acc": "mean"}
     write("lambada_local", lambada, "loglikelihood", word, "{{context}}", "{{' ' + continuation}}")
     metrics = [{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")]
-    functions = {"process_results": "!function wikitext.process_results", "metric_list": metrics}
-    rolling = ("loglikelihood_rolling", {}, "", "!function wikitext.wikitext_detokenizer")
-    write("wikitext_local", pages, *rolling, **functions)
+    functions: dict[str, Any] = {"process_results": "!function wikitext.process_results", "metric_list": metrics}
+    texts = ("", "!function wikitext.wikitext_detokenizer")
+    write("wikitext_local", pages, "loglikelihood_rolling", {}, *texts, **functions)
     drawn = {"until": ["."], "max_gen_toks": 12, "do_sample": sample, "temperature": 0.7 if sample else 0.0}
     generated = ("generate_until", {"exact_match": "mean"}, "{{query}}", "{{choices[gold]}}")
     write("generate_local", copa, *generated, generation_kwargs=drawn)
