@@ -90,7 +90,7 @@ def write_checkpoint(
 
 @contextmanager
 def rewritten(checkpoint: Path) -> Iterator[dict[str, Any]]:
-    """Give a checkpoint's manifest to change; it is written as if it had been saved so."""
+    """Yield a checkpoint's manifest; write it back, changed, with its own hash."""
     path = checkpoint / directory.MANIFEST
     manifest = json.loads(path.read_text())
     yield manifest

@@ -1,4 +1,4 @@
-"""What tests of ranks share: closeness in norm, and weights that come from given whole tensors."""
+"""For tests of ranks: comparisons in norm, and weights that are sharded from whole tensors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class WholeWeights:
 
 
 def grid(tensor: int, sequence: bool) -> Topology:
-    """On a rank: the topology, made once."""
+    """Return a topology of this rank, built once in a pool."""
     return cached(("topology", tensor, sequence), lambda: Topology(tensor, sequence))
 
 
@@ -62,7 +62,7 @@ def maker(topology: Topology, dtype: torch.dtype = torch.float32, **tensors: Ten
 
 
 def piece_of(whole: Tensor, topology: Topology) -> Tensor:
-    """What a rank holds of an activation [s, …]: its sequence shard under SP."""
+    """A rank's part of an activation [s, …]: its sequence shard under SP, else all."""
     return whole.chunk(topology.tensor)[topology.tensor_rank] if topology.sequence else whole
 
 

@@ -52,6 +52,6 @@ def content_of(output: Path) -> dict[str, bytes]:
 
 
 def output_of(output: Path) -> dict[str, Any]:
-    """What an output holds, without times."""
+    """The content of an output and its report, without times."""
     report = json.loads((output / "report.json").read_text())
     return content_of(output) | {key: report[key] for key in ("identity", "documents", "splits", "unigram", "files")}

@@ -23,7 +23,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def fields(model_type: str = "mixtral", **changes: Any) -> dict[str, Any]:
-    """A small config; E divides by nothing else here."""
+    """A small config whose number of experts shares no divisor with its other sizes."""
     return {
         "model_type": model_type,
         "vocab_size": 61,

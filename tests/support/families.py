@@ -115,7 +115,7 @@ EXPERTS: dict[str, Callable[[Pick], dict[str, Any]]] = {
     "experts, norm of each head": _normed_experts,
     "experts, norm of all heads": _whole_norms,
 }
-"""They meet every pair of settings in turn. Their loss depends on how rows are split into micro-batches."""
+"""They train the cells in turn. Their loss depends on how rows are split into micro-batches."""
 FAMILIES: dict[str, Callable[[Pick], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "grouped queries": _grouped,

@@ -1,4 +1,4 @@
-"""Every key of DeepSpeed's part of a config, and for each of those that act where it is trained, or why it only costs.
+"""Every key of a run's file: the run that trains it, or why it changes only costs and logs.
 
 `tests/config/test_keys_classified.py` demands of every other key that it is refused or noted as without effect;
 `tests/config/test_keys.py` trains the cells.
