@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, PretrainedConfig
+from transformers import AutoConfig, GPT2Config, PretrainedConfig
 
 from tests.support.compare import grid
-from tests.support.encoders import config_of, rows_for
+from tests.support.encoders import rows_for
 from tests.support.pools import Pools
 from tests.support.tiny_models import bert_fields
 from tests.tiers import THOROUGH, in_tiers
@@ -54,7 +54,7 @@ def model_of(kind: str, dropout: float) -> PretrainedConfig:
     if kind != "gpt2":
         places = ("hidden_dropout_prob", "attention_probs_dropout_prob")
         fields = bert_fields(model_type=kind, num_hidden_layers=3, **dict.fromkeys(places, dropout))
-        return config_of({**fields, "max_position_embeddings": SEQUENCE, "pad_token_id": 0})
+        return AutoConfig.for_model(**fields | {"max_position_embeddings": SEQUENCE, "pad_token_id": 0})
     return GPT2Config(
         n_layer=3,
         n_embd=24,

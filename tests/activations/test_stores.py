@@ -12,18 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.compare import check_close, grid
-from tests.support.computing_models import (
+from tests.support.compare import check_close, gradient_of, grid
+from tests.support.pools import Pool
+from tests.support.streams import (
     BATCH,
     HIDDEN,
     VOCABULARY,
+    computing_accelerator,
     config_of,
-    gradient_of,
     model_there,
     tensor_there,
 )
-from tests.support.pools import Pool
-from tests.support.streams import computing_accelerator
 from tests.tiers import THOROUGH
 from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy

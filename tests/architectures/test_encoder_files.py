@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.architectures.test_encoders import ALONE, EACH_TYPE, fields_of
 from tests.support.compare import grid, piece_of
-from tests.support.encoders import LENGTH, config_of, encoder, encoder_fields, without_sentences
+from tests.support.encoders import LENGTH, encoder, encoder_fields, without_sentences
 from tests.support.native import parallel_model, to_ours
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
@@ -100,7 +100,7 @@ OPENED = ("AutoModel", "AutoModelForPreTraining", "AutoModelForMaskedLM", "AutoM
 def test_an_export_opens_as_every_class_that_takes_from_it(model_type: str, sentences: bool, tmp_path: Path) -> None:
     """What each needs is in it, and no more is missing than what it trains anew."""
     architectures = None if sentences else [without_sentences(model_type)]
-    config = config_of(fields_of(model_type, architectures=architectures))
+    config = transformers.AutoConfig.for_model(**fields_of(model_type, architectures=architectures))
     ZeroTPForPreTraining(config, ALONE, seed=1).save_pretrained(tmp_path / "ours")
     stored = {name.removeprefix("bert.") for name in load_file(tmp_path / "ours" / "model.safetensors")}
     for name in OPENED:

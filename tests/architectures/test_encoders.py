@@ -20,7 +20,6 @@ from tests.support.encoders import (
     BATCH,
     LENGTH,
     MODEL_TYPES,
-    config_of,
     encoder,
     encoder_fields,
     losses_and_logits,
@@ -130,7 +129,7 @@ def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stag
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
     engine = TrainingEngine(
-        config_of(fields),
+        transformers.AutoConfig.for_model(**fields),
         topology,
         settings,
         seed=0,
@@ -288,7 +287,8 @@ def test_a_row_of_padding_alone_keeps_all_gradients_finite(model_type: str, seed
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    model = ZeroTPForPreTraining(config_of(fields_of("bert", architectures=["BertForMaskedLM"])), ALONE)
+    config = transformers.AutoConfig.for_model(**fields_of("bert", architectures=["BertForMaskedLM"]))
+    model = ZeroTPForPreTraining(config, ALONE)
     rows = rows_for(fields_of("bert"), 0)
     with pytest.raises(ValueError, match="no sentence head"):
         model(**rows)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.support.half_precision import fp16_supported
 from tests.support.pools import Pools
+from tests.support.settings import fp16_supported
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.directory import LATEST, checkpoints_directory, complete_steps, prune, step_directory

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ import psutil
 import pytest
 
 from tests.support.launched import ROOT
-from tests.support.pool_rank import die_with_parent
 from tests.support.waits import patience, wait_until
+from zero_tp.process.node import die_with
 
 SHARED = Path("/srv")
 TOOLS = ["ip", "unshare", "nsenter", "ps", "ssh", "sshd", "pdsh", "slurmctld", "slurmd", "srun", "munged", "sshfs"]
@@ -187,7 +188,7 @@ class Rack(Space):
 
     def __init__(self, nodes: int) -> None:
         require()
-        super().__init__(["unshare", *_SPACES], _FIRST, die_with_parent)
+        super().__init__(["unshare", *_SPACES], _FIRST, partial(die_with, psutil.Process()))
         hosts = "\n".join(["127.0.0.1 localhost", *(f"{NETWORK}.{n} node{n}" for n in range(1, nodes + 1))])
         self.shell(
             f"""

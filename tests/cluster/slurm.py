@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from tests.cluster.nodes import Node, Rack
 from tests.support.waits import wait_until
 
@@ -37,9 +35,9 @@ def serve(node: Node) -> None:
     node.shell(f"SLURM_CONF={VARIABLES['SLURM_CONF']} slurmd -N {node.name}")
 
 
-def start(rack: Rack, settings: Mapping[str, str] = {}) -> None:
+def start(rack: Rack) -> None:
     """Start munge and Slurm on every node, and wait until it takes jobs."""
-    lines = [f"{key}={value}" for key, value in {**SETTINGS, **settings}.items()]
+    lines = [f"{key}={value}" for key, value in SETTINGS.items()]
     lines += [f"NodeName={node.name} NodeAddr={node.address} CPUs=4 RealMemory=4000" for node in rack.nodes]
     lines += ["PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP"]
     rack.shell("head -c 64 /dev/urandom > /mnt/munge.key; chmod 600 /mnt/munge.key")

@@ -16,6 +16,7 @@ from tests.models.test_model import reference_model
 from tests.support import matrix
 from tests.support.compare import check_close, grid
 from tests.support.keys import CELLS, OPTIMIZED
+from tests.support.mistakes import with_changes
 from tests.support.parallel_run import train
 from tests.support.pools import Pools
 from tests.training.test_engine import ACCUMULATION, build
@@ -30,13 +31,7 @@ CLIP, STEPS = 0.3, 4
 @pytest.mark.parametrize("name", CELLS)
 def test_a_cell_with_more_keys_trains_the_plain_model(ranks: Pools, run_seed: int, tmp_path: Path, name: str) -> None:
     cell, changes = CELLS[name]
-    config = matrix.config_of(cell, run_seed)
-    for key, value in changes.items():
-        *blocks, last = key.split(".")
-        block = config
-        for part in blocks:
-            block = block.setdefault(part, {})
-        block[last] = value
+    config = with_changes(matrix.config_of(cell, run_seed), changes)
     (tmp_path / "run.json").write_text(json.dumps(config))
     far = distances(cell, ranks(matrix.WORLD).run(train, tmp_path / "run.json"), run_seed, "gpt2")
     assert not {what: distance for what, distance in far.items() if not distance <= 1}

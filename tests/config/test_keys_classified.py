@@ -17,13 +17,12 @@ from tests.support.keys import (
     all_keys,
     cell,
     other_values,
-    set_at,
     timing,
     trained,
 )
 from tests.support.launched import ROOT
 from tests.support.matrix import config_of, once_for_equals
-from tests.support.mistakes import written
+from tests.support.mistakes import with_changes, written
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.config.model_block import check_model
 
@@ -52,11 +51,11 @@ def bases(key: str) -> list[dict[str, Any]]:
             config = config_of(cell(tensor=tensor, stage=stage, sequence="SP" if tensor == "TP 2" else "no SP"))
             block = key.partition(".")[0]
             if block in ENABLED:
-                config = set_at(config, f"{block}.enabled", True)
+                config = with_changes(config, {f"{block}.enabled": True})
             if key.startswith((f"{ZERO}.offload_optimizer.", f"{ZERO}.offload_param.")):
                 if stage != "ZeRO-3":
                     continue
-                config = set_at(config, key.rpartition(".")[0], {"device": "cpu"})
+                config = with_changes(config, {key.rpartition(".")[0]: {"device": "cpu"}})
                 config["optimizer"]["params"].pop("torch_adam", None)
             if key.startswith("scheduler.params."):
                 config["scheduler"] = {"type": "OneCycle", "params": {"cycle_min_lr": 0.0, "cycle_max_lr": 0.1}}
@@ -65,7 +64,7 @@ def bases(key: str) -> list[dict[str, Any]]:
                 if key.endswith("states") and stage == "ZeRO-0":
                     continue
                 if key.endswith("states"):
-                    config = set_at(config, f"{ZERO}.offload_optimizer", {"device": "cpu"})
+                    config = with_changes(config, {f"{ZERO}.offload_optimizer": {"device": "cpu"}})
             configs.append(config)
     return configs
 
@@ -84,7 +83,7 @@ def test_a_key_that_is_not_trained_is_refused_or_noted(key: str, tmp_path: Path)
         accepted = []
         for value in other_values(KEYS[key]):
             try:
-                run = loaded(set_at(config, key, value), tmp_path)
+                run = loaded(with_changes(config, {key: value}), tmp_path)
             except ConfigError as error:
                 assert str(error).startswith((f"{key}: ", f"{key.rpartition('.')[0]}: ")), error
             else:
@@ -97,8 +96,7 @@ def test_a_key_that_is_not_trained_is_refused_or_noted(key: str, tmp_path: Path)
 def test_cells_that_are_trained_are_accepted_and_have_an_effect(tmp_path: Path) -> None:
     for settings, changes in CELLS.values():
         config = config_of(settings)
-        for key, value in changes.items():
-            config = set_at(config, key, value)
+        config = with_changes(config, changes)
         noted = " ".join(loaded(config, tmp_path).without_effect())
         assert not [key for key in changes if key in noted], noted
 
@@ -116,7 +114,7 @@ def test_a_field_of_deepspeed_has_one_name(tmp_path: Path) -> None:
     assert len(second) == 9
     for key in second:
         with pytest.raises(ConfigError, match=f'^{key}: unknown key; did you mean "stage3_{key.partition(".")[2]}"'):
-            loaded(set_at(config_of(cell(stage="ZeRO-3")), key, 1), tmp_path)
+            loaded(with_changes(config_of(cell(stage="ZeRO-3")), {key: 1}), tmp_path)
 
 
 CYCLE = {"cycle_min_lr": 0.0, "cycle_max_lr": 0.1}
@@ -173,8 +171,7 @@ def test_keys_without_effect_are_noted(stage: int, changes: dict[str, Any], keys
     config = config_of(cell(stage=f"ZeRO-{stage}"))
     if any("offload_optimizer" in key for key in changes):
         del config["optimizer"]["params"]["torch_adam"]
-    for path, value in changes.items():
-        config = set_at(config, path, value)
+    config = with_changes(config, changes)
     noted = {key for line in loaded(config, tmp_path).without_effect() for key in line.partition(": ")[0].split(", ")}
     assert noted == set(keys.split())
 
@@ -207,7 +204,6 @@ def test_keys_without_effect_are_noted(stage: int, changes: dict[str, Any], keys
 )
 def test_unusual_values_are_noted(changes: dict[str, Any], keys: str, tmp_path: Path) -> None:
     config = config_of(cell())
-    for path, value in changes.items():
-        config = set_at(config, path, value)
+    config = with_changes(config, changes)
     lines = loaded(config, tmp_path).cautions()
     assert [key for line in lines for key in line.partition(": ")[0].split(", ")] == keys.split()

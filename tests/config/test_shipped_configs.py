@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.support.compare import grid
-from tests.support.half_precision import fp16_supported
 from tests.support.pools import Pools
+from tests.support.settings import fp16_supported
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT2 = (

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.activations.test_stores import LAYERS, LENGTH, simulated
 from tests.support.compare import grid
-from tests.support.computing_models import BATCH, VOCABULARY, config_of
+from tests.support.streams import BATCH, VOCABULARY, config_of
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.mlp import GatedActivation
 from zero_tp.models.norm import _RMSNorm

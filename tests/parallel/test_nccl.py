@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.compare import check_close, grid
-from tests.support.computing_models import BATCH, VOCABULARY, config_of, gradient_of, model_there, tensor_there
+from tests.support.compare import check_close, gradient_of, grid
 from tests.support.pools import Pool, RankError
-from tests.support.streams import computing_accelerator
+from tests.support.streams import BATCH, VOCABULARY, computing_accelerator, config_of, model_there, tensor_there
 from tests.tiers import THOROUGH
 from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from benchmarks.papers.formulas import gpt_parameters, iteration_flops
-from tests.support.berts import bert_parameters
 from tests.support.launched import ROOT, script
 from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
@@ -50,7 +49,9 @@ def test_parameters_of_bert_are_those_of_the_paper(name: str, layers: int, hidde
     """With its heads; the head's FLOPs are those of the masked tokens."""
     config = RunConfig.load(CONFIGS / f"bert_{name}.json", (), 8)
     spec, _, whole = model_size(config.hf_config(), 1, False)
-    assert whole == bert_parameters(layers, hidden, 30522)
+    # Pooler, MLM transform with its norm and a bias per token, sentence head; and two token types (arXiv 1909.08053).
+    heads = (hidden**2 + hidden) + (hidden**2 + 3 * hidden + 30522) + (2 * hidden + 2)
+    assert whole == gpt_parameters(layers, hidden, 30522, 512) + 2 * hidden + heads
     assert round(whole / 1e9, 3 if billions < 1 else 1) == billions
     tokens, length = 1024 * 512, 512
     dense = 24 * tokens * layers * hidden**2 + 4 * tokens * layers * length * hidden

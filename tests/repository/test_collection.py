@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 
-from tests.conftest import COLLECTED, REPOSITORY
+from tests.conftest import COLLECTED
+from tests.support.launched import run
 from tests.tiers import THOROUGH
 
 # An address, a time of day, control characters (of bytes).
@@ -24,13 +24,9 @@ def test_another_process_later_collects_the_same(request: pytest.FixtureRequest)
     other_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     # -m and -k: the session may have selected, which happens after the collection that is compared.
     words = ["--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", "--rootdir", str(config.rootpath)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words, *config.args],
-        cwd=config.invocation_params.dir,
-        env=os.environ | {"PYTHONHASHSEED": other_seed, "PYTHONPATH": str(REPOSITORY), "PYTEST_ADDOPTS": ""},
-        capture_output=True,
-        text=True,
-    )
+    variables = {"PYTHONHASHSEED": other_seed, "PYTEST_ADDOPTS": ""}
+    command = [sys.executable, "-m", "pytest", *words, *config.args]
+    done = run(command, config.invocation_params.dir, limit=600, variables=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line for line in done.stdout.splitlines() if "::" in line] == here
 

@@ -31,16 +31,14 @@ UNITS = {"%": 100, "MiB": 2**-20, "GB": 1e-9, "MB": 1e-6, "M tokens": 1e-6, "ms"
 RAW = {"step_s", "user_kernel_s", "faults_a_step", "forward_backward_update_s", "tokens_per_s"}
 """Keys of a result that no page quotes."""
 COMPUTED = {
-    "2026-11-23-same-model.json": lambda result: [max(map(_distance, *result["losses"].values()))],
+    "2026-11-23-same-model.json": lambda result: [
+        max(abs(a - b) for a, b in zip(*result["losses"].values(), strict=True))
+    ],
     "2026-11-23-norm-order.json": lambda result: [0.08],  # a setting that it leaves out
     "2026-11-27-train-experts-fp32.json": lambda result: [_peak(result, "ztp-sp-compiled") / _peak(result, "hf-1p")],
     "2026-11-26-data-duplicates.json": lambda result: [0.6, 0.7, 0.8],  # similarities, which its keys name
 }
 """Figures of a result that it does not have as numbers."""
-
-
-def _distance(loss: float, other: float) -> float:
-    return abs(loss - other)
 
 
 def _peak(result: Any, contender: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,9 +28,7 @@ Whole = Callable[[str, str, Sequence[int]], Tensor]
 
 def drawn(name: str, kind: str, shape: Sequence[int]) -> Tensor:
     """The same for the same name, kind and shape."""
-    generator = torch.Generator().manual_seed(
-        sum((index + 1) * ord(letter) for index, letter in enumerate(name + kind))
-    )
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {kind}".encode()))
     return torch.randn(tuple(shape), generator=generator)
 
 
@@ -49,6 +48,11 @@ def write_checkpoint(
     described = {name: ParameterLayout.of(parameter) for name, parameter in model.named_parameters()}
     shapes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
     temporary, files = directory.begin(run), {}
+
+    def read(name: str, kind: str, start: int, stop: int, tensor_rank: int) -> Tensor:
+        shard = described[name].layout.shard(whole(name, kind, shapes[name]), tensor_rank, tensor)
+        return shard.flatten()[start:stop]
+
     for tensor_rank in range(tensor):
         for data_rank in range(data):
             starts, entries = {}, []
@@ -59,12 +63,7 @@ def write_checkpoint(
                     continue
                 starts[name] = start
                 for kind in kinds:
-
-                    def read(name: str, kind: str, start: int, stop: int, tensor_rank: int = tensor_rank) -> Tensor:
-                        shard = described[name].layout.shard(whole(name, kind, shapes[name]), tensor_rank, tensor)
-                        return shard.flatten()[start:stop]
-
-                    lazily = partial(read, name, kind, start, stop)
+                    lazily = partial(read, name, kind, start, stop, tensor_rank)
                     entries.append(Entry(tensor_name(name, kind), (stop - start,), torch.float32, lazily))
             file = states_file(tensor_rank, data_rank)
             files[file] = write_tensors(temporary / file, entries, {STARTS: json.dumps(starts)})
@@ -106,7 +105,7 @@ def flip_master(file: Path) -> None:
 
 @contextmanager
 def rewritten(checkpoint: Path) -> Iterator[dict[str, Any]]:
-    """Give a checkpoint's manifest to change; it is written as if it had been saved so."""
+    """Yield a checkpoint's manifest; write it back, changed, with its own hash."""
     path = checkpoint / directory.MANIFEST
     manifest = json.loads(path.read_text())
     yield manifest

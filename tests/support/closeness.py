@@ -10,13 +10,14 @@ by: the distance of squares is that of the few largest (measured: 1.42 times the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from tests.support.compare import OF_GLOBAL, RELATIVE, norm
+from tests.support.compare import RELATIVE, norm, tolerances
 from tests.support.families import ENCODERS, EXPERTS, FAMILIES
 from tests.support.plain_run import CLIP, STEPS, StepLosses, Trace, plain
 
@@ -51,12 +52,12 @@ def difference(found: Tensors, expected: Tensors, name: str) -> float:
 
 def whole_difference(found: Tensors, expected: Tensors) -> float:
     assert found.keys() == expected.keys()
-    return sum(difference(found, expected, name) ** 2 for name in expected) ** 0.5
+    return math.hypot(*(difference(found, expected, name) for name in expected))
 
 
 def relative(found: Sequence[float], expected: Sequence[float]) -> float:
     """2-norm of the relative differences."""
-    return sum((one / other - 1) ** 2 for one, other in zip(found, expected, strict=True)) ** 0.5
+    return math.hypot(*(one / other - 1 for one, other in zip(found, expected, strict=True)))
 
 
 def of_fp32(
@@ -74,19 +75,17 @@ def of_fp32(
     """
     parts = micro_batches if family in EXPERTS else 1
     expected = plain(seed, family, micro_batches=parts, more_steps=more_steps, losses_of=losses_of)
-    far = balance_differences(found, expected)
+    distances = balance_differences(found, expected)
     for step in range(STEPS):
-        far[f"loss of step {step + 1}"] = relative([found.losses[step]], [expected.losses[step]]) / RELATIVE
-        far[f"norm of step {step + 1}"] = relative([found.norms[step]], [expected.norms[step]]) / RELATIVE
-    far["norm after clipping"] = clipped_difference(found) / RELATIVE
+        distances[f"loss of step {step + 1}"] = relative([found.losses[step]], [expected.losses[step]]) / RELATIVE
+        distances[f"norm of step {step + 1}"] = relative([found.norms[step]], [expected.norms[step]]) / RELATIVE
+    distances["norm after clipping"] = clipped_difference(found) / RELATIVE
     for kind, times in KINDS.items():
         ours, theirs = getattr(found, kind), getattr(expected, kind)
         assert ours.keys() == theirs.keys()
-        whole = norm(*theirs.values())
-        for name, right in theirs.items():
-            allowed = times * (RELATIVE * norm(right) + OF_GLOBAL * whole)
-            far[f"{kind} {name}"] = difference(ours, theirs, name) / allowed
-    return far
+        for name, allowed in tolerances(theirs).items():
+            distances[f"{kind} {name}"] = difference(ours, theirs, name) / (times * allowed)
+    return distances
 
 
 def first_decided(seed: int, family: str, micro_batches: int) -> int:
@@ -134,8 +133,8 @@ def of_bf16(
         for kernels in KERNELS[family]
         for count in {least, parts}
     ]
-    losses, norms = few_numbers(seed, family, least)
-    far = {
+    losses, norms = plain_spread(seed, family, least)
+    distances = {
         "losses": relative(found.losses, truth.losses) / (FEW_FACTOR * losses),
         "norms": relative(found.norms, truth.norms) / (FEW_FACTOR * norms),
         # ZeRO-0 clips bf16 gradients where they lie: each is rounded once more, by at most 2^-9 of itself.
@@ -144,11 +143,11 @@ def of_bf16(
     for kind in KINDS:
         ours, theirs, *plains = (in_units_of_gradients(trace, kind) for trace in (found, truth, *runs))
         yardstick = max(whole_difference(other, theirs) for other in plains)
-        far[kind] = whole_difference(ours, theirs) / (FACTOR * yardstick)
+        distances[kind] = whole_difference(ours, theirs) / (FACTOR * yardstick)
         for name in theirs:
             own = max(difference(other, theirs, name) for other in plains)
-            far[f"{kind} {name}"] = difference(ours, theirs, name) / (FACTOR * own + FLOOR * yardstick)
-    return far
+            distances[f"{kind} {name}"] = difference(ours, theirs, name) / (FACTOR * own + FLOOR * yardstick)
+    return distances
 
 
 def in_units_of_gradients(trace: Trace, kind: str) -> Tensors:
@@ -157,7 +156,7 @@ def in_units_of_gradients(trace: Trace, kind: str) -> Tensors:
 
 
 @cache
-def few_numbers(seed: int, family: str, micro_batches: int) -> tuple[float, float]:
+def plain_spread(seed: int, family: str, micro_batches: int) -> tuple[float, float]:
     """How far plain bf16 runs are in their losses and norms: the root mean square over several models."""
     losses, norms = [], []
     kernels_of = KERNELS[family]
@@ -168,8 +167,4 @@ def few_numbers(seed: int, family: str, micro_batches: int) -> tuple[float, floa
         run = plain(number, family, start=BF16, dtype=BF16, micro_batches=micro_batches, **kernels)
         losses.append(relative(run.losses, truth.losses))
         norms.append(relative(run.norms, truth.norms))
-    return root_mean_square(losses), root_mean_square(norms)
-
-
-def root_mean_square(numbers: Sequence[float]) -> float:
-    return (sum(number**2 for number in numbers) / len(numbers)) ** 0.5
+    return math.hypot(*losses) / len(runs) ** 0.5, math.hypot(*norms) / len(runs) ** 0.5

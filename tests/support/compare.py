@@ -1,4 +1,4 @@
-"""What tests of ranks share: closeness in norm, and weights that come from given whole tensors."""
+"""For tests of ranks: comparisons in norm, and weights that are sharded from whole tensors."""
 
 from __future__ import annotations
 
@@ -23,20 +23,24 @@ def norm(*tensors: Tensor) -> float:
     return sum(float(tensor.detach().double().norm()) ** 2 for tensor in tensors) ** 0.5
 
 
-def check_close(found: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, relative: float = RELATIVE) -> None:
-    """‖Δ‖ ≤ relative·‖reference‖ + 1e-7·(norm of all references), for every name, with the same shape."""
-    assert found.keys() == reference.keys()
+def tolerances(reference: Mapping[str, Tensor], relative: float = RELATIVE) -> dict[str, float]:
+    """The ‖Δ‖ that is allowed for each name: relative·‖reference‖ + 1e-7·(norm of all references)."""
     whole = norm(*reference.values())
-    for name, expected in reference.items():
-        actual = found[name]
+    return {name: relative * norm(tensor) + OF_GLOBAL * whole for name, tensor in reference.items()}
+
+
+def check_close(found: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, relative: float = RELATIVE) -> None:
+    """‖Δ‖ is within `tolerances` for every name, with the same shape."""
+    assert found.keys() == reference.keys()
+    for name, allowed in tolerances(reference, relative).items():
+        actual, expected = found[name], reference[name]
         assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
         difference = norm(actual.double() - expected.double())
-        allowed = relative * norm(expected) + OF_GLOBAL * whole
         assert difference <= allowed, f"{name}: ‖Δ‖ {difference:.3g} > {allowed:.3g} (‖reference‖ {norm(expected):.3g})"
 
 
 @dataclass(frozen=True)
-class Given:
+class WholeWeights:
     """A WeightSource of whole tensors by name."""
 
     tensors: Mapping[str, Tensor]
@@ -49,16 +53,16 @@ class Given:
 
 
 def grid(tensor: int, sequence: bool) -> Topology:
-    """On a rank: the topology, made once."""
+    """Return a topology of this rank, built once in a pool."""
     return cached(("topology", tensor, sequence), lambda: Topology(tensor, sequence))
 
 
 def maker(topology: Topology, dtype: torch.dtype = torch.float32, **tensors: Tensor) -> ParameterMaker:
-    return ParameterMaker(topology, Given(tensors), dtype)
+    return ParameterMaker(topology, WholeWeights(tensors), dtype)
 
 
 def piece_of(whole: Tensor, topology: Topology) -> Tensor:
-    """What a rank holds of an activation [s, …]: its sequence shard under SP."""
+    """A rank's part of an activation [s, …]: its sequence shard under SP, else all."""
     return whole.chunk(topology.tensor)[topology.tensor_rank] if topology.sequence else whole
 
 
@@ -71,12 +75,14 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
+def unshard(local: Tensor, parameter: nn.Parameter, group: Group) -> Tensor:
+    """Reassemble a tensor from every rank's shard by the parameter's layout; collective."""
+    layout = layout_of(parameter)
+    return layout.unshard(list(all_gather(local.unsqueeze(0), group))) if isinstance(layout, Sharded) else local
+
+
 def whole_gradient(parameter: nn.Parameter, group: Group) -> Tensor:
-    """Reassembled from every rank's shard by the parameter's layout; collective."""
-    gradient, layout = gradient_of(parameter), layout_of(parameter)
-    if not isinstance(layout, Sharded):
-        return gradient
-    return layout.unshard(list(all_gather(gradient.unsqueeze(0), group)))
+    return unshard(gradient_of(parameter), parameter, group)
 
 
 def whole_gradients(model: Any) -> dict[str, Tensor]:

@@ -13,8 +13,8 @@ from zero_tp.data import Prepared, PrepareSettings, prepare
 TEXTS = [f"Document {i}: the café at number {i * i}\n\tcosts {i} €. 你好 👋 <|endoftext|> 'tis  so" for i in range(40)]
 
 
-def write_jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
-    data = "".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(texts))
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    data = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
     path.write_bytes(gzip.compress(data.encode()) if path.suffix == ".gz" else data.encode())
     return path
 
@@ -52,6 +52,6 @@ def content_of(output: Path) -> dict[str, bytes]:
 
 
 def output_of(output: Path) -> dict[str, Any]:
-    """What an output holds, without times."""
+    """The content of an output and its report, without times."""
     report = json.loads((output / "report.json").read_text())
     return content_of(output) | {key: report[key] for key in ("identity", "documents", "splits", "unigram", "files")}

@@ -46,15 +46,10 @@ def without_sentences(model_type: str) -> str:
     return name
 
 
-def config_of(fields: dict[str, Any]) -> Any:
-    named = dict(fields)
-    return AutoConfig.for_model(named.pop("model_type"), **named)
-
-
 def encoder(fields: dict[str, Any], seed: int) -> Any:
     """Hugging Face's model, random everywhere."""
     torch.manual_seed(seed)
-    return perturbed(native_model(config_of(fields), attn_implementation="eager").eval())
+    return perturbed(native_model(AutoConfig.for_model(**fields), attn_implementation="eager").eval())
 
 
 def rows_for(fields: dict[str, Any], seed: int, batch: int = BATCH, length: int = LENGTH) -> dict[str, Tensor]:

@@ -16,38 +16,24 @@ SEQUENCE = 24
 Pick = Callable[[int, int], int]
 
 
-def _vocabulary(pick: Pick) -> int:
-    return 12 * pick(7, 12) + (1, 2, 5, 7, 10, 11)[pick(0, 6)]
-
-
-def _gpt2(pick: Pick) -> dict[str, Any]:
-    return {
-        "model_type": "gpt2",
-        "n_layer": 3,
-        "n_embd": 12 * pick(2, 6),
-        "n_head": 12,
-        "n_inner": 12 * pick(4, 12),
-        "vocab_size": _vocabulary(pick),
-        "n_positions": SEQUENCE + pick(0, 4),
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-
-
 def _decoder(pick: Pick) -> dict[str, Any]:
     return {
         "num_hidden_layers": 3,
         "hidden_size": 12 * pick(2, 6),
         "num_attention_heads": 12,
         "intermediate_size": 12 * pick(4, 12),
-        "vocab_size": _vocabulary(pick),
+        "vocab_size": 12 * pick(7, 12) + (1, 2, 5, 7, 10, 11)[pick(0, 6)],
         "max_position_embeddings": SEQUENCE + pick(0, 4),
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
+
+
+def _gpt2(pick: Pick) -> dict[str, Any]:
+    names = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
+    names |= {"intermediate_size": "n_inner", "max_position_embeddings": "n_positions"}
+    sizes = {names.get(name, name): value for name, value in _decoder(pick).items()}
+    return {"model_type": "gpt2", **sizes, **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)}
 
 
 def _grouped(pick: Pick) -> dict[str, Any]:
@@ -129,7 +115,7 @@ EXPERTS: dict[str, Callable[[Pick], dict[str, Any]]] = {
     "experts, norm of each head": _normed_experts,
     "experts, norm of all heads": _whole_norms,
 }
-"""They meet every pair of settings in turn. Their loss depends on how rows are split into micro-batches."""
+"""They train the cells in turn. Their loss depends on how rows are split into micro-batches."""
 FAMILIES: dict[str, Callable[[Pick], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "grouped queries": _grouped,

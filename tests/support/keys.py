@@ -1,4 +1,4 @@
-"""Every key of DeepSpeed's part of a config, and for each of those that act where it is trained, or why it only costs.
+"""Every key of a run's file: the run that trains it, or why it changes only costs and logs.
 
 `tests/config/test_keys_classified.py` demands of every other key that it is refused or noted as without effect;
 `tests/config/test_keys.py` trains the cells.
@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import copy
 import typing
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -33,37 +32,25 @@ def cell(**settings: str) -> tuple[str, ...]:
     return tuple(settings.get(factor, usual) for factor, usual in zip(FACTORS, PLAIN, strict=True))
 
 
+def zero(**values: Any) -> Changes:
+    return {f"{ZERO}.{key}": value for key, value in values.items()}
+
+
 CELLS: dict[str, tuple[tuple[str, ...], Changes]] = {
-    "ZeRO-1 in buckets": (
-        cell(),
-        {
-            f"{ZERO}.contiguous_gradients": False,
-            f"{ZERO}.overlap_comm": True,
-        },
-    ),
+    "ZeRO-1 in buckets": (cell(), zero(contiguous_gradients=False, overlap_comm=True)),
     "ZeRO-1 to one owner at a time": (
         cell(),
-        {
-            f"{ZERO}.use_multi_rank_bucket_allreduce": False,
-            f"{ZERO}.parameter_alignment": True,
-        },
+        zero(use_multi_rank_bucket_allreduce=False, parameter_alignment=True),
     ),
     "ZeRO-2 by all-reduce": (
         cell(stage="ZeRO-2"),
-        {
-            f"{ZERO}.reduce_scatter": False,
-            f"{ZERO}.overlap_comm": True,
-            f"{ZERO}.parameter_alignment": True,
-        },
+        zero(reduce_scatter=False, overlap_comm=True, parameter_alignment=True),
     ),
     "ZeRO-2 offloaded, each parameter used": (
         cell(stage="ZeRO-2", offload="optimizer offloaded"),
-        {f"{ZERO}.ignore_unused_parameters": False},
+        zero(ignore_unused_parameters=False),
     ),
-    "ZeRO-3, parameters alone offloaded": (
-        cell(stage="ZeRO-3"),
-        {f"{ZERO}.offload_param": {"device": "cpu"}},
-    ),
+    "ZeRO-3, parameters alone offloaded": (cell(stage="ZeRO-3"), zero(offload_param={"device": "cpu"})),
     "everything logged": (
         cell(stage="ZeRO-2"),
         {
@@ -75,22 +62,14 @@ CELLS: dict[str, tuple[tuple[str, ...], Changes]] = {
     "ZeRO-3 with little at once": (
         cell(stage="ZeRO-3"),
         {
-            f"{ZERO}.stage3_model_persistence_threshold": 500,
-            f"{ZERO}.stage3_max_live_parameters": 1000,
-            f"{ZERO}.stage3_max_reuse_distance": 100,
-            f"{ZERO}.memory_efficient_linear": False,
-            f"{ZERO}.override_module_apply": False,
-            f"{ZERO}.stage3_use_all_reduce_for_fetch_params": True,
+            **zero(stage3_model_persistence_threshold=500, stage3_max_live_parameters=1000),
+            **zero(stage3_max_reuse_distance=100, memory_efficient_linear=False, override_module_apply=False),
+            **zero(stage3_use_all_reduce_for_fetch_params=True),
         },
     ),
     "ZeRO-3 one after another": (
         cell(stage="ZeRO-3"),
-        {
-            f"{ZERO}.stage3_allgather_sequential": True,
-            f"{ZERO}.overlap_comm": True,
-            f"{ZERO}.contiguous_gradients": False,
-            f"{ZERO}.reduce_scatter": False,
-        },
+        zero(stage3_allgather_sequential=True, overlap_comm=True, contiguous_gradients=False, reduce_scatter=False),
     ),
     "ZeRO-0 scaled before": (cell(stage="ZeRO-0"), {"prescale_gradients": True}),
     "ZeRO-0 divided twice": (cell(stage="ZeRO-0"), {"gradient_predivide_factor": 4.0}),
@@ -109,39 +88,31 @@ CELLS: dict[str, tuple[tuple[str, ...], Changes]] = {
 }
 """Cells of the parity matrix with more keys: (settings, changes)."""
 
-SET_BY_OTHER_KEYS: dict[str, str] = {
-    **{
-        f"fp16.{key}": "tests/zero/test_fp16.py"
-        for key in ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-    },
-    **{
-        f"{ZERO}.{block}.nvme_path": "tests/zero/test_offload_nvme.py"
-        for block in ("offload_optimizer", "offload_param")
-    },
-    "fp16.consecutive_hysteresis": "tests/zero/test_fp16.py",
-    "train_micro_batch_size_per_gpu": "tests/training/test_engine.py",
-    "zero_tp.attention": "tests/models/test_model.py",
-    "zero_tp.compile": "tests/models/test_compile.py",
-    "zero_tp.data.document_attention": "tests/training/test_documents_run.py",
-    "zero_tp.parallel.fused_products": "tests/parallel/test_fused_products.py",
-    "zero_tp.recompute": "tests/activations/test_recompute.py",
-    "zero_tp.training.tokens": "tests/config/test_resolve.py",
-    "zero_tp.recompute.layers": "tests/activations/test_recompute.py",
-    **{
-        f"zero_tp.objective.{key}": "tests/training/test_masked_run_inputs.py"
-        for key in ("mask_probability", "max_ngram", "sentence_order")
-    },
-    "zero_tp.objective.type": "tests/support/matrix.py",
-    **{f"zero_tp.training.spike.{key}": "tests/training/test_spikes.py" for key in ("loss", "grad_norm", "window")},
-    "zero_allow_untested_optimizer": "tests/zero/test_fp16.py",
-    "scheduler.type": "tests/zero/test_schedule.py",
-    **{
-        f"scheduler.params.{key}": "tests/zero/test_schedule.py"
-        for model in SCHEDULES.values()
-        for key in model.model_fields
-        if key != "decay_mom_rate"  # is refused
-    },
+TRAINED_BY: dict[str, tuple[str, ...]] = {
+    "activations/test_recompute": ("zero_tp.recompute", "zero_tp.recompute.layers"),
+    "config/test_resolve": ("zero_tp.training.tokens",),
+    "models/test_compile": ("zero_tp.compile",),
+    "models/test_model": ("zero_tp.attention",),
+    "parallel/test_fused_products": ("zero_tp.parallel.fused_products",),
+    "support/matrix": ("zero_tp.objective.type",),
+    "training/test_documents_run": ("zero_tp.data.document_attention",),
+    "training/test_engine": ("train_micro_batch_size_per_gpu",),
+    "training/test_masked_run_inputs": (
+        *(f"zero_tp.objective.{key}" for key in ("mask_probability", "max_ngram", "sentence_order")),
+    ),
+    "training/test_spikes": (*(f"zero_tp.training.spike.{key}" for key in ("loss", "grad_norm", "window")),),
+    "zero/test_fp16": (
+        *(f"fp16.{key}" for key in ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window")),
+        *("fp16.hysteresis", "fp16.min_loss_scale", "fp16.consecutive_hysteresis", "zero_allow_untested_optimizer"),
+    ),
+    "zero/test_offload_nvme": (*(f"{ZERO}.{block}.nvme_path" for block in ("offload_optimizer", "offload_param")),),
+    "zero/test_schedule": (
+        "scheduler.type",
+        *(f"scheduler.params.{key}" for model in SCHEDULES.values() for key in model.model_fields),
+    ),
 }
+SET_BY_OTHER_KEYS = {key: f"tests/{test}.py" for test, keys in TRAINED_BY.items() for key in keys}
+del SET_BY_OTHER_KEYS["scheduler.params.decay_mom_rate"]  # is refused
 """Keys that other tests train, by the test that names them."""
 
 L2, SMALL = {"weight_decay": 0.1}, {"eps": 1e-3}
@@ -239,14 +210,3 @@ def other_values(annotation: Any) -> list[Any]:
             return list(values)
     literals = [value for part in typing.get_args(annotation) for value in typing.get_args(part)]
     return [value for value in literals if isinstance(value, str)] or ["x"]
-
-
-def set_at(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """A copy of the config with a value at a dotted path."""
-    config = copy.deepcopy(config)
-    *blocks, name = key.split(".")
-    block = config
-    for part in blocks:
-        block = block.setdefault(part, {})
-    block[name] = value
-    return config

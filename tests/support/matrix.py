@@ -1,7 +1,7 @@
 """The parity matrix: which settings there are, which cells the config refuses, and a covering array of the others.
 
 A cell is one setting of every factor, and a real JSON config. The covering array has, for every two settings that some
-accepted cell has together, a cell that runs them. `python -m tests.support.matrix` prints it.
+accepted cell has together, a cell that runs them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.support.families import ENCODERS, FAMILIES, SEQUENCE, model_sizes
+from tests.support.mistakes import with_changes
 from tests.support.plain_run import (
     BETAS,
     CLIP,
@@ -109,15 +110,8 @@ def config_of(cell: Cell, seed: int = 0, family: str = "gpt2") -> dict[str, Any]
             "training": {"steps": STEPS, "seed": seed},
         },
     }
-    for (factor, settings), name in zip(FACTORS.items(), cell, strict=True):
-        assert name in settings, f"{name} is no setting of {factor}"
-        for path, value in settings[name].items():
-            *blocks, key = path.split(".")
-            block = config
-            for part in blocks:
-                block = block.setdefault(part, {})
-            block[key] = value
-    return config
+    changes = [settings[name] for settings, name in zip(FACTORS.values(), cell, strict=True)]
+    return with_changes(config, {path: value for settings in changes for path, value in settings.items()})
 
 
 def write_config(cell: Cell, folder: Path, seed: int = 0, family: str = "gpt2") -> Path:
@@ -127,11 +121,11 @@ def write_config(cell: Cell, folder: Path, seed: int = 0, family: str = "gpt2") 
 
 
 def once_for_equals(check: Callable[..., Any]) -> Callable[..., Any]:
-    """`check_model`, called once for all cells that agree on what it reads."""
+    """Wrap `check_model`: call it once for all cells whose blocks that it reads are equal."""
     known: dict[str, Any] = {}
 
     def checked(block: ZeroTP, saved: None = None) -> Any:
-        key = f"{block.model} {block.parallel} {block.data}"
+        key = f"{block.model} {block.parallel} {block.data} {block.objective} {block.logging}"
         if key not in known:
             known[key] = check(block, saved)
         return known[key]
@@ -259,17 +253,3 @@ def families() -> dict[Cell, str]:
 
 def describe(cell: Cell, family: str = "") -> str:
     return " | ".join((*cell, family or families()[cell]))
-
-
-def table() -> str:
-    """The covering array, a line each, and what there is besides."""
-    accepted, refused = judged()
-    lines = [f"{number:3}  {describe(cell)}" for number, cell in enumerate(covering_array(), start=1)]
-    total = len(accepted) + len(refused)
-    lines.append(f"{len(lines)} of {len(accepted)} accepted cells; {len(refused)} of {total} are refused:")
-    lines.extend(sorted({f"  {error}" for error in refused.values()}))
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table())

@@ -37,6 +37,7 @@ RIGHT: dict[str, Any] = {
     },
 }
 WORLD_SIZE = 4
+FROM = "from_pretrained"
 
 
 class Missing:
@@ -64,23 +65,26 @@ class Mistake:
 
     def config(self) -> dict[str, Any]:
         """RIGHT with the changes."""
-        config = copy.deepcopy(RIGHT)
-        for path, value in self.changes.items():
-            *blocks, name = path.split(".")
-            block = config
-            for part in blocks:
-                block = block.setdefault(part, {})
-            if value is Missing:
-                del block[name]
-            else:
-                block[name] = value
-        return config
+        return with_changes(RIGHT, self.changes)
+
+
+def with_changes(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a config with values at dotted paths."""
+    config = copy.deepcopy(config)
+    for path, value in changes.items():
+        *blocks, name = path.split(".")
+        block = config
+        for part in blocks:
+            block = block.setdefault(part, {})
+        block[name] = copy.deepcopy(value)
+        if value is Missing:
+            del block[name]
+    return config
 
 
 def changed(changes: Mapping[str, Any] = MappingProxyType({}), **others: Any) -> dict[str, Any]:
     """RIGHT with values at dotted paths; in a keyword `__` stands for the dot."""
-    named = {path.replace("__", "."): value for path, value in others.items()}
-    return Mistake({**changes, **named}, "", ()).config()
+    return with_changes(RIGHT, {**changes, **{path.replace("__", "."): value for path, value in others.items()}})
 
 
 def written(folder: Path, config: dict[str, Any] = RIGHT, name: str = "run.json") -> Path:
@@ -179,25 +183,14 @@ MISTAKES: tuple[Mistake, ...] = (
     mistake("zero_tp.objective", ("gpt2 is a causal decoder", "train another model"), value={"type": "masked"}),
     mistake("zero_tp.model.scale_attn_weights", "gpt2 does not read it", value=False),
     # Weights from a directory
-    Mistake(
-        {"zero_tp.model": {"from_pretrained": "models/nowhere"}},
-        "zero_tp.model.from_pretrained",
-        ("no directory models/nowhere", "Hugging Face model directory"),
-    ),
-    Mistake(
-        {"zero_tp.model": {"from_pretrained": 7}}, "zero_tp.model.from_pretrained", ("expected a string", "directory")
-    ),
-    Mistake(
-        {"zero_tp.model": {"from_pretrained": "/"}}, "zero_tp.model.from_pretrained", ("no config.json in /", "give")
-    ),
-    Mistake(
-        {"zero_tp.model": {"from_pretrained": "models/gpt2", "n_layer": 2}},
-        "zero_tp.model.n_layer",
-        ("models/gpt2 decides it", "leave it out", "attn_pdrop"),
-    ),
-    Mistake(
-        {"zero_tp.model": {"from_pretraind": "models/gpt2"}},
-        "zero_tp.model.model_type",
-        ("required", "from_pretrained"),
+    *(
+        Mistake({"zero_tp.model": {**model, name: value}}, f"zero_tp.model.{key}", words)
+        for name, value, model, key, words in (
+            (FROM, "models/nowhere", {}, FROM, ("no directory models/nowhere", "Hugging Face model directory")),
+            (FROM, 7, {}, FROM, ("expected a string", "directory")),
+            (FROM, "/", {}, FROM, ("no config.json in /", "give")),
+            (FROM, "models/gpt2", {"n_layer": 2}, "n_layer", ("models/gpt2 decides it", "leave it out", "attn_pdrop")),
+            ("from_pretraind", "models/gpt2", {}, "model_type", ("required", "from_pretrained")),
+        )
     ),
 )

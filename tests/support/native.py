@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from tests.support.compare import Given, check_close, gradient_of, whole_gradients
+from tests.support.compare import WholeWeights, check_close, gradient_of, whole_gradients
 from zero_tp import architectures as tables
 from zero_tp.architectures import architecture_of, as_stored, native_class_of, weights_of
 from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
@@ -76,7 +76,7 @@ def check_gradients(model: ParallelModel, reference: Any) -> int:
     return len(ours)
 
 
-class Native(Given):
+class Native(WholeWeights):
     """A WeightSource that reads a live Hugging Face model."""
 
     def __init__(self, model: Any) -> None:

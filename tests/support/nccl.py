@@ -73,7 +73,7 @@ class Group:
                         result.wait()  # once: gloo's reduce-scatter moves its result in it
 
         stream.wait_event(self._end_of_last)
-        stream.give(work)
+        stream.enqueue(work)
         self._end_of_last = stream.record_event()
         return self._end_of_last
 
@@ -106,7 +106,7 @@ class Collectives:
         inputs = {id(computing.memory(leaf)) for leaf in tree_leaves(args[1:]) if isinstance(leaf, FakeTensor)}
         for output in tree_leaves(args[0]) if inputs else ():  # the others work in place
             if id(computing.memory(output)) not in inputs:
-                computing.current_stream().give(partial(poison, computing.real(output)))
+                computing.current_stream().enqueue(partial(poison, computing.real(output)))
         group = self._group(dist.ProcessGroup.unbox(named["process_group"]))
         collective = f"{function._schema.name} {[(list(tensor.shape), str(tensor.dtype)) for tensor in tensors]}"
         run = partial(function, *tree_map(computing.real, args), **kwargs)
@@ -123,7 +123,7 @@ class Collectives:
         group.stream.wait_stream(self._computing.current_stream())
         stashed = [tensors]  # WorkNCCL's `stashed_for_allocator_safety_`
         end = group.enqueue(group.stream, collective, run)
-        group.stream.give(stashed.clear)
+        group.stream.enqueue(stashed.clear)
 
         def wait() -> None:
             self._computing.current_stream().wait_event(end)

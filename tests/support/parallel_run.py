@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tests.support.compare import norm
+from tests.support.compare import norm, unshard
 from tests.support.plain_run import BETAS, DEFAULT_EPS, MOMENTS, STEPS, Trace, batch_of, masked_rows
 from tests.support.settings import engine_of
 from zero_tp.config import RunConfig
@@ -92,14 +92,12 @@ def corpus_batches(config: RunConfig, topology: Any, step: int) -> list[Any]:
 def whole_tensors(engine: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
     """TP-local tensors by our names → whole fp32 copies by Hugging Face's. Collective over the TP group."""
     from tests.support.native import to_theirs
-    from zero_tp.parallel.collectives import all_gather
-    from zero_tp.parallel.layout import layout_of
 
-    named = dict(engine.model.named_parameters())
-    found = {}
-    for name, parameter in named.items():
-        shards = all_gather(local[name].detach().float().unsqueeze(0), engine.topology.tensor_group)
-        found[name] = layout_of(parameter).unshard(list(shards))
+    group = engine.topology.tensor_group
+    found = {
+        name: unshard(local[name].detach().float(), parameter, group)
+        for name, parameter in engine.model.named_parameters()
+    }
     return {name: tensor.clone() for name, tensor in to_theirs(engine.model.config, found).items()}
 
 

@@ -84,12 +84,9 @@ def initial_model(seed: int, family: str, start: torch.dtype, **kernels: Any) ->
     Args:
         kernels: fields of the config that choose how Hugging Face computes the same function.
     """
-    sizes = model_sizes(seed, family)
-    model_type = sizes.pop("model_type")
-    attention = kernels.pop("attn_implementation", None)
-    config = AutoConfig.for_model(model_type, **{**sizes, **kernels})
-    model = native_model(config, attn_implementation=attention)
-    draw_weights(model, AutoConfig.for_model(model_type, **sizes), seed, start)
+    sizes, attention = model_sizes(seed, family), kernels.pop("attn_implementation", None)
+    model = native_model(AutoConfig.for_model(**sizes | kernels), attn_implementation=attention)
+    draw_weights(model, AutoConfig.for_model(**sizes), seed, start)
     return model
 
 

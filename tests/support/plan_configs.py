@@ -9,13 +9,60 @@ from typing import Any
 
 import pytest
 
-from tests.support.planned import BASE, FILE
 from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
+FILE = "ds_configs/gpt2_124m_zero1.json"
+BASE = [
+    "zero_tp.model.n_layer=3",
+    "zero_tp.model.n_embd=256",
+    "zero_tp.model.n_head=8",
+    "zero_tp.model.vocab_size=1000",
+    "zero_tp.model.n_positions=256",
+    "zero_tp.data.sequence_length=64",
+    "train_micro_batch_size_per_gpu=2",
+    "train_batch_size=auto",
+    "optimizer.params.torch_adam=true",
+    "zero_optimization.reduce_bucket_size=400000",
+]
 OFFLOAD = '={"device":"cpu"}'
 WIDE = ["zero_tp.data.sequence_length=256", "train_micro_batch_size_per_gpu=4"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 4},
+    "mistral": {"num_key_value_heads": 1, "sliding_window": None},
+    "qwen2": {"num_key_value_heads": 4, "use_sliding_window": False},
+    "qwen3": {"num_key_value_heads": 4, "head_dim": 32, "use_sliding_window": False},
+    "gpt_neox": {},
+    "mixtral": {"num_key_value_heads": 4, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        **{"num_key_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+        **{"shared_expert_intermediate_size": 256, "mlp_only_layers": [1], "output_router_logits": True},
+    },
+    "qwen3_moe": {
+        **{"num_key_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 128},
+        **{"decoder_sparse_step": 2, "head_dim": 32},
+    },
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 4, "output_router_logits": True, "clip_qkv": 3.0},
+    "bert": {"hidden_act": "gelu"},
+    "megatron-bert": {},
+}
+DOCUMENTS = "zero_tp.data.document_attention=reset"
+WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 32}
+WINDOWS |= {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+WINDOWS_OF_7 = f"zero_tp.model.layer_types={json.dumps([WINDOWS['layer_types'][number % 2] for number in range(7)])}"
+MASKED = 'zero_tp.objective={"type": "masked", "mask_probability": 0.15}'
+WIDER = ["data_types.grad_accum_dtype=fp32", "gradient_accumulation_steps=2", "zero_tp.parallel.tensor=1"]
+BUFFER = 'activation_checkpointing={"contiguous_memory_optimization": true, "number_checkpoints": 24}'
+
+
+def family(name: str, *overrides: str, model: dict[str, Any] | None = None) -> list[str]:
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "num_attention_heads": 8}
+    limits = {"vocab_size": 1000, "max_position_embeddings": 256}
+    whole: dict[str, Any] = {"model_type": name, **sizes, **limits, **FAMILIES[name], **(model or {})}
+    return [f"zero_tp.model={json.dumps(whole)}", *overrides, *WIDE]
+
+
 # What differs from BASE (GPT-2, TP 2, SP, ZeRO-1, bf16, sdpa with dropout), and in a run of how many ranks.
 CONFIGS = [
     ["zero_optimization.stage=0", "zero_tp.parallel.tensor=1"],
@@ -38,42 +85,6 @@ CONFIGS = [
         'zero_tp.recompute={"mode":"selective","modules":["attention_core","mlp_activation","norm"]}',
         *WIDE,
     ],
-]
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": 4},
-    "mistral": {"num_key_value_heads": 1, "sliding_window": None},
-    "qwen2": {"num_key_value_heads": 4, "use_sliding_window": False},
-    "qwen3": {"num_key_value_heads": 4, "head_dim": 32, "use_sliding_window": False},
-    "gpt_neox": {},
-    "mixtral": {"num_key_value_heads": 4, "num_local_experts": 5, "num_experts_per_tok": 2},
-    "qwen2_moe": {
-        **{"num_key_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
-        **{"shared_expert_intermediate_size": 256, "mlp_only_layers": [1], "output_router_logits": True},
-    },
-    "qwen3_moe": {
-        **{"num_key_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 128},
-        **{"decoder_sparse_step": 2, "head_dim": 32},
-    },
-    "olmoe": {"num_experts": 6, "num_experts_per_tok": 4, "output_router_logits": True, "clip_qkv": 3.0},
-    "bert": {"hidden_act": "gelu"},
-    "megatron-bert": {},
-}
-
-
-DOCUMENTS = "zero_tp.data.document_attention=reset"
-WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 32}
-WINDOWS |= {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
-WINDOWS_OF_7 = f"zero_tp.model.layer_types={json.dumps([WINDOWS['layer_types'][number % 2] for number in range(7)])}"
-
-
-def family(name: str, *overrides: str, model: dict[str, Any] | None = None) -> list[str]:
-    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "num_attention_heads": 8}
-    limits = {"vocab_size": 1000, "max_position_embeddings": 256}
-    whole: dict[str, Any] = {"model_type": name, **sizes, **limits, **FAMILIES[name], **(model or {})}
-    return [f"zero_tp.model={json.dumps(whole)}", *overrides, *WIDE]
-
-
-CONFIGS += [
     family("llama", "zero_optimization.stage=1"),
     family("llama", "zero_optimization.stage=3", "zero_tp.attention=eager", "zero_tp.parallel.tensor=1"),
     family("mistral", "zero_optimization.stage=2", "zero_tp.recompute=full"),
@@ -89,28 +100,17 @@ CONFIGS += [
         "qwen3", "zero_optimization.stage=2", "zero_tp.recompute=selective", "zero_tp.attention=eager", model=WINDOWS
     ),
     ["zero_optimization.stage=2", "zero_optimization.contiguous_gradients=true", "zero_tp.parallel.tensor=4", *WIDE],
-]
-MASKED = 'zero_tp.objective={"type": "masked", "mask_probability": 0.15}'
-CONFIGS += [
     family("megatron-bert", "zero_optimization.stage=1", MASKED),
     family("bert", "zero_optimization.stage=2", 'zero_tp.recompute={"mode":"selective","modules":["norm"]}', MASKED),
-]
-WIDER = ["data_types.grad_accum_dtype=fp32", "gradient_accumulation_steps=2", "zero_tp.parallel.tensor=1"]
-CONFIGS += [
     ["zero_optimization.stage=1", *WIDER],
     ["zero_optimization.stage=2", *WIDER, *WIDE],
     ["zero_optimization.stage=3", *WIDER],
     ["zero_optimization.stage=3", "zero_tp.parallel.tensor=1"],
     ["zero_optimization.stage=1", "zero_tp.parallel.tensor=1", "optimizer.params.fused=false"],
-]
-BUFFER = 'activation_checkpointing={"contiguous_memory_optimization": true, "number_checkpoints": 24}'
-CONFIGS += [
     ["zero_optimization.stage=3", "zero_tp.recompute=full", BUFFER, *WIDE],
     ["zero_optimization.stage=2", "zero_tp.recompute=full", BUFFER, "zero_tp.parallel.sequence=false", *WIDE],
     ["zero_optimization.stage=2", f"zero_optimization.offload_optimizer{OFFLOAD}", "gradient_accumulation_steps=2"],
     ["zero_optimization.stage=2", f"zero_optimization.offload_optimizer{OFFLOAD}", 'bf16={"enabled":false}'],
-]
-CONFIGS += [
     family("mixtral", "zero_optimization.stage=1"),
     family("qwen2_moe", "zero_optimization.stage=2", "zero_tp.recompute=selective"),
     family("qwen3_moe", "zero_optimization.stage=1", "zero_tp.recompute=full"),

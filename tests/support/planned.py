@@ -1,6 +1,6 @@
 """Steps of a real DeepSpeed engine with real tensors, as one rank of a world whose other ranks do not exist.
 
-    python -m tests.support.planned 8 0 < configs.json        # rank 0 of 8
+    DS_ACCELERATOR=cpu python -m tests.support.planned 8 0 < configs.json        # rank 0 of 8
 
 Reads a list of lists of `--set` overrides on top of BASE; prints one JSON object a line: the peak that torch's
 MemTracker counts in the first and the second step, the bytes of the optimizer's moments before and after the first, and
@@ -16,24 +16,23 @@ import sys
 import warnings
 from typing import Any
 
-BASE = [
-    "zero_tp.model.n_layer=3",
-    "zero_tp.model.n_embd=256",
-    "zero_tp.model.n_head=8",
-    "zero_tp.model.vocab_size=1000",
-    "zero_tp.model.n_positions=256",
-    "zero_tp.data.sequence_length=64",
-    "train_micro_batch_size_per_gpu=2",
-    "train_batch_size=auto",
-    "optimizer.params.torch_adam=true",
-    "zero_optimization.reduce_bucket_size=400000",
-]
-FILE = "ds_configs/gpt2_124m_zero1.json"
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.papers.steps import first_step
+from tests.support.plan_configs import BASE, FILE
+from tests.support.settings import engine_of
+from zero_tp.config import RunConfig
+from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
+from zero_tp.parallel.parameter import SeededInit
+from zero_tp.planning.memory import rank_memory
+from zero_tp.zero.ops import disable_shared_memory_collectives
 
 
-def tensors_alive() -> list[Any]:
-    import torch
-
+def tensors_alive() -> list[torch.Tensor]:
     return [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
 
 
@@ -44,9 +43,6 @@ def moments(trainer: Any) -> int:
 
 def peak_of_step(trainer: Any, batches: list[Any], before: set[int]) -> int:
     """Return the peak bytes of tensors in one step, without storages that existed `before` the engine."""
-    import torch
-    from torch.distributed._tools.mem_tracker import MemTracker
-
     gc.collect()
     tracker = MemTracker()
     # Engines before this one leave some of their tensors behind.
@@ -67,33 +63,14 @@ def peak_of_step(trainer: Any, batches: list[Any], before: set[int]) -> int:
 
 
 def measure(overrides: list[str], world: int) -> dict[str, Any]:
-    import torch
-
-    from benchmarks.papers.steps import first_step
-    from zero_tp.config import RunConfig
-    from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
-    from zero_tp.parallel.parameter import SeededInit
-    from zero_tp.planning.memory import rank_memory
-    from zero_tp.topology import Topology
-    from zero_tp.training.engine import TrainingEngine
-
     config = RunConfig.load(FILE, BASE + overrides, world)
     memory = rank_memory(config, cpu=True)
-    earlier = [
-        each.untyped_storage() for each in tensors_alive()
-    ]  # keep them, so that no new storage reuses an address
+    # Kept, so that no new storage reuses an address.
+    earlier = [each.untyped_storage() for each in tensors_alive()]
     before = {each._cdata for each in earlier}
     block = config.zero_tp
-    topology = Topology(block.parallel.tensor, block.parallel.sequence)
-    deepspeed = config.deepspeed_config()
-    trainer = TrainingEngine(
-        config.hf_config(),
-        topology,
-        deepspeed,
-        seed=1,
-        source=SeededInit(1),  # no other rank exists
-        recompute=block.recompute_policy,
-    )
+    # No other rank exists, so each weight is drawn whole.
+    trainer = engine_of(config, seed=1, source=SeededInit(1), recompute=block.recompute_policy)
     tokens = torch.randint(1000, (config.micro_batch, block.data.sequence_length))
     resets = block.data.document_attention == "reset"
     batch: AnyBatch = Batch(tokens, tokens, *([torch.zeros_like(tokens)] * 2 if resets else []))
@@ -123,20 +100,13 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
         "first": [first_peak, first_planned],
         "measured": peak,
         "planned": point.total + point.host,
-        "phase": point.phase,
     }
 
 
 def main() -> None:
     world, rank = map(int, sys.argv[1:])
-    os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world))
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world))
     warnings.simplefilter("ignore")
-    import deepspeed
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from zero_tp.zero.ops import disable_shared_memory_collectives
-
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     disable_shared_memory_collectives()
     deepspeed.init_distributed("fake", verbose=False)

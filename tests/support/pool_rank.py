@@ -8,6 +8,7 @@ import gc
 import importlib
 import io
 import os
+import pkgutil
 import signal
 import sys
 import time
@@ -17,7 +18,10 @@ from collections.abc import Callable, Hashable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+import psutil
 import torch
+
+from zero_tp.process.node import die_with
 
 T = TypeVar("T")
 
@@ -64,7 +68,7 @@ def rank_main(connection: Connection, rank: int, world: int, environment: dict[s
 
     Each function has two replies: its result, then "ready" once the process is restored; or one, an error.
     """
-    die_with_parent()
+    die_with(psutil.Process(os.getppid()))  # the fork server, which ends when pytest does, however that happens
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; pytest ends the ranks itself
     os.environ.clear()
     os.environ.update(environment)
@@ -85,7 +89,7 @@ def rank_main(connection: Connection, rank: int, world: int, environment: dict[s
         failed = False
         try:
             os.ftruncate(1, 0)  # a failure shows what its own function has printed
-            reply = pack(("result", _resolve(name)(*arguments, **options)))
+            reply = pack(("result", pkgutil.resolve_name(name)(*arguments, **options)))
             arguments = options = None
             connection.send_bytes(reply)
             state.restore()
@@ -97,17 +101,6 @@ def rank_main(connection: Connection, rank: int, world: int, environment: dict[s
         connection.send_bytes(reply)
         if failed:
             state.restore()
-
-
-def die_with_parent() -> None:
-    """The kernel kills this rank when the fork server ends, which ends when pytest does, however that happens."""
-    import ctypes
-
-    PR_SET_PDEATHSIG = 1
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent or parent == 1:
-        os._exit(1)
 
 
 def _join_group(rank: int, world: int) -> None:
@@ -199,11 +192,3 @@ def _groups() -> list[Any]:
     from torch.distributed import distributed_c10d
 
     return [group for group in distributed_c10d._world.pg_map if group is not torch.distributed.group.WORLD]
-
-
-def _resolve(name: str) -> Callable[..., Any]:
-    module, _, function = name.partition(":")
-    resolved: Any = importlib.import_module(module)
-    for part in function.split("."):
-        resolved = getattr(resolved, part)
-    return resolved

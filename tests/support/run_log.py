@@ -26,7 +26,7 @@ def train_state(directory: Path, *, rank: int = 0, steps: int = 4, step: int = 0
 
 
 class RunLog:
-    """Open the log of a run that goes on from `step`, and close it at the end of the block."""
+    """Open the log of a run that resumes at `step`; close it at the end of the block."""
 
     def __init__(self, directory: Path, *, terminal: bool = False, **options: Any) -> None:
         self.state = train_state(directory, **options)

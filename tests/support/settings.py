@@ -1,13 +1,18 @@
-"""What engines of the tests are built from: DeepSpeed's settings and the config of a small GPT-2."""
+"""Engines of the tests: DeepSpeed's settings, the config of a small GPT-2, and replicas that train."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
+import torch
 from transformers import GPT2Config
 
 from tests.support.compare import grid
 from zero_tp.config import RunConfig
+from zero_tp.topology import Topology
 
 
 def deepspeed_settings(
@@ -52,3 +57,33 @@ def engine_of(config: RunConfig, **options: Any) -> Any:
         options.setdefault("source", PretrainedSource(config.pretrained, hf_config))
     topology = grid(run.parallel.tensor, run.parallel.sequence)
     return TrainingEngine(hf_config, topology, config.deepspeed_config(), **({"seed": run.training.seed} | options))
+
+
+@contextlib.contextmanager
+def fp16_supported() -> Iterator[None]:
+    """DeepSpeed's CPU accelerator reports fp16 as unsupported because it is slow; inside the block it is supported."""
+    from deepspeed.accelerator import get_accelerator
+
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
+        yield
+
+
+# ---- replicas, for the tests of their guards ----------------------------------------------------------------------
+
+
+def settings_of(stage: int, dtype: str = "fp32") -> dict[str, Any]:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_max_lr": 1e-2}}
+    return deepspeed_settings(stage, micro_batch=2, dtype=dtype, lr=1e-2, scheduler=scheduler)
+
+
+def replica(stage: int, dtype: str = "fp32", tensor: int = 1, **options: Any) -> Any:
+    """An engine with dropout on TP `tensor`, and the rest of the ranks for DP."""
+    from zero_tp.training.engine import TrainingEngine
+
+    config = gpt2_config(0.1, n_layer=1, vocab_size=50, n_positions=8)
+    return TrainingEngine(config, Topology(tensor, tensor > 1), settings_of(stage, dtype), seed=1, **options)
+
+
+def rows(engine: Any, step: int = 0) -> list[Any]:
+    tokens = (torch.arange(18).reshape(2, 9) * (step + 1) + 7 * engine.topology.data_rank) % 50
+    return [(tokens[:, :-1], tokens[:, 1:])]

@@ -57,7 +57,7 @@ ACCUMULATION = 2
 
 
 class Watching(TorchDispatchMode):
-    """Notes every operation that waits for the other side, or that NCCL refuses, and what makes an [.., s, s]."""
+    """Records operations for which host and device wait, or that NCCL refuses; counts results [.., s, s]."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -99,8 +99,7 @@ class Watching(TorchDispatchMode):
 
     def _moves(self, name: str, tensors: list[Tensor], args: Any, kwargs: Mapping[str, Any]) -> bool:
         if name in ("_to_copy", "copy_"):
-            waits = not kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-            return waits
+            return not kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
         return any(each.device.type == "cpu" and each.dim() > 0 for each in tensors)  # numbers go with the launch
 
 
@@ -133,8 +132,8 @@ def watched(model_type: str, workload: Workload, **fields: Any) -> Watching:
     return seen
 
 
-class DeepSpeeds:
-    """This has the place of DeepSpeed's engine and its optimizer: it asks for the norm, and updates nothing."""
+class StubDeepSpeedEngine:
+    """Stands in for DeepSpeed's engine and its optimizer: computes the norm and updates nothing."""
 
     overflow, loss_scale, skipped_steps = False, 1.0, 0
 
@@ -182,7 +181,7 @@ def stubbed(model: ParallelModel) -> Iterator[TrainingEngine]:
     settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
 
     def initialize(**given: Any) -> tuple[Any, ...]:
-        made = DeepSpeeds(given["model"], given["mpu"])
+        made = StubDeepSpeedEngine(given["model"], given["mpu"])
         return made, made, None, None
 
     with (

@@ -1,4 +1,4 @@
-"""One rank of pretraining whose gradients are not finite in some steps, which a run skips."""
+"""A pretraining rank with non-finite gradients in every fifth step; the run skips those steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ EVERY = 5
 
 
 def skip_steps(skips: Callable[[int], bool]) -> None:
-    """Make the gradients of all steps that `skips` says not finite, in this process."""
+    """Make the gradients of this process non-finite in each step for which `skips` is true."""
     from zero_tp.training.engine import TrainingEngine
 
     run_step = TrainingEngine.run_step

@@ -1,14 +1,13 @@
-"""A simulated accelerator that computes: its streams run what they are given as late as they may, or as early.
+"""A simulated accelerator that computes: work that nothing orders runs as late as possible, or as early.
 
-It stands on zero_tp/planning/simulated_accelerator.py, whose tensors are fake. Here each storage has memory on the
-host, full of NaN until something is written, and every operation waits in the queue of its stream. A queue goes on when
-another stream waits for one of its events, or when somebody reads. So work that nothing orders comes at the wrong end:
-too late (copies "late": their streams stand still until they have to move, computation runs at once) or too early
-(copies "early": they run at once, and computation stands still), and finds NaN or what another has left. The same holds
-for collectives (tests/support/nccl.py).
+It builds on zero_tp/planning/simulated_accelerator.py, whose tensors are fake. Here each storage has memory on the
+host, filled with NaN until something writes it, and every operation waits in the queue of its stream. A queue runs when
+another stream waits for one of its events, or when the host reads. With copies "late" computation runs at once, and the
+other streams only run when somebody waits for them. With copies "early" it is the reverse. So work without an order
+reads NaN or what a later tensor has left. The same holds for collectives (tests/support/nccl.py).
 
-Memory that is freed goes back to the stream that it was made on, whose next work writes into it: here NaN; unless
-`record_stream` has lent it to another stream. A copy from or to memory that is not page-locked holds up the host.
+Freed memory returns to the stream that allocated it, whose next work overwrites it with NaN, unless `record_stream`
+named another stream. The host waits for a copy from or to memory that is not page-locked.
 """
 
 from __future__ import annotations
@@ -29,40 +28,44 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers import AutoConfig
 
 from tests.support.nccl import Collectives
+from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.planning.dryrun import UninitializedSource
 from zero_tp.planning.simulated_accelerator import simulated_accelerator
 
 Work = Callable[[], None]
+BATCH, HIDDEN, VOCABULARY = 2, 24, 50
 
 
 class Stream:
-    """A queue of work. With `at_once` it runs what it is given, and all that this waits for, as soon as it comes."""
+    """A queue of work. An `eager` one runs each piece at once, with all that the piece waits for."""
 
-    def __init__(self, *, at_once: bool) -> None:
-        self.at_once = at_once
+    def __init__(self, *, eager: bool) -> None:
+        self.eager = eager
         self._queue: deque[Work] = deque()
-        self._given = 0
+        self._enqueued = 0
 
-    def give(self, work: Work) -> None:
+    def enqueue(self, work: Work) -> None:
         self._queue.append(work)
-        self._given += 1
-        if self.at_once:
-            self.run(self._given)
+        self._enqueued += 1
+        if self.eager:
+            self.run(self._enqueued)
 
     def run(self, until: int) -> None:
-        """Run the first `until` pieces of all that was ever given."""
-        while self._queue and self._given - len(self._queue) < until:
+        """Run the first `until` pieces of all that were ever enqueued."""
+        while self._queue and self._enqueued - len(self._queue) < until:
             self._queue.popleft()()
 
     def synchronize(self) -> None:
-        self.run(self._given)
+        self.run(self._enqueued)
 
     def record_event(self) -> Event:
-        return Event(self, self._given)
+        return Event(self, self._enqueued)
 
     def wait_event(self, event: Work) -> None:
-        self.give(event)
+        self.enqueue(event)
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
@@ -70,7 +73,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Event:
-    """A point in a stream's queue. Another stream runs the queue up to it as work, the host with `synchronize`."""
+    """A point in a stream's queue. Waiting for it runs the queue up to there."""
 
     stream: Stream
     until: int
@@ -83,49 +86,49 @@ class Event:
 
 @dataclass
 class Memory:
-    """Of one storage.
+    """One storage.
 
     Attributes:
-        stream: where it was made; None for the host's.
-        lent: what `record_stream` was told.
+        stream: allocated it; None for the host's.
+        recorded: the streams that `record_stream` named.
         pinned: page-locked.
     """
 
     content: Tensor
     stream: Stream | None
-    lent: set[Stream] = field(default_factory=set)
+    recorded: set[Stream] = field(default_factory=set)
     pinned: bool = False
 
-    def spoil(self) -> None:
+    def poison(self) -> None:
         with _disable_current_modes():
             self.content.fill_(255)  # NaN in every floating dtype
 
 
 class Computing(TorchDispatchMode):
-    """Does in real memory what goes on among fake tensors.
+    """Computes in real memory what the fake tensors only describe.
 
     Attributes:
         copies: "late" or "early".
         moved: copies between the device and page-locked memory that have run.
         default_stream: the stream of computation.
-        most_reserved: bytes of the device that were in use, or freed and still lent to a stream, at the same time: what
-            torch's caching allocator takes, which learns from the host alone that a stream has come so far.
+        most_reserved: the most bytes of the device at one time that were in use, or freed and still recorded for a
+            stream. torch's caching allocator takes as much: it learns only from the host that a stream is done.
     """
 
     def __init__(self, device: torch.device, copies: str) -> None:
         super().__init__()
         assert copies in ("late", "early")
         self.device, self.copies, self.moved = device, copies, 0
-        self.default_stream = self._current = Stream(at_once=copies == "late")
+        self.default_stream = self._current = Stream(eager=copies == "late")
         self.most_reserved = self._reserved = 0
         self._memories: dict[int, Memory] = {}
         self._storages: dict[int, Any] = {}
         self.collectives = Collectives(self)
 
-    # ---- what torch.get_device_module gives --------------------------------------------------------------------------
+    # ---- the functions of torch.get_device_module --------------------------------------------------------------------
 
     def new_stream(self, *_: Any) -> Stream:
-        return Stream(at_once=self.copies == "early")
+        return Stream(eager=self.copies == "early")
 
     def current_stream(self, *_: Any) -> Stream:
         return self._current
@@ -155,7 +158,7 @@ class Computing(TorchDispatchMode):
             self.real(tensor).copy_(values)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The values of a fake tensor, once the default stream has come so far."""
+        """The values of a fake tensor, after all work of the default stream."""
         self.default_stream.synchronize()
         with _disable_current_modes():
             copy: Tensor = self.real(tensor).clone()
@@ -186,7 +189,7 @@ class Computing(TorchDispatchMode):
         if function.namespace == "c10d":
             return self.collectives.issue(function, *given)
         result = function(*given[0], **given[1])
-        made = [isinstance(each, FakeTensor) and self._comes(each) for each in tree_leaves(result)]
+        made = [isinstance(each, FakeTensor) and self._allocate(each) for each in tree_leaves(result)]
         if "empty" in function._schema.name or not (any(made) or function._schema.is_mutable):
             return result  # nothing is written: the others are views
         real_args, real_kwargs = tree_map(self.real, given)
@@ -206,15 +209,15 @@ class Computing(TorchDispatchMode):
         if len(on_host) == len(tensors):
             work()
             return result
-        self._current.give(work)
+        self._current.enqueue(work)
         name = function._schema.name
         asynchronous = given[1].get("non_blocking") or (name == "aten::copy_" and True in args[2:])
         if moves and not (asynchronous and pinned):
             self._current.synchronize()
         return result
 
-    def _comes(self, tensor: FakeTensor) -> bool:
-        """Whether its storage is new, which then has memory from now on."""
+    def _allocate(self, tensor: FakeTensor) -> bool:
+        """Whether its storage is new; then give it memory."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._memories:
@@ -222,31 +225,31 @@ class Computing(TorchDispatchMode):
         stream = None if tensor.fake_device.type == "cpu" else self._current
         with _disable_current_modes():
             memory = self._memories[address] = Memory(torch.empty(storage.nbytes(), dtype=torch.uint8), stream)
-        memory.spoil()
+        memory.poison()
 
-        def goes(_: Any) -> None:
+        def freed(_: Any) -> None:
             del self._memories[address], self._storages[address]
             owner = memory.stream
             if owner is None:
                 return  # page-locked memory waits for copies by itself (torch's CachingHostAllocator)
-            using = memory.lent - {owner}
+            using = memory.recorded - {owner}
 
             def done(stream: Stream) -> None:
                 using.discard(stream)
                 if not using:
                     self._reserved -= len(memory.content)
-                    owner.give(memory.spoil)
+                    owner.enqueue(memory.poison)
 
             for stream in tuple(using):
-                stream.give(partial(done, stream))
-            if not memory.lent - {owner}:
+                stream.enqueue(partial(done, stream))
+            if not memory.recorded - {owner}:
                 done(owner)
 
         if stream is not None:
-            stream.give(memory.spoil)  # work that it has been given before may still use the memory
+            stream.enqueue(memory.poison)  # earlier work of the stream may still use the memory
             self._reserved += len(memory.content)
             self.most_reserved = max(self.most_reserved, self._reserved)
-        self._storages[address] = weakref.ref(storage, goes)
+        self._storages[address] = weakref.ref(storage, freed)
         return True
 
 
@@ -266,7 +269,7 @@ class _Pinning(TorchFunctionMode):
 
 @contextmanager
 def computing_accelerator(copies: str) -> Iterator[Computing]:
-    """Inside, tensors are fake, those of the Computing's device and the host's, and it has their values."""
+    """Make all tensors fake inside the block, and yield what has their values."""
     with ExitStack() as stack:
         device = stack.enter_context(simulated_accelerator())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # as in the dry run
@@ -274,7 +277,7 @@ def computing_accelerator(copies: str) -> Iterator[Computing]:
         computing = Computing(device, copies)
 
         def record_stream(tensor: Tensor, stream: Stream) -> None:
-            computing.memory(tensor).lent.add(stream)
+            computing.memory(tensor).recorded.add(stream)
 
         runtime = torch.get_device_module(device)
         for place, name, stand_in in (
@@ -287,3 +290,36 @@ def computing_accelerator(copies: str) -> Iterator[Computing]:
         stack.enter_context(_Pinning(computing))
         stack.enter_context(computing)
         yield computing
+
+
+# ---- small models ---------------------------------------------------------------------------------------------------
+
+
+def config_of(model_type: str, layers: int, length: int, kv_heads: int) -> Any:
+    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "num_attention_heads": 4, "num_hidden_layers": layers}
+    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": length}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    if model_type == "gpt2":
+        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    else:
+        sizes |= {"intermediate_size": 32, "num_key_value_heads": kv_heads}
+    config = AutoConfig.for_model(model_type, **sizes)
+    config._attn_implementation = "eager"  # the simulated accelerator's fused kernel has no values
+    return config
+
+
+def tensor_there(tensor: Tensor, computing: Computing) -> Tensor:
+    """Copy a tensor to the accelerator."""
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, device=computing.device)
+    computing.write(there, tensor)
+    return there
+
+
+def model_there(model: ZeroTPForCausalLM, computing: Computing) -> ZeroTPForCausalLM:
+    """Copy a model to the accelerator, for training."""
+    there = ZeroTPForCausalLM(
+        model.config, model.topology, source=UninitializedSource(), device=computing.device
+    ).train()
+    for its, ours in zip(there.parameters(), model.parameters(), strict=True):
+        computing.write(its, ours)
+    return there

@@ -9,7 +9,7 @@ import argparse
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,121 +57,84 @@ TYPES = {
     "logging.trackers": "list of strings or object",
 }
 """Types of keys that are converted as they are read."""
+KEYS = ("key", "type", "default", "meaning")
 NAMES = {int: "int", float: "number", bool: "bool", str: "string", type(None): "null"}
 
 
 def page() -> str:
     """The whole of docs/config.md. The rows of refusals and notes are the same for every config."""
     config = RunConfig.load(ROOT / "ds_configs" / "quickstart.json").typed
-    return "\n".join(
-        [
-            "# The config file",
-            "",
-            "<!-- `python -m tests.tools.config_page --write docs/config.md` writes this: change the code instead. -->",
-            "",
-            "One JSON file is one run: a DeepSpeed config plus the `zero_tp` block. Every key is checked before the run"
-            " starts, DeepSpeed's too; `zero-tp check FILE [--world-size N]` checks alone, and"
-            " `--set KEY=VALUE` overrides any key. A check reports every key that is wrong by itself, and once there is"
-            " none, every combination and sum: exit status 2. Status 1 means that FILE is right, but that a corpus,"
-            " directory or file which a run reads is missing on this machine and no name on the hub; so"
-            " `zero-tp check FILE && sbatch …` submits what can start. `zero-tp schema` prints a JSON schema, by which"
-            ' an editor completes and checks the file: `"$schema": "zero_tp.schema.json"` names it.',
-            "",
-            "## The `zero_tp` block",
-            "",
-            *_table(("key", "type", "default", "meaning"), _rows(ZeroTP, "")),
-            "",
-            "`recompute` as an object ([training.md](training.md#activation-memory) says what each choice keeps):",
-            "",
-            *_table(("key", "type", "default", "meaning"), _rows(RecomputePolicy, "recompute.")),
-            "",
-            "`objective` as an object; `masked` alone has these defaults:",
-            "",
-            *_table(("key", "type", "default", "meaning"), _rows(MaskedObjective, "objective.")),
-            "",
-            "`training.spike` ([training.md](training.md#checks-during-training)):",
-            "",
-            *_table(("key", "type", "default", "meaning"), _rows(Spike, "training.spike.")),
-            "",
-            "`training.timeout_minutes` as an object:",
-            "",
-            *_table(("key", "type", "default", "meaning"), _rows(Timeouts, "training.timeout_minutes.")),
-            "",
-            "### `model`",
-            "",
-            *_models(),
-            "",
-            "## DeepSpeed's part",
-            "",
-            f"The keys keep the names and the meaning of [DeepSpeed's documentation]({DEEPSPEED_DOCS}):",
-            "",
-            f"- the [batch sizes]({DEEPSPEED_DOCS}#batch-size-related-parameters), where"
-            " `train_batch_size` = micro × accumulation × data, and data = world / `zero_tp.parallel.tensor`",
-            f"- [`optimizer`]({DEEPSPEED_DOCS}#optimizer-parameters): {_listed(OPTIMIZERS)}. `Adam` means AdamW unless"
-            " `adam_w_mode` is false. Weight decay skips biases and norms. Adam is torch's fused kernel where"
-            " `torch_adam`, `fused` and `foreach` are left out and nothing is offloaded; DeepSpeed's FusedAdam"
-            " (`torch_adam` false) and its CPUAdam of offloaded states need a C++ compiler, on CUDA"
-            " devices `nvcc` too, and are compiled when a machine first needs them, which a line says. They may change"
-            " when a run is resumed.",
-            f"- [`scheduler`]({DEEPSPEED_DOCS}#scheduler-parameters): DeepSpeed's {_listed(DEEPSPEED_SCHEDULES)},"
-            f" and transformers' {_listed(TRANSFORMERS_SCHEDULES)}. Step k, from 1, trains at the value of their own"
-            " class at k: a linear warm-up of 100 steps reaches its rate at step 100, a logarithmic one at step 99."
-            " `WarmupCosineLR` already falls in the last step of its warm-up, and is at its end one step before"
-            " `total_num_steps`. (DeepSpeed alone is later, and would"
-            " train steps 1 and 2 at rate 0.) A resumed run trains at the rate of its own config at that step;"
-            " `zero-tp check` prints the rates of some steps.",
-            *(f"- {_block(name)}" for name, field in ConfigFile.model_fields.items() if _is_block(name, field)),
-            "",
-            '### `"auto"`',
-            "",
-            f"The batch sizes ({_listed(BATCH_FIELDS)}) are worked out from each other. Besides:",
-            "",
-            *_table(("key", "means"), ((f"`{key}`", meaning) for key, meaning in AUTO.items())),
-            "",
-            '`"auto"` for any other key is an error.',
-            "",
-            "A schedule of n steps is at its end, often rate 0, at step n; one step more than the run has leaves that"
-            " out (except for `WarmupCosineLR`, whose last step trains at `cos_min_ratio`). Steps after the end keep"
-            " its rate. When a run is resumed with other `training.steps`, the length follows them until the rate has"
-            " begun to fall, and stays from then on; a line of the log says which. So a run with `warmup_stable_decay`"
-            " may be made longer or begin its decay at any checkpoint of the stable phase.",
-            "",
-            "### `scheduler.params`",
-            "",
-            *_table(("type", "parameters and defaults"), ((f"`{name}`", _params(m)) for name, m in SCHEDULES.items())),
-            "",
-            "## What is refused",
-            "",
-            "### Combinations",
-            "",
-            *_table(("key", "refused", "reason", "instead"), _refusals(config)),
-            "",
-            "### Keys",
-            "",
-            *_table(("key", "reason", "instead"), (_refused_key(*row) for row in REFUSED_KEYS.items())),
-            "",
-            "### Optimizers",
-            "",
-            *_table(("type", "reason"), ((f"`{name}`", reason) for name, reason in REFUSED_OPTIMIZERS.items())),
-            "",
-            "### Schedules",
-            "",
-            *_table(("type", "reason"), ((f"`{name}`", reason) for name, reason in REFUSED_SCHEDULES.items())),
-            "",
-            f"`zero_tp.model.model_type` other than {_listed(sorted(ARCHITECTURES))}.",
-            "",
-            "### Accepted without effect",
-            "",
-            "A key that changes nothing may stay; `zero-tp check` and the run's first lines name it.",
-            "",
-            *_table(("keys", "when"), _notes(config, "no effect")),
-            "",
-            "### Accepted with a note",
-            "",
-            *_table(("key", "note"), _notes(config, "note")),
-            "",
-        ]
-    )
+    keys = [
+        f"- the [batch sizes]({DEEPSPEED_DOCS}#batch-size-related-parameters), where"
+        " `train_batch_size` = micro × accumulation × data, and data = world / `zero_tp.parallel.tensor`",
+        f"- [`optimizer`]({DEEPSPEED_DOCS}#optimizer-parameters): {_listed(OPTIMIZERS)}. `Adam` means AdamW unless"
+        " `adam_w_mode` is false. Weight decay skips biases and norms. Adam is torch's fused kernel where"
+        " `torch_adam`, `fused` and `foreach` are left out and nothing is offloaded; DeepSpeed's FusedAdam"
+        " (`torch_adam` false) and its CPUAdam of offloaded states need a C++ compiler, on CUDA"
+        " devices `nvcc` too, and are compiled when a machine first needs them, which a line says. They may change"
+        " when a run is resumed.",
+        f"- [`scheduler`]({DEEPSPEED_DOCS}#scheduler-parameters): DeepSpeed's {_listed(DEEPSPEED_SCHEDULES)},"
+        f" and transformers' {_listed(TRANSFORMERS_SCHEDULES)}. Step k, from 1, trains at the value of their own"
+        " class at k: a linear warm-up of 100 steps reaches its rate at step 100, a logarithmic one at step 99."
+        " `WarmupCosineLR` already falls in the last step of its warm-up, and is at its end one step before"
+        " `total_num_steps`. (DeepSpeed alone is later, and would"
+        " train steps 1 and 2 at rate 0.) A resumed run trains at the rate of its own config at that step;"
+        " `zero-tp check` prints the rates of some steps.",
+        *(f"- {_block(name)}" for name, field in ConfigFile.model_fields.items() if _is_block(name, field)),
+    ]
+    blocks = [
+        "# The config file",
+        "<!-- `python -m tests.tools.config_page --write docs/config.md` writes this: change the code instead. -->",
+        "One JSON file is one run: a DeepSpeed config plus the `zero_tp` block. Every key is checked before the run"
+        " starts, DeepSpeed's too; `zero-tp check FILE [--world-size N]` checks alone, and"
+        " `--set KEY=VALUE` overrides any key. A check reports every key that is wrong by itself, and once there is"
+        " none, every combination and sum: exit status 2. Status 1 means that FILE is right, but that a corpus,"
+        " directory or file which a run reads is missing on this machine and no name on the hub; so"
+        " `zero-tp check FILE && sbatch …` submits what can start. `zero-tp schema` prints a JSON schema, by which"
+        ' an editor completes and checks the file: `"$schema": "zero_tp.schema.json"` names it.',
+        "## The `zero_tp` block",
+        _table(KEYS, _rows(ZeroTP, "")),
+        "`recompute` as an object ([training.md](training.md#activation-memory) says what each choice keeps):",
+        _table(KEYS, _rows(RecomputePolicy, "recompute.")),
+        "`objective` as an object; `masked` alone has these defaults:",
+        _table(KEYS, _rows(MaskedObjective, "objective.")),
+        "`training.spike` ([training.md](training.md#checks-during-training)):",
+        _table(KEYS, _rows(Spike, "training.spike.")),
+        "`training.timeout_minutes` as an object:",
+        _table(KEYS, _rows(Timeouts, "training.timeout_minutes.")),
+        "### `model`",
+        *_models(),
+        "## DeepSpeed's part",
+        f"The keys keep the names and the meaning of [DeepSpeed's documentation]({DEEPSPEED_DOCS}):",
+        "\n".join(keys),
+        '### `"auto"`',
+        f"The batch sizes ({_listed(BATCH_FIELDS)}) are worked out from each other. Besides:",
+        _table(("key", "means"), _quoted(AUTO)),
+        '`"auto"` for any other key is an error.',
+        "A schedule of n steps is at its end, often rate 0, at step n; one step more than the run has leaves that"
+        " out (except for `WarmupCosineLR`, whose last step trains at `cos_min_ratio`). Steps after the end keep"
+        " its rate. When a run is resumed with other `training.steps`, the length follows them until the rate has"
+        " begun to fall, and stays from then on; a line of the log says which. So a run with `warmup_stable_decay`"
+        " may be made longer or begin its decay at any checkpoint of the stable phase.",
+        "### `scheduler.params`",
+        _table(("type", "parameters and defaults"), ((f"`{name}`", _params(m)) for name, m in SCHEDULES.items())),
+        "## What is refused",
+        "### Combinations",
+        _table(("key", "refused", "reason", "instead"), _refusals(config)),
+        "### Keys",
+        _table(("key", "reason", "instead"), (_refused_key(*row) for row in REFUSED_KEYS.items())),
+        "### Optimizers",
+        _table(("type", "reason"), _quoted(REFUSED_OPTIMIZERS)),
+        "### Schedules",
+        _table(("type", "reason"), _quoted(REFUSED_SCHEDULES)),
+        f"`zero_tp.model.model_type` other than {_listed(sorted(ARCHITECTURES))}.",
+        "### Accepted without effect",
+        "A key that changes nothing may stay; `zero-tp check` and the run's first lines name it.",
+        _table(("keys", "when"), _notes(config, "no effect")),
+        "### Accepted with a note",
+        _table(("key", "note"), _notes(config, "note")),
+    ]
+    return "\n\n".join(blocks) + "\n"
 
 
 def _refusals(config: TypedConfig) -> Iterator[tuple[str, ...]]:
@@ -234,19 +197,13 @@ def _models() -> Iterator[str]:
     for name, architecture in ARCHITECTURES.items():
         fields = architecture.fields
         yield f"`{name}` ({architecture.native_class}): the fields of transformers' own config class, under its names."
-        yield ""
-        for field, options in fields.choices.items():
-            yield f"- `{field}` is one of {_listed(options)}"
-        for field, (value, reason) in fields.fixed.items():
-            yield f"- `{field}` stays `{shown(value)}`: {reason}"
-        reasons: dict[str, list[str]] = {}
-        for field, reason in fields.irrelevant.items():
-            reasons.setdefault(reason, []).append(field)
-        for reason, ignored in reasons.items():
-            yield f"- {_listed(ignored)}: accepted, {reason}"
-        yield ""
+        lines = [f"- `{field}` is one of {_listed(options)}" for field, options in fields.choices.items()]
+        lines += _fixed(fields.fixed)
+        for reason in dict.fromkeys(fields.irrelevant.values()):
+            ignored = [field for field, why in fields.irrelevant.items() if why == reason]
+            lines.append(f"- {_listed(ignored)}: accepted, {reason}")
+        yield "\n".join(lines)
     yield f"`rope_parameters.rope_type` is one of {_listed(ROPE_KEYS)}; a key that the type does not read is refused."
-    yield ""
     yield (
         '`{"from_pretrained": DIR}`: config and weights of a Hugging Face directory of safetensors, relative to the'
         " working directory; the same rules hold for its `config.json`, and a field of it that its class does not"
@@ -254,19 +211,19 @@ def _models() -> Iterator[str]:
         " `router_aux_loss_coef` can be given. Each rank reads its slices of the weights. A run that resumes takes its"
         " weights from the checkpoint, and where DIR is gone its config too."
     )
-    yield ""
     yield (
         "Any other field must have its class's default. Whatever the model_type, in a written model, a `config.json` "
         "and a config object:"
     )
-    yield ""
-    for field, (value, reason) in FIXED_IN_EVERY_CONFIG.items():
-        yield f"- `{field}` stays `{shown(value)}`: {reason}"
-    yield ""
+    yield "\n".join(_fixed(FIXED_IN_EVERY_CONFIG))
     yield (
         "These may be in a `config.json` and change nothing: "
         f"{_listed(name for name in IRRELEVANT_IN_EVERY_CONFIG)}; so may what `GenerationConfig` declares."
     )
+
+
+def _fixed(fields: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
+    return (f"- `{field}` stays `{shown(value)}`: {reason}" for field, (value, reason) in fields.items())
 
 
 def _is_block(name: str, field: FieldInfo) -> bool:
@@ -284,14 +241,18 @@ def _listed(names: typing.Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def _quoted(meanings: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    return ((f"`{name}`", meaning) for name, meaning in meanings.items())
+
+
 def _patterns(patterns: str) -> str:
     """The patterns of keys as a reader writes them: a class of letters is part of a star."""
     return _listed(dict.fromkeys(re.sub(r"\w?\[!\w\]\*", "*", pattern) for pattern in patterns.split()))
 
 
-def _table(head: tuple[str, ...], rows: typing.Iterable[tuple[str, ...]]) -> Iterator[str]:
-    for row in (head, ("---",) * len(head), *rows):
-        yield "| " + " | ".join(re.sub(r"\|", r"\\|", cell) for cell in row) + " |"
+def _table(head: tuple[str, ...], rows: typing.Iterable[tuple[str, ...]]) -> str:
+    cells = ([re.sub(r"\|", r"\\|", cell) for cell in row] for row in (head, ("---",) * len(head), *rows))
+    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
 
 
 def main() -> None:

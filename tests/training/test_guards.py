@@ -15,8 +15,7 @@ from tests.support.encoders import encoder, rows_for
 from tests.support.experts import reference_model
 from tests.support.native import parallel_model
 from tests.support.pools import Pools, RankError
-from tests.support.replicas import replica, rows
-from tests.support.settings import deepspeed_settings, gpt2_config
+from tests.support.settings import deepspeed_settings, gpt2_config, replica, rows
 from tests.support.tiny_models import bert_fields
 from tests.tiers import in_tiers
 from zero_tp.activations.policy import RecomputePolicy

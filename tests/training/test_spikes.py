@@ -13,9 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.half_precision import fp16_supported
 from tests.support.pools import Pools
-from tests.support.replicas import replica, rows
+from tests.support.settings import replica, rows
 from tests.tiers import in_tiers
 from zero_tp.config.schema import Spike
 from zero_tp.training.engine import TrainingEngine
@@ -51,6 +50,8 @@ def skipped_both_ways(stage: int, dtype: str) -> list[Any]:
 
 
 def skipped_in_fp16(stage: int) -> list[Any]:
+    from tests.support.settings import fp16_supported
+
     with fp16_supported():
         return skipped_both_ways(stage, "fp16")
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tests.models.test_model import SIZES, reference_model
 from tests.support.compare import grid, norm
-from tests.support.half_precision import fp16_supported
 from tests.support.pools import Pools
+from tests.support.settings import fp16_supported
 from tests.tiers import in_tiers
 from tests.training.test_engine import ACCUMULATION, BATCH, LENGTH, build
 from zero_tp.models.causal_lm import next_tokens

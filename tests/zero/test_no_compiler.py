@@ -7,9 +7,8 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.support.half_precision import fp16_supported
 from tests.support.pools import Pools
-from tests.support.replicas import rows, settings_of
+from tests.support.settings import fp16_supported, rows, settings_of
 from tests.tiers import in_tiers
 from zero_tp.config.optimizer import choose_implementation
 from zero_tp.topology import Topology

@@ -20,6 +20,11 @@ from pathlib import Path
 
 from tests.tools.fuzz.commands import ENVIRONMENT
 
+IMPORTED = (
+    *("tests.support.preloaded", "transformers.models.auto.modeling_auto", "zero_tp.checkpoint.inspect"),
+    *("zero_tp.training.loop", "zero_tp.training.start", "zero_tp.evaluation.zero_shot"),
+)
+"""What the commands need is imported before they are forked."""
 NAMES = ("configs", "data", "checkpoints", "models", "evaluation_inputs", "inputs")
 
 
@@ -64,8 +69,7 @@ def main() -> int:
     if unknown := sorted(set(arguments.names) - set(NAMES)):
         parser.error(f"no fuzzer {unknown[0]}")
     os.environ.update(ENVIRONMENT)  # libraries read it when they are imported
-    # What the commands import is there before they are forked.
-    for module in ("tests.support.preloaded", "zero_tp.training.loop", "zero_tp.evaluation.zero_shot"):
+    for module in IMPORTED:
         importlib.import_module(module)
     first = arguments.case or 0
     numbers = range(arguments.count) if arguments.case is None else range(first, first + 1)

@@ -17,9 +17,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from tests.tools.fuzz.commands import Ended, broken_promise, run
-from tests.tools.fuzz.damage import damage_file, delete_file, edit_json_file, replace_file
-from tests.tools.fuzz.fuzzing import in_a_child, scratch
+from tests.tools.fuzz.commands import PERPLEXITY, Ended, broken_promise, in_a_child, run, scratch
+from tests.tools.fuzz.damage import damage
 from zero_tp.errors import BAD_INPUT
 
 STEPS, SAVED = 5, (2, 4)
@@ -51,13 +50,7 @@ CONSUMERS: dict[str, tuple[str, Callable[[str], list[str]]]] = {
     "verify": ("launch/convert.py", lambda name: ["inspect", name, "--verify"]),
     "inspect": ("launch/convert.py", lambda name: ["inspect", name]),
     "export": ("launch/convert.py", lambda name: ["to-hf", name, "--output", "export"]),
-    "evaluate": (
-        "eval/zero_shot.py",
-        lambda name: [
-            *("--model", name, "--tasks", "perplexity", "--data", "perplexity=text.txt", "--device", "cpu"),
-            *("--output", "report.json"),
-        ],
-    ),
+    "evaluate": ("eval/zero_shot.py", lambda name: ["--model", name, *PERPLEXITY]),
     "sample": ("launch/sample.py", lambda name: ["--model", name, "--prompt", "the people", "--temperature", "0"]),
 }
 WEIGHTS = {"resume": 4, "verify": 6, "inspect": 3, "export": 6, "evaluate": 6, "sample": 1}
@@ -104,8 +97,7 @@ def move(directory: Path) -> None:
         source = step_directory(directory / "run", step)
         reader = CheckpointReader(source, read_manifest(source))
         manifest = json.loads((source / MANIFEST).read_text())
-        fields = dict(manifest["model"])
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        config = AutoConfig.for_model(**manifest["model"])
         moved = directory / "moved"
         write_checkpoint(moved, config, tensor=2, data=2, step=step, whole=partial(_whole, reader))
         with rewritten(step_directory(moved, step)) as written:
@@ -118,18 +110,6 @@ def move(directory: Path) -> None:
 @cache
 def base() -> Path:
     """Make a directory with undamaged runs."""
-    import deepspeed  # noqa: F401
-    import torch  # noqa: F401
-    import transformers.models.auto.modeling_auto
-    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
-
-    import zero_tp.checkpoint.convert
-    import zero_tp.checkpoint.inspect
-    import zero_tp.evaluation.zero_shot
-    import zero_tp.training.loop
-    import zero_tp.training.run_inputs
-    import zero_tp.training.start  # noqa: F401
-
     directory = scratch()
     chance = random.Random(7)
     texts = [" ".join(chance.choices(WORDS.split(), k=60)) for _ in range(40)]
@@ -198,7 +178,7 @@ def add(file: Path, draw: random.Random) -> str:
     return f"{name} added"
 
 
-DAMAGES = (*[damage_file] * 6, delete_file, replace_file, swap, edit_json_file, edit_json_file, add)
+DAMAGES = (*[damage] * 10, swap, add)
 
 
 def regular_files(run_directory: Path) -> list[Path]:

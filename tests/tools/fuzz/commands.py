@@ -1,17 +1,19 @@
-"""A command of launch/ or eval/ is run in a forked child, and judged by what every command promises."""
+"""Run a command of launch/ or eval/ in a forked child, and check what every command promises."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
 import runpy
+import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -37,6 +39,11 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
 }
+PERPLEXITY = (
+    *("--tasks", "perplexity", "--data", "perplexity=text.txt", "--device", "cpu", "--batch-size", "1"),
+    *("--output", "report.json"),
+)
+"""Arguments of eval/zero_shot.py besides its model."""
 
 
 @dataclass(frozen=True)
@@ -174,3 +181,28 @@ def broken_style(refusal: str) -> str | None:
         return f"its refusal has Python's words {words[0]!r}: {refusal}"
     length = len(re.sub(rf"(\S{{{LONGEST_WORD}}})\S+", r"\1", refusal))
     return f"its refusal has {length:,} characters: {refusal}" if length > LONGEST_REFUSAL else None
+
+
+def scratch() -> Path:
+    """Make a directory that is there until this process ends, whatever its forks do at their ends."""
+    directory, owner = Path(tempfile.mkdtemp(prefix="zero_tp-fuzz-")), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    atexit.register(remove)
+    return directory
+
+
+def in_a_child(work: Callable[[], None]) -> None:
+    """Do what starts threads: none may have run in the process that forks commands."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0, "the base of all cases could not be made"

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.mistakes import with_changes
 from tests.support.tiny_models import write_corpus
-from tests.tools.fuzz.commands import attempt
+from tests.tools.fuzz.commands import attempt, scratch
 from tests.tools.fuzz.damage import ODD, edit_json
-from tests.tools.fuzz.fuzzing import scratch
 
 VOCABULARY, TRAINED_SHARE = 64, 0.15
 BASE: dict[str, Any] = {
@@ -90,14 +90,10 @@ def change(config: dict[str, Any], draw: random.Random) -> str:
     if draw.random() > 3 / 8:
         return edit_json(config, draw)
     path, value = draw.choice(ADDED)
-    *blocks, last = path.split(".")
-    block = config
-    for each in blocks:
-        inner = block.setdefault(each, {})
-        if not isinstance(inner, dict):
-            return f"not {path}"
-        block = inner
-    block[last] = copy.deepcopy(value)
+    try:
+        config |= with_changes(config, {path: value})
+    except (AttributeError, TypeError):  # a block is no object any more
+        return f"not {path}"
     return f"{path}={value!r:.80}"
 
 

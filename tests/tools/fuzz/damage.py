@@ -89,6 +89,12 @@ def damage_bytes(content: bytes, draw: random.Random, limit: int | None = None) 
     return content[:place] + more + content[place:], f"{more[:8]!r} at {place}"
 
 
+def damage(file: Path, draw: random.Random) -> str:
+    """Damage a file, mostly its bytes."""
+    how = draw.choice((*[damage_file] * 6, delete_file, replace_file, edit_json_file, edit_json_file))
+    return f"{file.name}: {how(file, draw)}"
+
+
 def damage_file(file: Path, draw: random.Random) -> str:
     damaged, description = damage_bytes(file.read_bytes(), draw)
     file.write_bytes(damaged)

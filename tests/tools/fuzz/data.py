@@ -19,10 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.tools.fuzz.commands import Ended, broken_promise, run
-from tests.tools.fuzz.fuzzing import scratch
+from tests.tools.fuzz.commands import Ended, attempt, scratch
+from tests.tools.fuzz.damage import damage
 from zero_tp.data.indexed import IndexedCorpus
-from zero_tp.errors import BAD_INPUT, UserError
+from zero_tp.errors import UserError
 
 WORDS = [
     *("peace", "war", "caf\u00e9", "\U0001f44b", "<|endoftext|>", "a", "union", "42"),
@@ -142,39 +142,13 @@ def prepared() -> tuple[Path, list[str]]:
     texts = [f"document {number} of peace and war " * 5 for number in range(30)]
     (directory / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     arguments = ["--input", "a.jsonl", "--tokenizer", "bpe:300", "--output", "out"]
-    done = prepare(arguments, directory)
-    assert done.status == 0, done.err
+    assert prepare("the undamaged documents", arguments, directory) is not None
     return directory, arguments
 
 
-def prepare(arguments: list[str], directory: Path) -> Ended:
-    return run("launch/prepare_data.py", arguments, directory)
-
-
-def plain(ended: Ended, told: str) -> None:
-    assert (problem := broken_promise(ended)) is None, f"{told}: {problem}"
-
-
-def damage(draw: random.Random, path: Path) -> str:
-    """Damage one file, and tell how."""
-    content = path.read_bytes()
-    at = draw.randrange(len(content))
-    kind = draw.choice(["flip", "flip", "flip", "cut", "grow", "swap", "gone", "link"])
-    if kind == "flip":
-        flipped = bytearray(content)
-        flipped[at] ^= 1 << draw.randrange(8)
-        path.write_bytes(flipped)
-    elif kind == "cut":
-        path.write_bytes(content[:at])
-    elif kind == "grow":
-        path.write_bytes(content + bytes(draw.randrange(1, 9)))
-    elif kind == "swap":
-        path.write_bytes(draw.choice([b"", b"{}", b"[]", b'{"files": [], "identity": {}}', os.urandom(100)]))
-    else:
-        path.unlink()
-        if kind == "link":
-            path.symlink_to("/dev/zero")
-    return f"{kind} at {at} of {path.name}"
+def prepare(description: str, arguments: list[str], directory: Path) -> Ended | None:
+    """Run prepare_data.py → None where it refuses its input."""
+    return attempt(description, "launch/prepare_data.py", arguments, directory)
 
 
 def damaged_output(draw: random.Random, directory: Path) -> str:
@@ -183,14 +157,13 @@ def damaged_output(draw: random.Random, directory: Path) -> str:
     shutil.copytree(source, directory, dirs_exist_ok=True)
     files = [path for path in sorted((directory / "out").rglob("*")) if path.is_file()]
     path = draw.choice([*files, *(each for each in files if each.suffix in (".idx", ".bin", ".json"))])
-    before, told = path.read_bytes(), damage(draw, path)
-    again = prepare(arguments, directory)
-    plain(again, told)
+    before, description = path.read_bytes(), damage(path, draw)
+    again = prepare(description, arguments, directory)
     changed = not path.is_file() or path.read_bytes() != before
     if path.name.endswith(".content.json"):
-        assert again.status == 0, f"{told}: {again.err}"
+        assert again is not None, f"{description}: refused"
     elif changed and path.name != "report.json":
-        assert again.status == BAD_INPUT, f"{told}: up to date"
+        assert again is None, f"{description}: up to date"
     for split in ("train", "validation"):
         if path.name.startswith(split + ".") and path.suffix in (".idx", ".bin", ".json"):
             whole = IndexedCorpus(source / "out" / split)
@@ -201,17 +174,14 @@ def damaged_output(draw: random.Random, directory: Path) -> str:
                 continue
             same = found == whole.identity()
             assert same != (changed and path.suffix != ".json"), (
-                f"{told}: its identity is {'the same' if same else found}"
+                f"{description}: its identity is {'the same' if same else found}"
             )
-    if draw.random() < 0.3 and again.status:
-        mended = prepare([*arguments, "--overwrite"], directory)
-        plain(mended, f"{told}, --overwrite")
-        if mended.status == 0:
-            for name in ("train.bin", "train.idx", "validation.bin", "validation.jsonl"):
-                assert (directory / "out" / name).read_bytes() == (source / "out" / name).read_bytes(), (
-                    f"{told}: {name}"
-                )
-    return "damaged, refused" if again.status else "damaged, accepted"
+    if again is None and draw.random() < 0.3:
+        mended = prepare(f"{description}, --overwrite", [*arguments, "--overwrite"], directory)
+        for name in ("train.bin", "train.idx", "validation.bin", "validation.jsonl") if mended else ():
+            same = (directory / "out" / name).read_bytes() == (source / "out" / name).read_bytes()
+            assert same, f"{description}: {name}"
+    return "damaged, refused" if again is None else "damaged, accepted"
 
 
 def case(draw: random.Random, directory: Path) -> str:
@@ -223,7 +193,7 @@ def case(draw: random.Random, directory: Path) -> str:
     if tokenizer == "given":
         shutil.copytree(prepared()[0] / "out" / "tokenizer", directory / "given")
         if draw.random() < 0.6:
-            damage(draw, draw.choice(sorted((directory / "given").iterdir())))
+            damage(draw.choice(sorted((directory / "given").iterdir())), draw)
     arguments += ["--tokenizer", tokenizer]
     arguments += draw.choice(
         [[], [], [], ["--validation-fraction", draw.choice(["0.5", "1", "2", "nan", "1e300", "-1"])]]
@@ -231,23 +201,22 @@ def case(draw: random.Random, directory: Path) -> str:
     strict = draw.random() < 0.2
     arguments += ["--strict"] if strict else []
     arguments += draw.choice([[], [], [], ["--seed", draw.choice(["0", "-1", "9" * 30, "x"])], ["--text-key", "\x1b"]])
-    ended = prepare(arguments, directory)
-    told = f"prepare_data {arguments}"
-    plain(ended, told)
+    description = f"prepare_data {arguments}"
+    ended = prepare(description, arguments, directory)
     left = [path.name for path in directory.iterdir() if path.name.startswith(".")]
-    assert not left, f"{told} leaves {left}"
-    if ended.status:
-        assert not (directory / "out").exists(), f"{told} leaves an output"
+    assert not left, f"{description} leaves {left}"
+    if ended is None:
+        assert not (directory / "out").exists(), f"{description} leaves an output"
         return "refused"
     texts = expected(paths)
     counted = json.loads((directory / "out" / "report.json").read_text())["documents"]
-    assert counted["read"] == counted["kept"] + sum(counted["dropped"].values()), f"{told}: {counted}"
-    assert texts is not None or counted["dropped"] or "--text-key" in arguments, f"{told} took a damaged input"
+    assert counted["read"] == counted["kept"] + sum(counted["dropped"].values()), f"{description}: {counted}"
+    assert texts is not None or counted["dropped"] or "--text-key" in arguments, f"{description} took a damaged input"
     if texts is not None:
-        assert counted["read"] == len(texts) and set(counted["dropped"]) <= {"empty"}, f"{told}: {counted}"
-    assert not (strict and counted["dropped"]), f"{told} dropped documents"
+        assert counted["read"] == len(texts) and set(counted["dropped"]) <= {"empty"}, f"{description}: {counted}"
+    assert not (strict and counted["dropped"]), f"{description} dropped documents"
     if texts is not None and tokenizer != "given":
         check(directory / "out", [text for text in texts if text.strip()])
-    again = prepare(arguments, directory)
-    assert again.status == 0 and "up to date" in again.out, f"{told}: prepared again: {again.out} {again.err}"
+    again = prepare(description, arguments, directory)
+    assert again is not None and "up to date" in again.out, f"{description}: prepared again: {again}"
     return "prepared"

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.tools.fuzz import models
-from tests.tools.fuzz.commands import attempt
+from tests.tools.fuzz.commands import PERPLEXITY, attempt, scratch
 from tests.tools.fuzz.damage import ODD, damage_bytes, edit_json, replace_file
-from tests.tools.fuzz.fuzzing import scratch
 
 DOCUMENTS = [f"{models.TEXT[:60]} {number}" for number in range(5)]
 TASK_ODD = (*ODD, "{{text}}", "{{ nothing }}", "{{ ''.__class__.__mro__ }}", "{% for %}", "!function code.text")
@@ -55,10 +54,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
     GENERATES,
     ROLLING,
 )
-LINES = (
-    *("--model", "model", "--tasks", "perplexity", "--data", "perplexity=lines.jsonl", "--device", "cpu"),
-    *("--batch-size", "1", "--output", "report.json"),
-)
+LINES = ("--model", "model", *(word.replace("text.txt", "lines.jsonl") for word in PERPLEXITY))
 
 
 def make_workplace(workplace: Path) -> Path:

@@ -18,9 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.tools.fuzz.commands import attempt
-from tests.tools.fuzz.damage import ODD, damage_bytes, damage_file, delete_file, edit_json, edit_json_file, replace_file
-from tests.tools.fuzz.fuzzing import in_a_child, scratch
+from tests.tools.fuzz.commands import PERPLEXITY, attempt, in_a_child, scratch
+from tests.tools.fuzz.damage import ODD, damage, damage_bytes, edit_json, edit_json_file, replace_file
 
 TEXT = "some words of a text, and more of them, for the state of our union. " * 4
 TRAINING = """
@@ -48,10 +47,7 @@ quiet_libraries(False)
 cli.run(main)
 """
 CONSUMERS: dict[str, list[str]] = {
-    "eval/zero_shot.py": [
-        *("--model", "model", "--tasks", "perplexity", "--data", "perplexity=text.txt", "--device", "cpu"),
-        *("--batch-size", "1", "--output", "report.json"),
-    ],
+    "eval/zero_shot.py": ["--model", "model", *PERPLEXITY],
     "launch/sample.py": ["--model", "model", "--prompt", "some words", "--tokens", "6", "--temperature", "0"],
     "training.py": [],
 }
@@ -87,13 +83,6 @@ def make(directory: Path) -> None:
 @cache
 def base() -> Path:
     """Make a directory with undamaged models."""
-    import torch  # noqa: F401
-    import transformers.models.auto.modeling_auto
-    import transformers.models.gpt2.modeling_gpt2
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import zero_tp.evaluation.zero_shot  # noqa: F401
-
     directory = scratch()
     in_a_child(lambda: make(directory))
     return directory
@@ -223,8 +212,7 @@ def edit_config(model: Path, draw: random.Random) -> str:
 
 def edit_other(model: Path, draw: random.Random) -> str:
     """A file of the tokenizer, or the settings of generation."""
-    path = model / draw.choice(("tokenizer.json", "tokenizer_config.json", "generation_config.json"))
-    return f"{path.name}: {draw.choice((damage_file, edit_json_file, edit_json_file, delete_file))(path, draw)}"
+    return damage(model / draw.choice(("tokenizer.json", "tokenizer_config.json", "generation_config.json")), draw)
 
 
 def replace(model: Path, draw: random.Random) -> str:
