@@ -324,6 +324,12 @@ def test_a_panic_of_tokenizers_is_one_line(model: Path) -> None:
         open_tokenizer(model)
 
 
+def test_a_damaged_config_is_not_called_a_damaged_tokenizer(model: Path) -> None:
+    changed(model, "config.json", dtype="float30")
+    with pytest.raises(UserError, match=r"config\.json: .*float30"):
+        _ = open_directory(model).tokenizer
+
+
 @pytest.mark.parametrize("tokens", [TOO_LARGE, "x", {"id": TOO_LARGE}, None])
 def test_files_that_are_no_tokenizer_are_refused(model: Path, tokens: Any) -> None:
     if tokens is None:

@@ -150,8 +150,9 @@ def test_the_command_draws_a_run_and_refuses_what_is_none(tmp_path: Path) -> Non
     drawn = zero_tp(tmp_path, "report", "run")
     assert drawn.returncode == 0, drawn.stderr
     assert drawn.stdout == "wrote run/report.html\nwrote run/report_curves.png\n"
-    again = zero_tp(tmp_path, "report", "run", "--against", "tokens", "--output", "out/page.html")
-    assert again.returncode == 0 and (tmp_path / "out" / "page.html").is_file()
+    again = zero_tp(tmp_path, "report", "run", "--against", "tokens", "--output", "out/\x1bpage.html")
+    assert again.returncode == 0 and (tmp_path / "out" / "\x1bpage.html").is_file()
+    assert again.stdout.startswith("wrote out/\\x1bpage.html\n"), "terminals get no control characters"
     refused = zero_tp(tmp_path, "report", "run", "nowhere")
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "nowhere/metrics.jsonl" in refused.stderr
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from zero_tp import cli
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, visible
 from zero_tp.files import write_named
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.lifecycle import run_rank
@@ -116,9 +116,9 @@ def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
         print(table(results))
         if options.output:
             for file in write_samples(options.output, results):
-                print(f"wrote {file}")
+                print(visible(f"wrote {file}"))
             write_named(options.output, json.dumps(results, indent=2, allow_nan=False) + "\n")
-            print(f"wrote {options.output}")
+            print(visible(f"wrote {options.output}"))
 
 
 def start(parse: Callable[[], argparse.Namespace], verbose: bool) -> NoReturn:

@@ -18,7 +18,7 @@ from zero_tp.cli import check_writable
 from zero_tp.commands.check import FILE, add_config
 from zero_tp.config.resolve import MAX_NUMBER
 from zero_tp.devices import NAMES, named_device
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, visible
 from zero_tp.files import write_named
 from zero_tp.page import new_figure
 
@@ -101,4 +101,4 @@ def main(options: argparse.Namespace) -> None:
         from zero_tp.planning.pictures import write_page
 
         lines += [f"wrote {path}" for path in write_page(run_plan, options.html, advice, fastest)]
-    print(json.dumps(result, indent=1) if options.json else "\n".join(lines))
+    print(json.dumps(result, indent=1) if options.json else visible("\n".join(lines)))

@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from zero_tp.errors import visible
+
 AGAINST = ("step", "tokens")
 
 
@@ -29,4 +31,4 @@ def main(options: argparse.Namespace) -> None:
     from zero_tp.report.run_page import write_report
 
     for path in write_report(options.runs, options.output, options.against):
-        print(f"wrote {path}")
+        print(visible(f"wrote {path}"))

@@ -109,8 +109,9 @@ class ModelDirectory:
         """Return the tokenizer; UserError if the model cannot use it (`check_tokenizer`)."""
         from zero_tp.data.tokenizer import open_tokenizer
 
+        config = self.config  # before the tokenizer, which transformers opens with it
         tokenizer = open_tokenizer(self.tokenizer_path)
-        check_tokenizer(tokenizer, self.config, self.tokenizer_path)
+        check_tokenizer(tokenizer, config, self.tokenizer_path)
         return tokenizer
 
     def sequence_length(self, requested: int | None) -> int:
