@@ -119,7 +119,8 @@ class TokenizedCorpus(PipelineStep):
         chosen = PrepareSettings(str(tokenizer), **options)
         check_settings(chosen)
         self.tokenizer, self.parts, self.eos, self.reader = spec.directory.absolute(), Path(parts), eos, reader
-        self.processor = BlockProcessor(chosen, DocumentEncoder(load_tokenizer(spec.directory, eos), sentences))
+        self.encoder = DocumentEncoder(load_tokenizer(spec.directory, eos), sentences)
+        self.processor = BlockProcessor(chosen, self.encoder)
         identity = {"tokenizer": spec.fingerprint(), **options, "versions": library_versions()}
         self.settings = identity | dict(settings or {})
 
