@@ -93,7 +93,7 @@ def test_blocks_of_the_loss_that_differ_stand_for_all(
     workload = workload_of(config, cpu=cpu)
     monkeypatch.setattr(loss, "BLOCK_ELEMENTS", rows * workload.batch * 1000 // workload.tensor)
     samples = dry_run(config.hf_config(), workload)
-    monkeypatch.setattr(dryrun.RepresentativePieces, "chunk_starts", ElementwiseOps.chunk_starts)
+    monkeypatch.setattr(dryrun.RepresentativeChunks, "chunk_starts", ElementwiseOps.chunk_starts)
     every = dry_run(config.hf_config(), workload)
     assert list(dict.fromkeys(samples)) == list(dict.fromkeys(every))
     assert len(samples) < len(every) or rows == 100

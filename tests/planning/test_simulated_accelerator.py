@@ -29,7 +29,7 @@ from zero_tp.planning.formulas import (
 from zero_tp.planning.plan_settings import Workload, workload_of
 
 
-def test_a_dry_run_computes_representative_pieces_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_computes_representative_chunks_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece is one of 4 × 256 rows."""
     monkeypatch.setattr(elementwise, "CACHE_ELEMENTS", 1)
     config = load(family("llama", "zero_tp.parallel.tensor=1"))

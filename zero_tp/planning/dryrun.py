@@ -101,7 +101,7 @@ def fake_micro_batch(
             spec=replace(spec, layers=len(executed), windows=windows, mlps=mlps, rotary=rotary),
         )
         model.train()
-        set_training_elementwise(model, RepresentativePieces())
+        set_training_elementwise(model, RepresentativeChunks())
         recomputing = tuple(number for number, kind in enumerate(executed) if kind.recomputes)
         policy = _FixedLayersPolicy(**workload.policy.model_dump(), numbers=recomputing)
         ActivationMemory(model, policy, workload.checkpointing, device)
@@ -122,7 +122,7 @@ def batch_of(workload: Workload, spec: TransformerSpec, device: torch.device) ->
     return batch
 
 
-class RepresentativePieces(ElementwiseOps):
+class RepresentativeChunks(ElementwiseOps):
     """Compute only the first, second and last chunk. The others take the same bytes as the second.
 
     The first chunk differs because no earlier chunk's tensors exist, the last because it may be shorter.
