@@ -28,7 +28,7 @@ from tests.support.encoders import rows_for
 from tests.support.native import Native, gradients, native_model, our_class, to_ours
 from tests.tiers import in_tiers
 from zero_tp.architectures import ARCHITECTURES, Architecture
-from zero_tp.architectures.configs import config_from_directory
+from zero_tp.architectures.configs import config_from_block, config_from_directory, config_from_json
 from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG
 from zero_tp.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
@@ -238,6 +238,13 @@ def test_every_field_is_in_one_class(model_type: str) -> None:
     assert set(architecture.fields.undeclared) <= set(architecture.fields.known()) - set(declared)
     # What transformers takes out of a config as settings of generation is of no table.
     assert not set(GenerationConfig._get_default_generation_params()) & set(architecture.fields.known()) - {"use_cache"}
+
+
+@EACH_TABLE
+def test_all_fields_of_a_config_are_read_again(model_type: str) -> None:
+    """A checkpoint of a run that began from a Hugging Face directory holds every field, and no directory."""
+    config = config_from_block({"model_type": model_type})
+    assert config_from_json(config.to_dict(), Path("gone")).to_dict() == config.to_dict()
 
 
 @pytest.mark.parametrize("model_type", in_tiers(list(ARCHITECTURES), ["qwen3"]))

@@ -192,7 +192,7 @@ def test_a_check_fetches_no_weights(endpoint: str, tmp_path: Path) -> None:
     lines = checked.stdout.splitlines()
     assert NAME not in lines[0], "a run fetches it"
     assert f"not here   {NAME}@{COMMIT}, which a run needs and asks the Hugging Face hub for" in lines
-    assert lines[-1] == "unchecked  --from runs/other, before all that a run needs is here"
+    assert lines[-1] == "unchecked  --from runs/other: first add the missing files"
 
 
 def _tensor(directory: Path) -> torch.Tensor:

@@ -19,7 +19,6 @@ GENERATION_FIELDS = dict.fromkeys(("use_cache", "bos_token_id", "eos_token_id"),
 IRRELEVANT_IN_DECODERS = {
     **GENERATION_FIELDS,
     "is_decoder": "the model is a causal decoder whatever it says",
-    "chunk_size_feed_forward": "no decoder reads it",
 }
 FIXED_IN_DECODERS: dict[str, tuple[Any, str]] = {
     "is_causal": (True, "the model is a causal decoder"),
@@ -38,6 +37,7 @@ _IRRELEVANT: dict[str, tuple[str, ...]] = {
     "the tokenizer's own file decides": ("tokenizer_class", "sep_token_id", "unk_token_id"),
     "of encoder-decoders": ("decoder_start_token_id", "cross_attention_hidden_size", "tie_encoder_decoder"),
     "of TensorFlow, or of an export that transformers removed": ("use_bfloat16", "tf_legacy_loss", "torchscript"),
+    "an MLP that runs in chunks computes the same": ("chunk_size_feed_forward",),
     "keys that transformers does not warn about": ("ignore_keys_at_rope_validation",),
 }
 IRRELEVANT_IN_EVERY_CONFIG = {name: reason for reason, names in _IRRELEVANT.items() for name in names}
@@ -45,6 +45,7 @@ IRRELEVANT_IN_EVERY_CONFIG = {name: reason for reason, names in _IRRELEVANT.item
 
 FIXED_IN_EVERY_CONFIG: dict[str, tuple[Any, str]] = {
     "add_cross_attention": (False, "the model is one stack of layers"),
+    "is_encoder_decoder": (False, "the model is one stack of layers"),
     "pruned_heads": ({}, "every head is computed"),
     "attention_chunk_size": (None, "attention in chunks is not computed"),
     "per_layer_config": (None, "all layers have the same sizes"),
