@@ -22,6 +22,7 @@ FIELDS = Fields(
     choices={"hidden_act": tuple(common.ACTIVATIONS)},
     read=("pad_token_id",),
     fixed={
+        "chunk_size_feed_forward": (0, "each MLP runs on all tokens at once"),
         "is_causal": (False, "attention goes in both directions"),
         "use_bidirectional_attention": (True, "attention goes in both directions"),
         "position_embedding_type": ("absolute", "positions are learned, one vector each"),

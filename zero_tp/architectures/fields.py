@@ -19,6 +19,7 @@ GENERATION_FIELDS = dict.fromkeys(("use_cache", "bos_token_id", "eos_token_id"),
 IRRELEVANT_IN_DECODERS = {
     **GENERATION_FIELDS,
     "is_decoder": "the model is a causal decoder whatever it says",
+    "chunk_size_feed_forward": "no decoder reads it",
 }
 FIXED_IN_DECODERS: dict[str, tuple[Any, str]] = {
     "is_causal": (True, "the model is a causal decoder"),
@@ -37,7 +38,6 @@ _IRRELEVANT: dict[str, tuple[str, ...]] = {
     "the tokenizer's own file decides": ("tokenizer_class", "sep_token_id", "unk_token_id"),
     "of encoder-decoders": ("decoder_start_token_id", "cross_attention_hidden_size", "tie_encoder_decoder"),
     "of TensorFlow, or of an export that transformers removed": ("use_bfloat16", "tf_legacy_loss", "torchscript"),
-    "an MLP that runs in chunks computes the same": ("chunk_size_feed_forward",),
     "keys that transformers does not warn about": ("ignore_keys_at_rope_validation",),
 }
 IRRELEVANT_IN_EVERY_CONFIG = {name: reason for reason, names in _IRRELEVANT.items() for name in names}
