@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.test_checkpoint import batch_of, build, masters_of, write_config
-from tests.support.asynchronous_accelerator import READ, AsynchronousAccelerator, RecordingStream, asynchronous
+from tests.support.asynchronous_accelerator import AsynchronousAccelerator, asynchronous
 from tests.support.pools import Pools
+from tests.support.stream_checker import READ, RecordingStream
 from tests.tiers import THOROUGH, in_tiers
 from tests.trainer.test_trainer import on_ranks, saved_model
 from zero_tp.checkpoint.resume import resume
