@@ -59,18 +59,21 @@ class Item(NamedTuple):
     Attributes:
         constants: `MODULE.NAME=VALUE` of the library, for that run alone.
         several: it changes something only where there are several devices.
+        transformers: transformers' own class in DeepSpeed's engine, not zero_tp's.
     """
 
     changes: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     environment: dict[str, str] = {}  # noqa: RUF012 - never changed
     several: bool = False
+    transformers: bool = False
 
 
 COPIED = "zero_optimization.contiguous_gradients=true"
 UNCOMPILED = "zero_tp.compile=false"
 REPLICAS = "zero_tp.parallel.tensor=1"
 ITEMS = {
+    "transformers": Item(transformers=True),
     "not-compiled": Item((UNCOMPILED,)),
     # Of 128 MiB in fp32: an eighth of the launches. Compiled kernels have no slices.
     "not-compiled-large-slices": Item((UNCOMPILED,), constants=("zero_tp.parallel.loss.SLICE_ELEMENTS=33554432",)),
@@ -112,6 +115,7 @@ def launch(row: Row, item: Item, options: argparse.Namespace) -> dict[str, Any]:
         words = ["-m", "benchmarks.device_rank", str(config), "--steps", str(options.steps), "--output", str(output)]
         words += [f"--set={change}" for change in (*row.changes, *item.changes)]
         words += [f"--constant={constant}" for constant in item.constants]
+        words += ["--transformers"] * item.transformers
         if options.ranks > 1:
             words = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks), "--standalone", *words]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **item.environment}
@@ -159,7 +163,8 @@ def main() -> None:
     if not options.tiny and (os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()):
         parser.error("there is no accelerator here; --tiny runs the same code on CPU")
     first, *others = options.rows
-    items = [name for name in options.items if options.ranks > 1 or not ITEMS[name].several]
+    elsewhere = [ITEMS[name].transformers if options.ranks > 1 else ITEMS[name].several for name in options.items]
+    items = [name for name, other in zip(options.items, elsewhere, strict=True) if not other]
     runs = [(first, ""), *((first, item) for item in items), *((row, "") for row in others)]
     print(f"{'':<34}{'tokens/s':>9}{'from':>20}{'MFU':>9}{'GiB':>8}{'planned':>9}{'first ×':>8}")
     records: list[dict[str, Any]] = []

@@ -15,10 +15,12 @@ import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
 from benchmarks.contenders import connected, engine_of
+from zero_tp.architectures import architecture_of
 from zero_tp.config import RunConfig
-from zero_tp.constants import GIB
+from zero_tp.constants import DTYPES, GIB
 from zero_tp.devices import find_device_spec, named_device, peak_flops
 from zero_tp.errors import UserError
 from zero_tp.models.flops import model_flops, utilisation
@@ -86,17 +88,51 @@ def replace(constant: str, value: str) -> None:
     setattr(known, name, json.loads(value))
 
 
-def measured(config: RunConfig, steps: int) -> dict[str, Any]:
-    """Train on random tokens, the same in every run. Collective."""
+def transformers_step(config: RunConfig, device: torch.device) -> Callable[[Tensor], float]:
+    """Return a step of transformers' own class in DeepSpeed's engine, with the run's settings."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    with device:
+        model = AutoModelForCausalLM.from_config(config.hf_config(), dtype=getattr(torch, DTYPES[config.dtype])).train()
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config.deepspeed_config()
+    )
+
+    def step(tokens: Tensor) -> float:
+        labels = tokens[:, 1:].contiguous()
+        loss = engine(input_ids=tokens[:, :-1], shift_labels=labels, labels=labels).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss)
+
+    return step
+
+
+def measured(config: RunConfig, steps: int, *, transformers: bool = False) -> dict[str, Any]:
+    """Train on random tokens, the same in every run. Collective.
+
+    Args:
+        transformers: train transformers' own class instead.
+    """
     topology, device = connected(config)
     if device.type == "cpu":
         keep_freed_memory()
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
-    record: dict[str, Any] = {"device": name, **planned(config, name, topology.world)}
-    engine = engine_of(config, topology, device)
-    spec, rows, length = engine.model.spec, config.micro_batch, config.zero_tp.data.sequence_length
+    record: dict[str, Any] = {"device": name, **({} if transformers else planned(config, name, topology.world))}
+    hf_config = config.hf_config()
+    spec = architecture_of(hf_config).spec(hf_config)
+    rows, length = config.micro_batch, config.zero_tp.data.sequence_length
     assert config.accumulation == 1, "one micro-batch"
-    peak, batch = _peak_flops(device, engine.dtype), config.global_batch
+    if transformers:
+        step = transformers_step(config, device)
+    else:
+        engine = engine_of(config, topology, device)
+
+        def step(tokens: Tensor) -> float:
+            return float(engine.train_step([(tokens[:, :-1], tokens[:, 1:])]))
+
+    peak, batch = _peak_flops(device, getattr(torch, DTYPES[config.dtype])), config.global_batch
     flops = model_flops(spec, batch, length)
     generator, losses, seconds = torch.Generator().manual_seed(2 + topology.data_rank), [], list[float]()
     for number in range(WARM_UP + steps):
@@ -104,7 +140,7 @@ def measured(config: RunConfig, steps: int) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
         tokens = torch.randint(spec.vocabulary, (rows, length + 1), generator=generator).to(device)
         begin = time.perf_counter()
-        losses.append(float(engine.train_step([(tokens[:, :-1], tokens[:, 1:])])))
+        losses.append(step(tokens))
         get_accelerator().synchronize()
         seconds.append(time.perf_counter() - begin)
     return record | {
@@ -124,12 +160,13 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--constant", action="append", default=[], metavar="MODULE.NAME=VALUE")
+    parser.add_argument("--transformers", action="store_true", help="train transformers' own class instead")
     parser.add_argument("--output", type=Path, required=True, help="file for the first rank's measurements")
     options = parser.parse_args()
     for constant in options.constant:
         replace(*constant.split("="))
     config = RunConfig.load(options.config, options.set, RankEnvironment.of_this_process().world)
-    record = measured(config, options.steps)
+    record = measured(config, options.steps, transformers=options.transformers)
     if dist.get_rank() == 0:
         options.output.write_text(json.dumps(record))
     dist.destroy_process_group()

@@ -18,18 +18,19 @@ if TYPE_CHECKING:
     from zero_tp.zero.zero_engine import Veto
 
 
-def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False) -> Trace:
+def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False, **options: Any) -> Trace:
     """The run of a config file on this pool's ranks. On every rank; only rank 0's trace has tensors.
 
     Args:
         more_steps: at the default eps, whose losses are added.
         from_corpus: on the samples of the config's own data, instead of `batch_of`.
+        options: of the engine.
     """
     import torch.distributed as dist
     from deepspeed.utils import safe_get_full_grad
 
     config = RunConfig.load(path, world_size=dist.get_world_size())
-    engine = engine_of(config, recompute=config.zero_tp.recompute_policy)
+    engine = engine_of(config, recompute=config.zero_tp.recompute_policy, **options)
     topology, seed = engine.topology, config.zero_tp.training.seed
     named = dict(engine.model.named_parameters())
     trace = Trace()
@@ -98,7 +99,7 @@ def whole_tensors(engine: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
         name: unshard(local[name].detach().float(), parameter, group)
         for name, parameter in engine.model.named_parameters()
     }
-    return {name: tensor.clone() for name, tensor in to_theirs(engine.model.config, found).items()}
+    return {name: tensor.cpu().clone() for name, tensor in to_theirs(engine.model.config, found).items()}
 
 
 def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:
@@ -123,5 +124,7 @@ def stale_weights(engine: Any, masters: dict[str, Tensor]) -> list[str]:
 
     stored = as_stored(weights_of(engine.model.config), masters)
     return [
-        name for name, tensor in native_tensors(engine.model) if not torch.equal(tensor, stored[name].to(tensor.dtype))
+        name
+        for name, tensor in native_tensors(engine.model)
+        if not torch.equal(tensor.cpu(), stored[name].to(tensor.dtype))
     ]

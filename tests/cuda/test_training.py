@@ -1,0 +1,99 @@
+"""Runs on a CUDA device train the plain model of a CPU: `pytest -m cuda tests/cuda`.
+
+The comparisons of training/test_matrix.py, with TP 1 on one rank of NCCL, in a process of its own: DeepSpeed's
+accelerator is the CPU in this one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.closeness import first_decided, of_bf16, of_fp32
+from tests.support.families import EXPERTS, FAMILIES
+from tests.support.matrix import FACTORS, Cell, config_of
+from tests.support.plain_run import CLIP, Trace
+
+pytestmark = pytest.mark.cuda
+
+ONE_RANK = ("TP 1", "no SP")
+STAGES = [f"ZeRO-{stage}" for stage in range(4)]
+CELLS: list[tuple[Cell, str, bool]] = [
+    *(
+        ((*ONE_RANK, stage, "none", "no offload", "× 3", dtype), "gpt2", False)
+        for stage in STAGES
+        for dtype in FACTORS["dtype"]
+        if stage in ("ZeRO-1", "ZeRO-2") or dtype != "bf16, fp32 accumulation"
+    ),
+    *(
+        ((*ONE_RANK, "ZeRO-1", recompute, "no offload", "× 3", "bf16"), "gpt2", False)
+        for recompute in FACTORS["recompute"]
+        if "P_a" not in recompute
+    ),
+    ((*ONE_RANK, "ZeRO-1", "none", "optimizer offloaded", "× 3", "fp32"), "gpt2", False),
+    ((*ONE_RANK, "ZeRO-2", "full, cpu", "optimizer offloaded", "× 3", "bf16"), "gpt2", False),
+    ((*ONE_RANK, "ZeRO-3", "full", "all offloaded", "× 3", "bf16"), "gpt2", False),
+    ((*ONE_RANK, "ZeRO-3", "full, contiguous", "all offloaded", "× 1", "fp32"), "gpt2", False),
+    *(((*ONE_RANK, "ZeRO-1", "none", "no offload", "× 1", "fp32"), family, False) for family in (*FAMILIES, *EXPERTS)),
+    *(((*ONE_RANK, "ZeRO-2", "selective", "no offload", "× 3", "fp32"), family, True) for family in FAMILIES),
+    ((*ONE_RANK, "ZeRO-2", "selective", "no offload", "× 3", "bf16"), "gpt2", True),
+    ((*ONE_RANK, "ZeRO-3", "none", "no offload", "× 1", "bf16"), next(iter(EXPERTS)), True),
+]
+
+
+def name_of(cell: Cell, family: str, compiled: bool) -> str:
+    return " ".join((family, *cell[2:], *["compiled"] * compiled))
+
+
+def _micro_batches(cell: Cell) -> int:
+    return int(cell[5].removeprefix("× "))
+
+
+def _seed(seed: int, cell: Cell, family: str) -> int:
+    return first_decided(seed, family, _micro_batches(cell)) if cell[-1] == "fp32" else seed
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, run_seed: int) -> Path:
+    """The folder of traces: NAME/trace.pt, or NAME/error."""
+    folder = tmp_path_factory.mktemp("runs")
+    for cell, family, compiled in CELLS:
+        config = config_of(cell, _seed(run_seed, cell, family), family)
+        config["zero_tp"]["compile"] = compiled
+        place = folder / name_of(cell, family, compiled)
+        place.mkdir()
+        (place / "run.json").write_text(json.dumps(config))
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    if not torch.cuda.is_available():
+        environment["DS_ACCELERATOR"] = "cpu"
+    command = [sys.executable, "-m", "tests.cuda.training_rank", str(folder)]
+    subprocess.run(command, env=environment, check=True, timeout=1200)
+    return folder
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(("cell", "family", "compiled"), [pytest.param(*case, id=name_of(*case)) for case in CELLS])
+def test_a_run_trains_the_plain_model(results: Path, run_seed: int, cell: Cell, family: str, compiled: bool) -> None:
+    place = results / name_of(cell, family, compiled)
+    error = place / "error"
+    assert not error.exists(), error.read_text()
+    values: dict[str, Any] = torch.load(place / "trace.pt")
+    trace, seed, stage = Trace(**values), _seed(run_seed, cell, family), int(cell[2].removeprefix("ZeRO-"))
+    assert not trace.stale and min(trace.norms) > CLIP
+    if cell[-1] == "fp32":
+        far = of_fp32(trace, seed, family, micro_batches=_micro_batches(cell))
+    else:
+        summed_in = torch.bfloat16 if cell[-1] == "bf16" else torch.float32
+        far = of_bf16(trace, seed, family, stage, _micro_batches(cell), summed_in=summed_in)
+    farthest = max(far, key=lambda name: far[name])
+    print(f"\n{name_of(cell, family, compiled)}: {farthest} {far[farthest]:.2f} × what is allowed", end="")
+    assert all(math.isfinite(distance) for distance in far.values())
+    assert not {name: distance for name, distance in far.items() if not distance <= 1}
