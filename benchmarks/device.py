@@ -118,7 +118,11 @@ def launch(row: Row, item: Item, options: argparse.Namespace) -> dict[str, Any]:
         words += ["--transformers"] * item.transformers
         if options.ranks > 1:
             words = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks), "--standalone", *words]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **item.environment}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            **item.environment,
+        }
         environment |= {"DS_ACCELERATOR": "cpu"} if options.tiny else {}
         try:
             done = subprocess.run(

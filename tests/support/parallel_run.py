@@ -55,7 +55,7 @@ def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False, **optio
             micro = drawn_batches(engine.model, topology, seed, step, config.accumulation)
         assert len(micro) == config.accumulation
         assert all(len(as_batch(batch).input_ids) == config.micro_batch for batch in micro)
-        trace.losses.append(engine.train_step(micro))
+        trace.losses.append(engine.train_step([batch.to(engine.device) for batch in map(as_batch, micro)]))
         trace.norms.append(engine.gradient_norm)
         trace.balances += [value for name, value in engine.figures.items() if name == "aux_loss"]
         if step == 0:

@@ -47,7 +47,8 @@ class PackedSequences:
         cls, cu_seqlens: npt.NDArray[np.int32], shape: torch.Size, device: torch.device
     ) -> PackedSequences:
         """Copy `cu_seqlens` from the host to the device. `shape` is [b, s]."""
-        on_device = torch.tensor(cu_seqlens, pin_memory=device.type != "cpu").to(device, non_blocking=True)
+        on_host = torch.from_numpy(cu_seqlens)
+        on_device = on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
         return cls(on_device, int(np.diff(cu_seqlens).max()), *shape)
 
     @classmethod

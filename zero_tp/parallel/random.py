@@ -54,7 +54,8 @@ class RandomStreams:
         self.device = torch.device(device)
         self._activate = _copied_state
         if self.device.type == "cuda":
-            torch.cuda.init()  # fills torch.cuda.default_generators
+            index = torch.cuda.current_device()  # also fills torch.cuda.default_generators
+            self.device = torch.device("cuda", index if self.device.index is None else self.device.index)
             self._activate = _shared_state
         self.reseed(topology, seed)
 
