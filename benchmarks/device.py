@@ -74,6 +74,7 @@ UNCOMPILED = "zero_tp.compile=false"
 REPLICAS = "zero_tp.parallel.tensor=1"
 ITEMS = {
     "transformers": Item(transformers=True),
+    "transformers-not-compiled": Item((UNCOMPILED,), transformers=True),
     "not-compiled": Item((UNCOMPILED,)),
     # Of 128 MiB in fp32: an eighth of the launches. Compiled kernels have no slices.
     "not-compiled-large-slices": Item((UNCOMPILED,), constants=("zero_tp.parallel.loss.SLICE_ELEMENTS=33554432",)),

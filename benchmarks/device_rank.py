@@ -24,6 +24,7 @@ from zero_tp.constants import DTYPES, GIB
 from zero_tp.devices import find_device_spec, named_device, peak_flops
 from zero_tp.errors import UserError
 from zero_tp.models.flops import model_flops, utilisation
+from zero_tp.planning.forecast import run_isolated
 from zero_tp.planning.plan import plan
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.heap import keep_freed_memory
@@ -89,12 +90,17 @@ def replace(constant: str, value: str) -> None:
 
 
 def transformers_step(config: RunConfig, device: torch.device) -> Callable[[Tensor], float]:
-    """Return a step of transformers' own class in DeepSpeed's engine, with the run's settings."""
+    """Return a step of transformers' own class in DeepSpeed's engine, with the run's settings.
+
+    `zero_tp.compile` compiles the whole model.
+    """
     import deepspeed
     from transformers import AutoModelForCausalLM
 
     with device:
         model = AutoModelForCausalLM.from_config(config.hf_config(), dtype=getattr(torch, DTYPES[config.dtype])).train()
+    if config.zero_tp.compile:
+        model.compile()
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=config.deepspeed_config()
     )
@@ -119,7 +125,10 @@ def measured(config: RunConfig, steps: int, *, transformers: bool = False) -> di
     if device.type == "cpu":
         keep_freed_memory()
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
-    record: dict[str, Any] = {"device": name, **({} if transformers else planned(config, name, topology.world))}
+    record: dict[str, Any] = {
+        "device": name,
+        **({} if transformers else run_isolated(planned, config, name, topology.world)),
+    }
     hf_config = config.hf_config()
     spec = architecture_of(hf_config).spec(hf_config)
     rows, length = config.micro_batch, config.zero_tp.data.sequence_length

@@ -140,15 +140,20 @@ def test_a_repeated_run_gives_the_same_bits(batch: Batch, window: int | None, ma
 
 
 def test_the_host_waits_for_nothing_of_it(batch: Batch) -> None:
-    gradients(batch, 100)  # makes what is made once
     model = model_of(100)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+
+    def backward() -> Tensor:
         loss = model(
             batch.input_ids, shift_labels=batch.labels, position_ids=batch.position_ids, document_ids=batch.document_ids
         ).loss
-        loss.backward()  # any wait is an error
+        loss.backward()
+        return loss
+
+    backward()  # makes what is made once, such as the frequencies of rotary positions
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = backward()  # any wait is an error
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert loss.isfinite()

@@ -142,10 +142,10 @@ def test_a_cuda_stream_is_used_without_copies_and_draws_as_with_them() -> None:
     default = CUDAGenerator().manual_seed(1)
     with (
         mock.patch.object(torch, "Generator", CUDAGenerator),
-        mock.patch.object(torch.cuda, "init", lambda: None),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
         mock.patch.object(torch.cuda, "default_generators", (default,)),
     ):
-        streams = RandomStreams(Topology(), 5, "cuda:0")
+        streams = RandomStreams(Topology(), 5, "cuda")
         found = drawn(streams, lambda: torch.rand(3, generator=default.state))
         before = CUDAGenerator.copies
         with streams.use(SHARED):

@@ -47,9 +47,9 @@ class PackedSequences:
         cls, cu_seqlens: npt.NDArray[np.int32], shape: torch.Size, device: torch.device
     ) -> PackedSequences:
         """Copy `cu_seqlens` from the host to the device. `shape` is [b, s]."""
-        on_host = torch.from_numpy(cu_seqlens)
-        on_device = on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
-        return cls(on_device, int(np.diff(cu_seqlens).max()), *shape)
+        # From a list, because torch cannot pin a copy of an array.
+        on_host = torch.tensor(cu_seqlens.tolist(), dtype=torch.int32, pin_memory=device.type != "cpu")
+        return cls(on_host.to(device, non_blocking=True), int(np.diff(cu_seqlens).max()), *shape)
 
     @classmethod
     def one_per_row(cls, batch: int, length: int, device: torch.device) -> PackedSequences:
