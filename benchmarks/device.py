@@ -5,7 +5,7 @@
 
 The runs go the way of launch/pretrain.py: a checked config, `connect_deepspeed`, `TrainingEngine`; weights and tokens
 are random, and each run is a process of its own. The first model is also run with one thing changed at a time. What
-does not fit or fails says so in its row; the others go on, and the exit status is 1. No accelerator has run it yet.
+does not fit or fails says so in its row; the others go on, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -179,9 +179,10 @@ def main() -> None:
         run = {"row": name, "item": item, "settings": settings(row, options), "changes": changes}
         records.append({**run, **launch(row, change, options)})
         print(line_of(f"  {item}" if item else name, records[-1], records[0]), flush=True)
-    if options.output:
-        result = {"ranks": options.ranks, "timed_steps": options.steps, "runs": records}
-        write_result(options.output, "device-tiny" if options.tiny else "device", result)
+        if options.output:  # after each run: a time limit may end the next one
+            result = {"ranks": options.ranks, "timed_steps": options.steps, "runs": records}
+            last = len(records) == len(runs)
+            write_result(options.output, "device-tiny" if options.tiny else "device", result, tell=last)
     if failed := [" ".join((run["row"], run["item"])).strip() for run in records if "failed" in run]:
         sys.exit(f"failed: {', '.join(failed)}")
 
