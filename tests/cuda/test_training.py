@@ -36,7 +36,7 @@ CELLS: list[tuple[Cell, str, bool]] = [
     *(
         ((*ONE_RANK, "ZeRO-1", recompute, "no offload", "× 3", "bf16"), "gpt2", False)
         for recompute in FACTORS["recompute"]
-        if "P_a" not in recompute
+        if recompute != "none" and "P_a" not in recompute
     ),
     ((*ONE_RANK, "ZeRO-1", "none", "optimizer offloaded", "× 3", "fp32"), "gpt2", False),
     ((*ONE_RANK, "ZeRO-2", "full, cpu", "optimizer offloaded", "× 3", "bf16"), "gpt2", False),
