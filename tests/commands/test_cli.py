@@ -55,7 +55,10 @@ def test_our_own_faults_keep_their_traceback(body: str) -> None:
 def test_a_sample_of_no_such_size_is_one_line(tmp_path: Path, option: str, value: int) -> None:
     done = launched.script("launch/sample.py", tmp_path, "--model", ".", "--prompt", "x", f"--{option}", str(value))
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: --{option} {value}: from ") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith(f"error: --{option} {value}: is out of range; give a number from ")
+        and done.stderr.count("\n") == 1
+    )
 
 
 def test_interrupt() -> None:

@@ -15,7 +15,7 @@ from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
 from zero_tp.planning.plan import plan
 from zero_tp.planning.plan_settings import ZeroSettings
-from zero_tp.planning.rates import FAR_HOP, NEAR_HOP, START, TILE, Rates
+from zero_tp.planning.rates import BASE_LATENCY, FAR_HOP, NEAR_HOP, TILE, Rates
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT2 = ROOT / "ds_configs" / "gpt2_355m.json"
@@ -54,12 +54,16 @@ def test_rings_share_the_ports_of_a_node() -> None:
     """16 ranks on two nodes: one ring of all has 8 ports, each of 8 rings of 2 has one."""
     size, port = 1e9, 50e9 * 0.5
     together, apart = H100.collective_seconds(size, 16), H100.collective_seconds(size, 2, stride=8)
-    assert together - START - FAR_HOP - 14 * NEAR_HOP == pytest.approx(size * 15 / 16 / (8 * port))
-    assert apart - START - FAR_HOP == pytest.approx(size / 2 / port)
+    assert together - BASE_LATENCY - FAR_HOP - 14 * NEAR_HOP == pytest.approx(size * 15 / 16 / (8 * port))
+    assert apart - BASE_LATENCY - FAR_HOP == pytest.approx(size / 2 / port)
     inside = H100.collective_seconds(size, 8)
-    assert inside - START - 7 * NEAR_HOP == pytest.approx(size * 7 / 8 / (450e9 * 0.75))
-    assert H100.collective_seconds(size, 2, stride=4) == pytest.approx(START + NEAR_HOP + size / 2 / (450e9 * 0.75))
-    assert H100.collective_seconds(size, 16, calls=3) - together == pytest.approx(2 * (START + FAR_HOP + 14 * NEAR_HOP))
+    assert inside - BASE_LATENCY - 7 * NEAR_HOP == pytest.approx(size * 7 / 8 / (450e9 * 0.75))
+    assert H100.collective_seconds(size, 2, stride=4) == pytest.approx(
+        BASE_LATENCY + NEAR_HOP + size / 2 / (450e9 * 0.75)
+    )
+    assert H100.collective_seconds(size, 16, calls=3) - together == pytest.approx(
+        2 * (BASE_LATENCY + FAR_HOP + 14 * NEAR_HOP)
+    )
     assert H100.collective_seconds(size, 1) == 0
 
 

@@ -42,7 +42,7 @@ def test_search_finds_faster_settings_that_runs_accept(tmp_path: Path) -> None:
     assert written.config.global_batch == 1024 and written.fits
     assert written.needed == pytest.approx(shown[0].needed)
     assert written.time.total == pytest.approx(shown[0].time.total)
-    advice = "\n".join(report.advice(search, shown, present))
+    advice = "\n".join(report.search_lines(search, shown, present))
     assert "the present settings fit" in advice and "longer than the first" in advice
 
 

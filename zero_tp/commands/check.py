@@ -163,7 +163,7 @@ def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None
     absent = config.missing_files()
     missing = ", ".join(str(path) for path in absent if str(path) not in config.hub_names)
     missing = f", but these are missing: {missing}" if missing else ""
-    parameters = run_model_size(config).whole
+    parameters = run_model_size(config).num_parameters
     lines = [
         ("config", f"{config.path} is right{missing}"),
         *_settings(config, parameters),
@@ -187,7 +187,7 @@ def _settings(config: RunConfig, parameters: int) -> Lines:
     kind = f"{model.model_type}, {model.num_hidden_layers} layers, hidden {model.hidden_size}"
     sizes = f"{model.num_attention_heads} heads, vocabulary {model.vocab_size:,}"
     yield "model", f"{kind}, {sizes}: {parameters:,} parameters"
-    sequence = ", sequence parallel" if block.parallel.sequence else ""
+    sequence = ", sequence parallel" if block.parallel.sequence and tensor > 1 else ""
     if config.world_size is None:
         yield "ranks", f"a multiple of {tensor} (tensor {tensor} × data ?){sequence}; --world-size N checks the sums"
     else:

@@ -30,6 +30,8 @@ for standard input, hf:NAME[:CONFIGURATION[:SPLIT]] for a data set of the Huggin
 Records that can't be read are counted by reason and skipped. The split depends only on the documents and the seed, not
 on their order. The same command again reuses OUTPUT, or resumes if it was interrupted.
 """
+FLAGS = {"stdin": "stdin_kind", "repair": "repair_unicode", "sentences": "split_sentences"}
+"""Fields of PrepareSettings whose options have other names."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +92,7 @@ def _add_document_arguments(parser: argparse.ArgumentParser) -> None:
         "--documents",
         choices=("file", "line", "blank-line"),
         default="file",
-        help="the unit of a .txt file that is one document: the file, a line, or a paragraph (default: file)",
+        help="what is one document in a .txt file: the file, a line, or a paragraph (default: file)",
     )
     parser.add_argument(
         "--stdin-kind",
@@ -170,7 +172,8 @@ def _merge(options: argparse.Namespace) -> Prepared:
     defaults = {field.name: field.default for field in fields(PrepareSettings) if field.name != "validation"}
     defaults |= {"input": None, "tokenizer": None, "strict": False, "processes": None, "decontaminate": []}
     if changed := [name for name, default in defaults.items() if getattr(options, name) != default]:
-        raise UserError(f"--merge takes the documents of the parts as they are: leave out {', '.join(changed)}")
+        flags = (f"--{FLAGS.get(name, name).replace('_', '-')}" for name in changed)
+        raise UserError(f"--merge takes the documents of the parts as they are: leave out {', '.join(flags)}")
     return merge(options.merge, options.output, options.validation, overwrite=options.overwrite)
 
 
