@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 MISSING = 1
 """The exit status if the config is right but a file or directory that the run reads is missing."""
-ArgumentContainer = argparse._ActionsContainer
-"""A parser, or a group of one."""
 
 FILE = "the run's JSON file, or the name of one that is shipped, such as quickstart"
 
@@ -38,12 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_parent(parser)
 
 
-def add_config(parser: ArgumentContainer, name: str, help_: str, **options: Any) -> None:
+def add_config(parser: argparse._ActionsContainer, name: str, help_: str, **options: Any) -> None:
     """Add an argument that names a config file."""
     parser.add_argument(name, type=find_config, metavar="FILE", help=help_, **options)
 
 
-def add_parent(parser: ArgumentContainer) -> None:
+def add_parent(parser: argparse._ActionsContainer) -> None:
     """Add `--from`, the run that a new run starts from."""
     parser.add_argument(
         "--from",

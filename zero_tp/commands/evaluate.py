@@ -42,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", nargs="+", action="extend", default=[], metavar="TASK=FILE", help="the text a task reads"
     )
-    parser.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="windows per rank in a forward (default: 8)"
-    )
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="batch size of each rank (default: 8)")
     parser.add_argument(
         "--sequence-length",
         type=int,

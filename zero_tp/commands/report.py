@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, metavar="HTML", help="the page (default: RUN/report.html, of several runs ./report.html)"
     )
     parser.add_argument(
-        "--against", choices=AGAINST, help="the horizontal axis (default: tokens if the runs' steps differ in tokens)"
+        "--against", choices=AGAINST, help="the x axis (default: tokens if runs differ in tokens per step, else step)"
     )
 
 
