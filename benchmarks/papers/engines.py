@@ -11,7 +11,7 @@ from zero_tp.data.batch import Batch
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import Layer
-from zero_tp.planning.memory import PaperView, run_model_size
+from zero_tp.planning.memory import PaperMemory, run_model_size
 from zero_tp.planning.plan_settings import workload_of
 from zero_tp.shipped import CONFIGS, shipped_path
 from zero_tp.topology import Topology
@@ -59,15 +59,15 @@ def large_config(name: str, devices: int, *changes: str) -> RunConfig:
     return RunConfig.load(shipped_path(CONFIGS) / "papers" / f"{name}.json", [*ONE_MICRO_BATCH, *changes], devices)
 
 
-def view_of(config: RunConfig) -> PaperView:
+def view_of(config: RunConfig) -> PaperMemory:
     """Return the papers' formulas for one rank of a run on accelerators."""
-    return PaperView(run_model_size(config), workload_of(config, cpu=False), config.zero_stage, config.data_parallel)
+    return PaperMemory(run_model_size(config), workload_of(config, cpu=False), config.zero_stage, config.data_parallel)
 
 
 def kept_by_formula(config: RunConfig) -> float:
     """Return the bytes of activations by the papers' formulas."""
     view = view_of(config)
-    return view.layers_bytes() + view.outside_bytes()
+    return view.all_layers_bytes() + view.outside_bytes()
 
 
 def left_by_forward(config: RunConfig, *, cpu: bool) -> float:

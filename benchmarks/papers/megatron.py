@@ -57,12 +57,12 @@ def sizes(*, measured: bool) -> Reproduction:
         model = run.config.hf_config()
         formula = formulas.gpt_parameters(model.n_layer, model.n_embd, model.vocab_size, model.n_positions)
         counted = native_parameters(run.config) / 1e9 if measured else None
-        study.append(Row(f"{name}, MP {tensor}", "B", counted, run.model.whole / 1e9, formula / 1e9, billions))
+        study.append(Row(f"{name}, MP {tensor}", "B", counted, run.model.num_parameters / 1e9, formula / 1e9, billions))
     trained = []
     for name, (file, millions) in TRAINED.items():
         config = RunConfig.load(shipped_path(CONFIGS) / f"{file}.json", ONE_MICRO_BATCH, 8)
         counted = native_parameters(config) / 1e6 if measured else None
-        trained.append(Row(name, "M", counted, run_model_size(config).whole / 1e6, published=millions))
+        trained.append(Row(name, "M", counted, run_model_size(config).num_parameters / 1e6, published=millions))
     tables: dict[str, Table] = {"scaling study (table 1)": study, "models that it trained": trained}
     notes = ("Measured: counted in transformers' own class. BERT's 1.3 and 3.9 B are rounded in the paper.",)
     return Reproduction("Parameters (table 1)", tables, notes=notes)

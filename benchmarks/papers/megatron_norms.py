@@ -47,7 +47,7 @@ def norm_order(*, measured: bool) -> Reproduction:
                 learning.setdefault(f"{order} ({ORDERS[order]})", {})[f"{depth} layers"] = lines
         rows["in small, all else alike"] = small
     rows["parameters of BERT-large in both orders"] = [
-        Row(order, "M", None, run_model_size(config).whole / 1e6, None, 336) for order, config in large.items()
+        Row(order, "M", None, run_model_size(config).num_parameters / 1e6, None, 336) for order, config in large.items()
     ]
     notes = (
         f"In small: hidden {HIDDEN}, {STEPS} steps of {BATCH} rows of 16 tokens, no dropout, one seed. The paper finds",

@@ -116,7 +116,7 @@ def learnt(size: str, texts: Texts, directory: Path) -> tuple[list[Row], list[fl
     _, lines = trained(QUICKSTART, overrides, 2, directory)
     data = {"wikitext103": texts.text, "lambada": texts.passages}
     tasks = evaluate(directory, list(data), data, EvaluationSettings())["tasks"]
-    name = f"{run_model_size(RunConfig.load(QUICKSTART, overrides, 2)).whole / 1e6:.2f} M parameters"
+    name = f"{run_model_size(RunConfig.load(QUICKSTART, overrides, 2)).num_parameters / 1e6:.2f} M parameters"
     losses = [line["loss"] for line in lines]
     return [
         Row(f"{name}, loss of the last 20 steps", "nats", sum(losses[-20:]) / 20),
@@ -142,7 +142,7 @@ def same_model(*, measured: bool) -> Reproduction:
             if each is not plain
         ]
     tables["parameters of all TP ranks of 1.2 B together"] = [
-        Row(f"TP {tensor}", "B", None, published.scaled(LARGE, tensor).model.whole / 1e9, None, BILLIONS)
+        Row(f"TP {tensor}", "B", None, published.scaled(LARGE, tensor).model.num_parameters / 1e9, None, BILLIONS)
         for tensor in (1, 2, 4, 8)
     ]
     notes = ("No dropout, fp32. All begin with the weights that transformers draws and see the same rows.",)

@@ -189,7 +189,7 @@ def by_dtype(*, measured: bool) -> Reproduction:
 
 def dtype_rows(case: Case, name: str) -> list[Row]:
     changes, formula = DTYPES[name]
-    whole = run_model_size(case.config(*changes)).whole
+    whole = run_model_size(case.config(*changes)).num_parameters
     columns = {}
     for column, points in case.later(*changes).items():
         sizes = states(points)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zero_tp.planning.formulas import Layer
-from zero_tp.planning.memory import PaperView
+from zero_tp.planning.memory import PaperMemory
 from zero_tp.planning.timing import StepTime, Timing
 
 
@@ -31,7 +31,7 @@ def embedding_bytes(layer: Layer, p: int) -> float:
 
 
 @dataclass(frozen=True)
-class StageView(PaperView):
+class StageView(PaperMemory):
     """The papers' formulas for a device of the first stage [bytes].
 
     Attributes:
@@ -43,9 +43,9 @@ class StageView(PaperView):
 
     @property
     def parameters(self) -> float:
-        return self.model.whole / (self.workload.tensor * self.pipeline)
+        return self.model.num_parameters / (self.workload.tensor * self.pipeline)
 
-    def layers_bytes(self) -> float:
+    def all_layers_bytes(self) -> float:
         """Return the layers' activations of p micro-batches in flight, some of which may keep everything."""
         layers, policy = self.model.spec.layers, self.workload.policy
         recomputed = len(policy.recomputed_layers(layers))

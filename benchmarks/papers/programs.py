@@ -12,13 +12,13 @@ class Megatron2019Synchronous(Timing):
         """Return 0: its autograd functions wait for every collective (mpu/mappings.py)."""
         return 0.0
 
-    def passes(self) -> dict[str, Bytes]:
+    def memory_traffic(self) -> dict[str, Bytes]:
         """Count three operations on the scores and the biases of column-parallel products, each by itself.
 
         The scores are divided, multiplied and subtracted from (mpu/transformer.py). torch's linear layer then added the
         bias of a tensor of three dimensions after the product.
         """
-        passes, e = super().passes(), self.workload.element
+        passes, e = super().memory_traffic(), self.workload.element
         forward, backward = passes["attention_core"]
         passes["attention_core"] = forward + 4 * e * self.layer.scores, backward + 4 * e * self.layer.scores
         passes["column biases"] = 2 * passes["column biases"][1], passes["column biases"][1]
@@ -36,8 +36,8 @@ class Megatron2019(Megatron2019Synchronous):
 class Megatron2022(Timing):
     """Megatron-LM in 2022. A fused kernel scales, masks and takes the softmax; gradients are reduced after backward."""
 
-    def passes(self) -> dict[str, Bytes]:
-        passes = super().passes()
+    def memory_traffic(self) -> dict[str, Bytes]:
+        passes = super().memory_traffic()
         forward, backward = passes["attention_core"]
         passes["attention_core"] = forward - 2 * self.workload.element * self.layer.scores, backward
         return passes

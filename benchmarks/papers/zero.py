@@ -67,7 +67,7 @@ def model_states(*, measured: bool) -> Reproduction:
     tables: dict[str, Table] = {}
     pictures: dict[str, tuple[str, Stacks]] = {}
     for ranks in RANKS if measured else ():
-        whole = run_model_size(small_config(ranks)).whole
+        whole = run_model_size(small_config(ranks)).num_parameters
         heading = f"{whole / 1e6:.1f} M parameters on {ranks} rank{'s' * (ranks > 1)}"
         tables[heading], stacks = states_on(ranks)
         pictures[f"{heading}, measured"] = "MB", stacks
@@ -117,9 +117,9 @@ def states_of(name: str, published: Mapping[int, Mapping[int, float | None]]) ->
 def states(config: RunConfig, model: ModelSize) -> tuple[dict[str, float], dict[str, float]]:
     """Return one rank's bytes of model states: DeepSpeed's at the end of backward, and the paper's."""
     settings = ZeroSettings.of(config, cpu=True)
-    at_end = ZeroMemory(model.parameters, settings).end_of_backward()
+    at_end = ZeroMemory(model.parameters, settings).in_last_reduction()
     planned = {"parameters": at_end.parameters, "gradients": at_end.gradients, "optimizer": at_end.optimizer}
-    return planned, formulas.model_states(model.whole, config.zero_stage, config.data_parallel)
+    return planned, formulas.model_states(model.num_parameters, config.zero_stage, config.data_parallel)
 
 
 # ---- the largest model that fits -------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def largest_model(*, measured: bool) -> Reproduction:
         for stage, name in STAGES.items():
             planned = most_planned(ranks, stage)
             most = most_built(ranks, stage, planned)
-            built, states = (run_model_size(with_layers(ranks, layers)).whole for layers in (most, planned))
+            built, states = (run_model_size(with_layers(ranks, layers)).num_parameters for layers in (most, planned))
             share = sum(formulas.model_states(1.0, stage, ranks).values())
             rows.append(
                 Row(name, "M parameters", built / 1e6, states / 1e6, BUDGET / share / 1e6, note=f"{most} layers")
@@ -184,10 +184,10 @@ def most_on(device: Device, devices: int) -> dict[int, float]:
         run_settings = ZeroSettings.of(config, cpu=False)
         for stage, line in lines.items():
             zero = ZeroMemory(
-                model.parameters, run_settings.with_stage(stage), workload.rerun_layers(model.spec.layers)
+                model.parameters, run_settings.with_stage(stage), workload.fully_recomputed_layers(model.spec.layers)
             )
             memory = RankMemory(zero, moments)
-            line.append((Estimate(device, model, workload, memory).needed, model.whole))
+            line.append((Estimate(device, model, workload, memory).needed, model.num_parameters))
     return {
         stage: parameters + (device.memory_gib * GIB - bytes_) * (more - parameters) / (more_bytes - bytes_)
         for stage, ((bytes_, parameters), (more_bytes, more)) in lines.items()
@@ -232,7 +232,7 @@ def volume(*, measured: bool) -> Reproduction:
     sending = {name: [at_stage(stage)] for stage, name in STAGES.items()}
     sending |= {f"{STAGES[stage]}, reduced to owners": [at_stage(stage), owner] for stage in (1, 2)}
     for ranks in RANKS[1:] if measured else ():
-        whole = run_model_size(small_config(ranks)).whole
+        whole = run_model_size(small_config(ranks)).num_parameters
         table = tables[f"{whole / 1e6:.1f} M parameters on {ranks} ranks"] = list[Row]()
         unit = whole * (ranks - 1) / ranks
         for label, changes in sending.items():
@@ -243,7 +243,7 @@ def volume(*, measured: bool) -> Reproduction:
             kinds = ", ".join(f"{name} {each / unit:.2f}" for name, each in sent[0].items() if each > 0.01 * unit)
             table.append(Row(label, "Ψ(N-1)/N", most / unit, None, formula / unit, VOLUME[stage], kinds))
     config = large_config("zero_7.5b", 64)
-    whole = run_model_size(config).whole
+    whole = run_model_size(config).num_parameters
     tables["7.5 B parameters on 64 devices"] = [
         Row(name, "GB", formula=2 * formulas.zero_volume(whole, stage, 64) / 1e9) for stage, name in STAGES.items()
     ]

@@ -46,7 +46,7 @@ def residual(*, measured: bool) -> Reproduction:
     tables: dict[str, Table] = {}
     if measured:
         config = small_config(2, "zero_tp.parallel.tensor=2", *FULL)
-        size = f"{run_model_size(config).whole / 1e6:.1f} M parameters"
+        size = f"{run_model_size(config).num_parameters / 1e6:.1f} M parameters"
         tables[f"activations after forward: {size}, TP 2"] = checkpoints_measured()
         tables["buffers in backward: ZeRO-2 on 2 ranks"] = buffers_measured()
         events_by_switch = {on: followed_steps(small_config(4, *with_m_d(on)))[0][1].events for on in M_D}
@@ -99,7 +99,7 @@ def buffers_measured() -> list[Row]:
     table = []
     for layers, (name, elements) in itertools.product(SIZES, BUCKETS.items()):
         changes = (f"zero_tp.model.n_layer={layers}", "zero_optimization.stage=2")
-        whole = run_model_size(small_config(2, *changes)).whole
+        whole = run_model_size(small_config(2, *changes)).num_parameters
         bucket = min(elements, whole)
         config = small_config(2, *changes, f"zero_optimization.reduce_bucket_size={bucket}")
         most = max(most_in_backward(second.points)["buffers"] for _, second in followed_steps(config))
@@ -111,9 +111,9 @@ def buffers_planned(file: str) -> Row:
     config = large_config(file, 64, "zero_optimization.stage=2")
     model: ModelSize = run_model_size(config)
     settings = ZeroSettings.of(config, cpu=False)
-    planned = ZeroMemory(model.parameters, settings).end_of_backward().buffers
-    label = f"{model.whole / 1e9:,.1f} B parameters"
-    return Row(label, "GB", None, planned / GB, printed.fused_buffer_bytes(model.whole) / GB)
+    planned = ZeroMemory(model.parameters, settings).in_last_reduction().buffers
+    label = f"{model.num_parameters / 1e9:,.1f} B parameters"
+    return Row(label, "GB", None, planned / GB, printed.fused_buffer_bytes(model.num_parameters) / GB)
 
 
 def rows_of_section_3() -> list[Row]:
@@ -162,7 +162,7 @@ def fake_events(on: bool) -> list[Event]:
     few = ("zero_tp.model.n_layer=12", "zero_tp.parallel.tensor=8", *FULL)
     config = large_config("zero_7.5b", 8, *few, defragmented(on))
     workload = workload_of(config, cpu=False)
-    with fake_micro_batch(config.hf_config(), workload, whole=True) as (model, batch, _):
+    with fake_micro_batch(config.hf_config(), workload, all_layers=True) as (model, batch, _):
         parameters = list(model.parameters())
         with Allocations(parameters[0].device.type) as allocations:
             allocations.mark(parameters, "parameters")

@@ -45,7 +45,7 @@ def view(name: str, world: int, *changes: str, pipeline: int = 1, interleaving: 
 def test_sizes(name: str, world: int, sizes: tuple[int, int, int, int], billions: float) -> None:
     """1.213 and 4.199 B to the last digit; the others' names are rounded, and for ZeRO's the sizes are ours."""
     layers, hidden, vocabulary, positions = sizes
-    whole = view(name, world).model.whole
+    whole = view(name, world).model.num_parameters
     assert whole == gpt_parameters(layers, hidden, vocabulary, positions)
     assert whole == pytest.approx(billions * 1e9, rel=0.0005 if billions < 5 else 0.01)
 

@@ -175,6 +175,8 @@ def test_the_description_shows_the_sums(tmp_path: Path) -> None:
     assert "16 samples = micro 4 × accumulation 2 × data 2" in text
     assert "204,800 tokens" in text
     assert "--world-size N" in describe(RunConfig.load(path), tmp_path)
+    alone = RunConfig.load(path, ["zero_tp.parallel.tensor=1", "zero_tp.parallel.sequence=true"], 4)
+    assert "4 = tensor 1 × data 4\n" in describe(alone, tmp_path)
 
 
 def test_the_description_says_how_large_the_model_is_and_where_its_weights_come_from(tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ def test_the_command(tmp_path: Path, whole_parts: Path) -> None:
 
     assert "wrote" in prepared("--merge", whole_parts, "--validation-fraction", "0.1").stdout
     for words, message in (
-        ((whole_parts, "--seed", "3"), "--merge takes the documents of the parts as they are: leave out seed"),
+        ((whole_parts, "--repair-unicode", "--seed", "3"), "the parts as they are: leave out --seed, --repair-unicode"),
         ((tmp_path / "nothing",), "there are no parts of a corpus; launch/prepare_cluster.py makes them"),
     ):
         refused = prepared("--merge", *words)

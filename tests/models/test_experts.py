@@ -155,7 +155,7 @@ def test_active_parameters_are_those_that_a_token_meets(model_type: str) -> None
     config = parallel_model(reference_model(fields(model_type), 1), Topology(world=1)).config
     made = model_size(config, 1, False)
     layers = 2 if model_type == "qwen2_moe" else 3
-    assert made.whole - made.active == layers * (7 - 2) * 3 * 24 * 20
+    assert made.num_parameters - made.active_parameters == layers * (7 - 2) * 3 * 24 * 20
 
 
 def test_the_load_balancing_loss_of_a_published_model_can_be_chosen(tmp_path: Path) -> None:

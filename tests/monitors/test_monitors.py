@@ -109,6 +109,10 @@ def test_tensorboard_reads_every_value_and_the_config(tmp_path: Path) -> None:
     (text, *_) = read.Tensors("config/text_summary")
     shown = text.tensor_proto.string_val[0].decode()
     assert json.loads(shown) == config.resolved()
+    assert log(config, run, [{"step": 1, "loss": 3.5}]) == []
+    read = EventAccumulator(str(run / "tensorboard" / "mine"))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("loss")] == [(1, 3.5)], "a start from step 0 again"
 
 
 class Recorder:

@@ -24,7 +24,7 @@ def test_a_page_that_needs_no_network(tmp_path: Path) -> None:
     planned = plan_gpt2()
     search = Search(planned.config, planned.device)
     shown, _ = search.fastest((), 3)
-    page, picture = write_page(planned, tmp_path / "plan.html", report.advice(search, shown, planned), shown[0])
+    page, picture = write_page(planned, tmp_path / "plan.html", report.search_lines(search, shown, planned), shown[0])
     text = page.read_text()
     assert picture.suffix == ".png" and picture.read_bytes()[:4] == b"\x89PNG"
     links = set(re.findall(r"(?:src|href)\s*=\s*\"([^\"]*)\"", text))

@@ -73,21 +73,25 @@ def test_parameters_of_experts_and_the_active_ones_are_the_published_ones(
 ) -> None:
     config = RunConfig.load(CONFIGS / f"{name}.json", (), world)
     model = model_size(config.hf_config(), config.zero_tp.parallel.tensor, True)
-    assert model.whole == pytest.approx(billions * 1e9, rel=0.005)
-    assert model.active == pytest.approx(active * 1e9, rel=0.02)
+    assert model.num_parameters == pytest.approx(billions * 1e9, rel=0.005)
+    assert model.active_parameters == pytest.approx(active * 1e9, rel=0.02)
 
 
 def test_a_plan_of_experts_prints_its_assumption() -> None:
     experts = plan(RunConfig.load(CONFIGS / "olmoe_small.json", (), 4), named_device("cpu", 4))
     text = report.describe(experts)
     assert report.GUARD_NOTE not in text
-    assert f"({experts.model.active:,} active: 2 of 8 experts)" in text
+    assert f"({experts.model.active_parameters:,} active: 2 of 8 experts)" in text
     assert "assumed: every expert of a layer gets as many tokens as any other" in text
-    assert experts.as_json()["model"]["active_parameters"] == experts.model.active < experts.model.whole
+    assert (
+        experts.as_json()["model"]["active_parameters"]
+        == experts.model.active_parameters
+        < experts.model.num_parameters
+    )
 
 
 def test_a_plan_says_that_it_leaves_out_guarded_steps() -> None:
-    assert report.GUARD_NOTE in report.heading(plan_gpt2("zero_tp.training.guard_gradients=true"))
+    assert report.GUARD_NOTE in report.heading_lines(plan_gpt2("zero_tp.training.guard_gradients=true"))
 
 
 # ---- devices and margins ---------------------------------------------------------------------------------------------
@@ -183,7 +187,7 @@ def test_the_time_of_the_whole_run() -> None:
         seconds = planned.time.total * tokens / step
         expected = {"tokens": tokens, "days": seconds / 86400, "device_hours": 8 * seconds / 3600}
         assert planned.as_json()["run"] == pytest.approx(expected)
-        (line,) = (line for line in report.time(planned) if "the whole run" in line)
+        (line,) = (line for line in report.time_lines(planned) if "the whole run" in line)
         numbers = re.search(r"([\d,.]+) (days|hours), ([\d,.]+) device-hours", line)
         assert numbers and float(numbers[3].replace(",", "")) == pytest.approx(8 * seconds / 3600, abs=0.051)
         hours = float(numbers[1].replace(",", "")) * (24 if numbers[2] == "days" else 1)
@@ -230,12 +234,22 @@ def test_the_time_counts_the_micro_batches_that_recompute() -> None:
     assert seconds('{"mode":"full","keep_micro_batches":1}') == pytest.approx(0.75 * seconds("full"))
 
 
+def test_the_elements_sent_over_tp_count_the_layers_that_recompute() -> None:
+    def sent(policy: str) -> float:
+        batch = ("train_batch_size=64", "train_micro_batch_size_per_gpu=4", "zero_tp.parallel.tensor=2")
+        return plan_gpt2(*batch, f"zero_tp.recompute={policy}").elements_sent()["tensor"]
+
+    none, full = sent("none"), sent("full")
+    assert sent('{"mode":"full","layers":6}') == pytest.approx((3 * none + full) / 4)  # of 24
+    assert sent('{"mode":"full","keep_micro_batches":1}') == pytest.approx((none + 3 * full) / 4) and none < full
+
+
 @pytest.mark.parametrize(("stage", "volume"), [(1, 2), (2, 1 + 4), (3, 3 * 4)])
 def test_the_elements_sent_count_the_micro_batches(stage: int, volume: int) -> None:
     """ZeRO-2 reduces in each of the four micro-batches, ZeRO-3 gathers in each, too."""
     batch = ("train_batch_size=64", "train_micro_batch_size_per_gpu=2")
     planned = plan_gpt2(f"zero_optimization.stage={stage}", *batch)
-    assert planned.elements_sent()["data"] == pytest.approx(volume * planned.model.whole * 7 / 8)
+    assert planned.elements_sent()["data"] == pytest.approx(volume * planned.model.num_parameters * 7 / 8)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def test_layers_that_differ_add_up_to_a_dry_run_of_all(number: int, cpu: bool) -
         [*overrides, f"zero_tp.model.{layers}=7", *([WINDOWS_OF_7] if "layer_types" in str(overrides) else [])]
     )
     workload = workload_of(config, cpu=cpu)
-    assert dry_run(config.hf_config(), workload) == dry_run(config.hf_config(), workload, whole=True)
+    assert dry_run(config.hf_config(), workload) == dry_run(config.hf_config(), workload, all_layers=True)
 
 
 RECOMPUTED: list[dict[str, Any]] = [
@@ -73,7 +73,7 @@ def test_layers_that_recompute_add_up_too(policy: dict[str, Any], split: bool) -
     for cpu in (True, False):
         workload = workload_of(config, cpu=cpu)
         samples = dry_run(config.hf_config(), workload)
-        assert samples == dry_run(config.hf_config(), workload, whole=True)
+        assert samples == dry_run(config.hf_config(), workload, all_layers=True)
         plain = dry_run(config.hf_config(), replace(workload, policy=RecomputePolicy(mode="none")))
         kept, all_kept = (max(one.activations for one in each) for each in (samples, plain))
         assert kept == all_kept if policy.get("keep_micro_batches") else kept < all_kept
@@ -149,13 +149,13 @@ def test_gradients_in_fp32_count_while_they_are_sent_and_while_an_offloaded_opti
 
     wider, sent = "data_types.grad_accum_dtype=fp32", "communication_data_type=fp32"
     offloaded = zero_memory("zero_optimization.stage=2", 'zero_optimization.offload_optimizer={"device":"cpu"}', wider)
-    assert offloaded.updating().gradients == 4 * offloaded.partition
+    assert offloaded.in_update().gradients == 4 * offloaded.partition_numel
     plain = zero_memory("zero_optimization.stage=0", sent)
-    assert plain.end_of_backward().buffers == (2 + 4) * plain.parameters.total
+    assert plain.in_last_reduction().buffers == (2 + 4) * plain.parameters.total
     accumulated = zero_memory("zero_optimization.stage=1", wider, sent)
     kept = accumulated.states.buffers
-    assert accumulated.end_of_backward().buffers - kept == 4 * accumulated.parameters.total
-    bucketed = [zero_memory("zero_optimization.stage=2", *each).end_of_backward().buffers for each in ([], [sent])]
+    assert accumulated.in_last_reduction().buffers - kept == 4 * accumulated.parameters.total
+    bucketed = [zero_memory("zero_optimization.stage=2", *each).in_last_reduction().buffers for each in ([], [sent])]
     assert bucketed[1] - bucketed[0] == 4 * 400_000, "a bucket's copy in fp32"
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from benchmarks import scaling
 from benchmarks.papers import published
 from benchmarks.papers.programs import Megatron2019Synchronous
+from tests.planning.test_plan import GPT2, plan_gpt2
+from tests.support.launched import ROOT
 from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
-from zero_tp.planning.plan import plan
 from zero_tp.planning.plan_settings import ZeroSettings
-from zero_tp.planning.rates import FAR_HOP, NEAR_HOP, START, TILE, Rates
+from zero_tp.planning.rates import BASE_LATENCY, FAR_HOP, NEAR_HOP, TILE, Rates
 
-ROOT = Path(__file__).resolve().parents[2]
-GPT2 = ROOT / "ds_configs" / "gpt2_355m.json"
 H100 = Rates(named_device("h100"), 2, 989e12)
 
 
@@ -54,19 +52,23 @@ def test_rings_share_the_ports_of_a_node() -> None:
     """16 ranks on two nodes: one ring of all has 8 ports, each of 8 rings of 2 has one."""
     size, port = 1e9, 50e9 * 0.5
     together, apart = H100.collective_seconds(size, 16), H100.collective_seconds(size, 2, stride=8)
-    assert together - START - FAR_HOP - 14 * NEAR_HOP == pytest.approx(size * 15 / 16 / (8 * port))
-    assert apart - START - FAR_HOP == pytest.approx(size / 2 / port)
+    assert together - BASE_LATENCY - FAR_HOP - 14 * NEAR_HOP == pytest.approx(size * 15 / 16 / (8 * port))
+    assert apart - BASE_LATENCY - FAR_HOP == pytest.approx(size / 2 / port)
     inside = H100.collective_seconds(size, 8)
-    assert inside - START - 7 * NEAR_HOP == pytest.approx(size * 7 / 8 / (450e9 * 0.75))
-    assert H100.collective_seconds(size, 2, stride=4) == pytest.approx(START + NEAR_HOP + size / 2 / (450e9 * 0.75))
-    assert H100.collective_seconds(size, 16, calls=3) - together == pytest.approx(2 * (START + FAR_HOP + 14 * NEAR_HOP))
+    assert inside - BASE_LATENCY - 7 * NEAR_HOP == pytest.approx(size * 7 / 8 / (450e9 * 0.75))
+    assert H100.collective_seconds(size, 2, stride=4) == pytest.approx(
+        BASE_LATENCY + NEAR_HOP + size / 2 / (450e9 * 0.75)
+    )
+    assert H100.collective_seconds(size, 16, calls=3) - together == pytest.approx(
+        2 * (BASE_LATENCY + FAR_HOP + 14 * NEAR_HOP)
+    )
     assert H100.collective_seconds(size, 1) == 0
 
 
 def test_overlapping_collectives_take_multiprocessors_from_products() -> None:
     def exposed(overlap: bool) -> float:
         overrides = [f"zero_optimization.overlap_comm={str(overlap).lower()}", "zero_optimization.stage=2"]
-        return plan(RunConfig.load(GPT2, overrides, 64), H100.device).time.dp_communication
+        return plan_gpt2(*overrides, world=64).time.dp_communication
 
     assert 0 < exposed(True) < exposed(False)
     without_channels = replace(H100, device=H100.device.model_copy(update={"channels": 0}))
@@ -78,8 +80,7 @@ def test_gradients_in_fp32_take_longer_to_send_and_to_add() -> None:
     wider = ["communication_data_type=fp32", "data_types.grad_accum_dtype=fp32"]
 
     def seconds(*overrides: str, world: int = 64) -> tuple[float, float]:
-        given = ["zero_optimization.stage=1", "zero_tp.parallel.tensor=1", *overrides]
-        time = plan(RunConfig.load(GPT2, given, world), H100.device).time
+        time = plan_gpt2("zero_optimization.stage=1", "zero_tp.parallel.tensor=1", *overrides, world=world).time
         return time.dp_communication, time.elementwise
 
     narrow, wide = seconds(), seconds(*wider)

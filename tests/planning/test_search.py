@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.planning.test_plan import CONFIGS, GPT2
+from tests.planning.test_plan import CONFIGS, GPT2, plan_gpt2
 from tests.tiers import THOROUGH
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.config import RunConfig
@@ -29,7 +29,7 @@ from zero_tp.strict_json import read_json
 
 def test_search_finds_faster_settings_that_runs_accept(tmp_path: Path) -> None:
     overrides = ["zero_tp.recompute=full", "train_batch_size=1024"]
-    present = plan(RunConfig.load(GPT2, overrides, 64), named_device("a100-40gb"))
+    present = plan_gpt2(*overrides, world=64, device="a100-40gb")
     start = time.process_time()
     search = Search(present.config, present.device)
     shown, best = search.fastest(overrides, 5)
@@ -42,7 +42,7 @@ def test_search_finds_faster_settings_that_runs_accept(tmp_path: Path) -> None:
     assert written.config.global_batch == 1024 and written.fits
     assert written.needed == pytest.approx(shown[0].needed)
     assert written.time.total == pytest.approx(shown[0].time.total)
-    advice = "\n".join(report.advice(search, shown, present))
+    advice = "\n".join(report.search_lines(search, shown, present))
     assert "the present settings fit" in advice and "longer than the first" in advice
 
 
@@ -91,7 +91,7 @@ def test_search_keeps_the_runs_own_recomputation_and_drops_what_needs_sequence_p
     policy = {"mode": "selective", "modules": ["norm", "mlp_activation"]}
     overrides = [f"zero_tp.recompute={json.dumps(policy)}", "zero_tp.parallel.tensor=2"]
     overrides += ["zero_tp.parallel.fused_products=true"]
-    present = plan(RunConfig.load(GPT2, overrides, 8), named_device("h100"))
+    present = plan_gpt2(*overrides)
     search = Search(present.config, present.device)
     assert {one.workload.policy.mode for one in search.ranked} == {"none", "full", "selective"}
     assert "recompute selective, modules norm+mlp activation," in present.describe()

@@ -128,7 +128,7 @@ def watched(model_type: str, workload: Workload, **fields: Any) -> Watching:
             return measure(model, batch)
 
     with mock.patch.object(dryrun, "measure", looking):
-        dryrun.dry_run(config_of(model_type, **fields), workload, whole=True)
+        dryrun.dry_run(config_of(model_type, **fields), workload, all_layers=True)
     return seen
 
 
@@ -214,7 +214,7 @@ def watched_step(model_type: str, workload: Workload, does: Does | None = None) 
         seen.found["an event is waited for"] = None
 
     with (
-        dryrun.fake_micro_batch(config_of(model_type), workload, whole=True) as (model, batch, _),
+        dryrun.fake_micro_batch(config_of(model_type), workload, all_layers=True) as (model, batch, _),
         stubbed(model) as made,
         mock.patch.object(simulated_accelerator._Stream, "synchronize", waits, create=True),
     ):

@@ -42,7 +42,7 @@ def test_an_engine_sends_what_the_planner_counts(ranks: Pools, stage: int, owner
     gathers, reductions = settings.volumes
     assert (gathers, reductions) == (1, (1 if owners else 2) * (micro if stage == 2 else 1))
     (losses, sent), _ = ranks(RANKS).run(steps, config)
-    unit = run_model_size(config).whole * (RANKS - 1)  # of all ranks
+    unit = run_model_size(config).num_parameters * (RANKS - 1)  # of all ranks
     found = {name: elements / unit for name, elements in sent.items() if elements > 0.01 * unit}
     assert set(found) == {"all_gather_single", "reduce" if owners else "allreduce"}
     assert found.pop("all_gather_single") == pytest.approx(gathers, rel=0.001)

@@ -50,16 +50,16 @@ def command_module(name: str) -> Any:
     return importlib.import_module(f"{__name__}.{name}")
 
 
-def start(name: str, words: Sequence[str] | None = None, prog: str | None = None, **options: Any) -> NoReturn:
+def start(name: str, arguments: Sequence[str] | None = None, prog: str | None = None, **options: Any) -> NoReturn:
     """Run a command and end this process.
 
     Args:
-        words: its arguments; by default those of this process.
-        prog: its name in messages; by default the script's.
-        options: of the command's own `start`.
+        arguments: of the command line; by default those of this process.
+        prog: the command's name in messages; by default the script's.
+        options: arguments of the module's own `start`.
     """
-    command, words = COMMANDS[name], sys.argv[1:] if words is None else words
-    verbose = "--verbose" in words
+    command, arguments = COMMANDS[name], sys.argv[1:] if arguments is None else arguments
+    verbose = "--verbose" in arguments
     if command.quiet:
         quiet_libraries(verbose)
     module = command_module(name)
@@ -67,7 +67,7 @@ def start(name: str, words: Sequence[str] | None = None, prog: str | None = None
     def parse() -> Any:
         parser = cli.Parser(prog, description=module.__doc__)
         module.add_arguments(parser)
-        return parser.parse_args(words)
+        return parser.parse_args(arguments)
 
     if command.ranks:
         module.start(parse, verbose, **options)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 MISSING = 1
 """The exit status if the config is right but a file or directory that the run reads is missing."""
-ArgumentContainer = argparse._ActionsContainer
-"""A parser, or a group of one."""
 
 FILE = "the run's JSON file, or the name of one that is shipped, such as quickstart"
 
@@ -38,12 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_parent(parser)
 
 
-def add_config(parser: ArgumentContainer, name: str, help_: str, **options: Any) -> None:
+def add_config(parser: argparse._ActionsContainer, name: str, help_: str, **options: Any) -> None:
     """Add an argument that names a config file."""
     parser.add_argument(name, type=find_config, metavar="FILE", help=help_, **options)
 
 
-def add_parent(parser: ArgumentContainer) -> None:
+def add_parent(parser: argparse._ActionsContainer) -> None:
     """Add `--from`, the run that a new run starts from."""
     parser.add_argument(
         "--from",
@@ -163,7 +161,7 @@ def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None
     absent = config.missing_files()
     missing = ", ".join(str(path) for path in absent if str(path) not in config.hub_names)
     missing = f", but these are missing: {missing}" if missing else ""
-    parameters = run_model_size(config).whole
+    parameters = run_model_size(config).num_parameters
     lines = [
         ("config", f"{config.path} is right{missing}"),
         *_settings(config, parameters),
@@ -187,7 +185,7 @@ def _settings(config: RunConfig, parameters: int) -> Lines:
     kind = f"{model.model_type}, {model.num_hidden_layers} layers, hidden {model.hidden_size}"
     sizes = f"{model.num_attention_heads} heads, vocabulary {model.vocab_size:,}"
     yield "model", f"{kind}, {sizes}: {parameters:,} parameters"
-    sequence = ", sequence parallel" if block.parallel.sequence else ""
+    sequence = ", sequence parallel" if block.parallel.sequence and tensor > 1 else ""
     if config.world_size is None:
         yield "ranks", f"a multiple of {tensor} (tensor {tensor} × data ?){sequence}; --world-size N checks the sums"
     else:

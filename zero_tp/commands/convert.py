@@ -21,11 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     to_hf = actions.add_parser("to-hf", help="write a Hugging Face model directory")
     to_hf.add_argument("--output", type=Path, required=True, metavar="DIR", help="where to write; must not exist yet")
     to_hf.add_argument("--overwrite", action="store_true", help="replace DIR when it exists")
-    to_hf.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the written weights (default: fp32)")
+    to_hf.add_argument("--dtype", choices=DTYPES, default="fp32", help="dtype of the weights (default: fp32)")
     to_hf.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="tokenizer's directory or hub name (default: the run's)"
     )
-    to_hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one weights file (default: 5GB)")
+    to_hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a weights file (default: 5GB)")
     to_hf.add_argument(
         "--push", metavar="OWNER/NAME", help="then upload DIR to the Hugging Face hub, into a private repository if new"
     )

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", nargs="+", action="extend", default=[], metavar="TASK=FILE", help="the text a task reads"
     )
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows per rank and forward (default: 8)")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="batch size of each rank (default: 8)")
     parser.add_argument(
         "--sequence-length",
         type=int,
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overlap",
         type=int,
         metavar="N",
-        help="stride of the windows in tokens; each window after a text's first scores only its last N "
-        "(default: 32 for wikitext103, for perplexity the whole window, so that none overlap)",
+        help="stride of the windows in tokens: after a text's first window, each scores only its last N tokens "
+        "(default: 32 for wikitext103; for perplexity the window's length, so windows don't overlap)",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
     _add_lm_eval_arguments(parser)
@@ -89,7 +89,7 @@ def _add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
         "--log-samples",
         "--log_samples",
         action="store_true",
-        help="write each request of lm-eval's tasks with its answer beside --output, JSON lines for each task",
+        help="write each request of lm-eval's tasks with its answer next to --output, as JSON lines for each task",
     )
     parser.add_argument("--include-path", type=Path, metavar="DIR", help="a directory with lm-eval task files (.yaml)")
     parser.add_argument(
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
     from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, parse_data, parse_tasks
 
     if options.log_samples and options.output is None:
-        raise UserError("--log-samples: the samples are written beside --output JSON; give it too")
+        raise UserError("--log-samples: the samples are written next to --output JSON; give it too")
     if options.output is not None and environment.rank == 0:
         if options.output.exists() and not options.output.is_file():
             raise UserError(f"--output {options.output}: not a file; give the name of one")

@@ -84,7 +84,7 @@ def main(options: argparse.Namespace) -> None:
         # "true_view_bytes" is the plan's peak, under the key's old name.
         peaks = {"dry_run_bytes": dry_run.as_json(), "true_view_bytes": run_plan.peak.as_json()}
         result["dry_run"] = {"seconds": seconds, **peaks}
-        lines += report.dry_run(run_plan.peak, dry_run, seconds)
+        lines += report.dry_run_lines(run_plan.peak, dry_run, seconds)
     advice: list[str] = []
     fastest = None
     if options.search:
@@ -92,7 +92,7 @@ def main(options: argparse.Namespace) -> None:
         shown, best = search.fastest(options.set, options.top or TOP)
         result["candidates"] = [estimate.as_json() for estimate in shown]
         result["tried"], result["fitting"] = len(search.ranked), search.fitting
-        advice, fastest = report.advice(search, shown, run_plan), shown[0]
+        advice, fastest = report.search_lines(search, shown, run_plan), shown[0]
         lines += advice
         if options.write:
             write_named(options.write, json.dumps(best, indent=2) + "\n")

@@ -30,6 +30,9 @@ for standard input, hf:NAME[:CONFIGURATION[:SPLIT]] for a data set of the Huggin
 Records that can't be read are counted by reason and skipped. The split depends only on the documents and the seed, not
 on their order. The same command again reuses OUTPUT, or resumes if it was interrupted.
 """
+OPTIONS = {"validation": "validation_fraction", "stdin": "stdin_kind"}
+OPTIONS |= {"repair": "repair_unicode", "sentences": "split_sentences"}
+"""Fields of PrepareSettings whose options have other names."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_document_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--validation-fraction",
-        dest="validation",
         type=float,
         default=0.02,
         metavar="F|COUNT",
@@ -90,11 +92,10 @@ def _add_document_arguments(parser: argparse.ArgumentParser) -> None:
         "--documents",
         choices=("file", "line", "blank-line"),
         default="file",
-        help="the unit of a .txt file that is one document: the file, a line, or a paragraph (default: file)",
+        help="what is one document in a .txt file: the file, a line, or a paragraph (default: file)",
     )
     parser.add_argument(
         "--stdin-kind",
-        dest="stdin",
         choices=("jsonl", "json", "txt", "csv"),
         default="jsonl",
         help="the format of standard input (default: jsonl)",
@@ -102,7 +103,7 @@ def _add_document_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_step_arguments(steps: argparse._ArgumentGroup) -> None:
-    steps.add_argument("--repair-unicode", dest="repair", action="store_true", help="mend Unicode (ftfy)")
+    steps.add_argument("--repair-unicode", action="store_true", help="mend Unicode (ftfy)")
     steps.add_argument(
         "--min-tokens",
         type=int,
@@ -128,7 +129,6 @@ def _add_step_arguments(steps: argparse._ArgumentGroup) -> None:
     )
     steps.add_argument(
         "--split-sentences",
-        dest="sentences",
         metavar="LANGUAGE",
         help="store the starts of sentences, by the rules of a language (its ISO 639 code, such as en), at which the "
         "masked objective's second segments begin",
@@ -152,7 +152,7 @@ def main(options: argparse.Namespace) -> None:
 def _prepare(options: argparse.Namespace) -> Prepared:
     from zero_tp.data import PrepareSettings, prepare
 
-    settings = {field.name: getattr(options, field.name) for field in fields(PrepareSettings)}
+    settings = {field.name: getattr(options, OPTIONS.get(field.name, field.name)) for field in fields(PrepareSettings)}
     return prepare(
         options.input,
         options.output,
@@ -167,11 +167,13 @@ def _merge(options: argparse.Namespace) -> Prepared:
     from zero_tp.data import PrepareSettings
     from zero_tp.data.parts import merge
 
-    defaults = {field.name: field.default for field in fields(PrepareSettings) if field.name != "validation"}
+    defaults = {OPTIONS.get(field.name, field.name): field.default for field in fields(PrepareSettings)}
     defaults |= {"input": None, "tokenizer": None, "strict": False, "processes": None, "decontaminate": []}
+    defaults["validation_fraction"] = options.validation_fraction
     if changed := [name for name, default in defaults.items() if getattr(options, name) != default]:
-        raise UserError(f"--merge takes the documents of the parts as they are: leave out {', '.join(changed)}")
-    return merge(options.merge, options.output, options.validation, overwrite=options.overwrite)
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+        raise UserError(f"--merge takes the documents of the parts as they are: leave out {flags}")
+    return merge(options.merge, options.output, options.validation_fraction, overwrite=options.overwrite)
 
 
 def _summary(prepared: Prepared) -> Iterator[str]:

@@ -3,8 +3,8 @@
     zero-tp report runs/quickstart
     zero-tp report runs/small runs/large --output compared.html
 
-A run may still be training. On the page, values show under the pointer. The axis of
-steps is logarithmic if one run is more than five times as long as another.
+A run may still be training. On the page, values show under the pointer. The horizontal
+axis is logarithmic if one run is more than five times as long as another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, metavar="HTML", help="the page (default: RUN/report.html, of several runs ./report.html)"
     )
     parser.add_argument(
-        "--against", choices=AGAINST, help="the horizontal axis (default: step, if all runs have equal steps)"
+        "--against", choices=AGAINST, help="the x axis (default: tokens if runs differ in tokens per step, else step)"
     )
 
 

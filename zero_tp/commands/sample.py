@@ -28,11 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check(options: argparse.Namespace) -> None:
     for name, value, least in (("tokens", options.tokens, 1), ("top-k", options.top_k, 1), ("seed", options.seed, 0)):
         if value is not None and not least <= value < 2**32:
-            raise UserError(f"--{name} {value}: from {least} to {2**32 - 1}")
+            raise UserError(f"--{name} {value}: is out of range; give a number from {least} to {2**32 - 1}")
     if not 0 <= options.temperature < math.inf:
-        raise UserError(f"--temperature {options.temperature}: 0, or a positive number such as 0.8")
+        raise UserError(f"--temperature {options.temperature}: give 0 or a positive number, such as 0.8")
     if not options.prompt or options.prompt != options.prompt.encode(errors="ignore").decode():
-        raise UserError("--prompt: give some words in UTF-8")
+        raise UserError("--prompt: is empty or no valid UTF-8; give some words")
 
 
 def continue_prompt(options: argparse.Namespace) -> str:

@@ -31,7 +31,7 @@ from zero_tp.training.callback import Callback, Metrics, TrainState
 from zero_tp.training.metrics_file import append_line
 
 RUN_IDS = "monitors.json"
-"""In the run directory: each service's id of this run, by which a resumed run continues it."""
+"""File in the run directory with the id that each service gave the run. A resumed run continues under this id."""
 PROJECT = "zero_tp"
 CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR = 10.0, 1.0
 MAX_QUEUED = 10_000
@@ -63,11 +63,11 @@ class RunInfo:
         }
 
     def run_id(self, name: str) -> str | None:
-        """Return the service's id of the resumed run; None for a new run."""
+        """Return the id under which a service continues a resumed run; None for a run that starts at step 0."""
         return self.saved_id(name) if self.step else None
 
     def saved_id(self, name: str) -> str | None:
-        """Return the id that this or an earlier start of the run has saved."""
+        """Return the id that any earlier start in this run directory has saved."""
         return self._run_ids().get(name)
 
     def save_run_id(self, name: str, run_id: object) -> None:
@@ -86,11 +86,11 @@ class Service:
 
     Attributes:
         package: to install; also the tracker's name in accelerate.
-        arguments: the tracker's, from the run, the options and the service's id of the resumed run. None is left out.
-        run_id: reads that id from the service's own object; if None, a resumed run is a new run of the service.
+        arguments: maps (run, options, `RunInfo.run_id`) to the tracker's arguments, of which None is left out.
+        run_id: reads the run's id from the service's own object; if None, a resumed run is a new run of the service.
         setup: called at each start; if None, the first start stores the config as parameters.
-        finite_only: values that are not finite are left out. ClearML would write 0 for NaN.
-        step_is_value: "step" is logged as a value, because W&B drops the repeated steps of a resumed run.
+        finite_only: drop values that are not finite. ClearML would write 0 for NaN.
+        step_is_value: log "step" as a value, because W&B drops the repeated steps of a resumed run.
     """
 
     package: str
@@ -142,8 +142,8 @@ def _tensorboard(run: RunInfo, block: Options, run_id: str | None) -> dict[str, 
     return {
         "run_name": block.get("job_name") or run.name,
         "logging_dir": str(block.get("output_path") or run.directory / "tensorboard"),
-        # Readers then hide values that an earlier start wrote after the resumed step.
-        "purge_step": run.step + 1 if run.step else None,
+        # Readers then hide values that an earlier start wrote for the steps that are trained again.
+        "purge_step": run.step + 1,
     }
 
 
@@ -180,8 +180,8 @@ def _name_experiment(tracker: Any, run: RunInfo, block: Options) -> None:
 def _clearml(run: RunInfo, options: Options, run_id: str | None) -> dict[str, Any]:
     """Give each start a task of its own, without hooks in argparse and torch.
 
-    A thread sends. ClearML's default is a forked process, which would survive a killed rank and keep open the sockets
-    that the rank's peers wait on.
+    ClearML sends values from a thread. By default it forks a process, which would survive a killed rank and keep open
+    the sockets that the rank's peers wait on.
     """
     from clearml.config import config_obj
 
@@ -191,7 +191,7 @@ def _clearml(run: RunInfo, options: Options, run_id: str | None) -> dict[str, An
 
 
 def _dvclive(run: RunInfo, options: Options, run_id: str | None) -> dict[str, Any]:
-    """Give each run a directory: runs delete each other's files. A dvc.yaml inside it would grow at each step."""
+    """Give each run its own directory: DVCLive deletes other runs' files. In it, dvc.yaml would grow with each step."""
     paths = {"dir": str(run.directory / "dvclive"), "dvcyaml": str(run.directory / "dvc.yaml")}
     return {**paths, "exp_name": run.name, "resume": True if run_id else None, **options}
 
@@ -254,7 +254,7 @@ class CsvFiles:
             lines = path.read_text(errors="replace").splitlines(keepends=True)
             header, *rows = [line.rstrip("\n").split(",") for line in lines if line.endswith("\n")] or [[]]
             if len(header) != 2 or header[0] != "step" or not path.name.endswith(_file_name(header[1])):
-                continue  # a person's own file
+                continue  # not written by this class
             rows = [row for row in rows if len(row) == 2 and row[0].isdecimal() and int(row[0]) <= run.step]
             write_atomically(path, "".join(f"{','.join(row)}\n" for row in (header, *rows)))
 

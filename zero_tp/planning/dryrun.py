@@ -44,29 +44,28 @@ from zero_tp.planning.tracking import MemorySample, join_parts, measure
 from zero_tp.topology import Topology
 
 
-def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False) -> list[MemorySample]:
+def dry_run(config: PretrainedConfig, workload: Workload, *, all_layers: bool = False) -> list[MemorySample]:
     """Return the bytes after each allocation of one micro-batch, forward and backward, in order.
 
-    They leave out the buffer of `contiguous_memory_optimization` (M_D), which outlives the micro-batch:
+    They leave out the buffer of `contiguous_memory_optimization` (M_D), which outlives the micro-batch: it is in
     `Workload.activation_checkpoint_bytes`.
 
     Args:
-        config: of the model.
-        whole: run all layers instead of representative ones.
+        all_layers: run all layers instead of representative ones.
     """
-    with fake_micro_batch(config, workload, whole=whole) as (model, batch, order):
+    with fake_micro_batch(config, workload, all_layers=all_layers) as (model, batch, order):
         parts = measure(model, batch)
     return join_parts(parts, order)
 
 
 @contextmanager
 def fake_micro_batch(
-    config: PretrainedConfig, workload: Workload, *, whole: bool
+    config: PretrainedConfig, workload: Workload, *, all_layers: bool
 ) -> Iterator[tuple[ParallelModel, AnyBatch, list[int]]]:
     """Yield one rank's model and micro-batch of fake tensors, and for each layer the number of its representative.
 
     Args:
-        whole: every layer represents itself.
+        all_layers: each layer represents itself.
     """
     with ExitStack() as stack:
         device = torch.device("cpu")
@@ -80,13 +79,13 @@ def fake_micro_batch(
         recomputed = workload.policy.recomputed_layers(spec.layers)
         if workload.policy.keep_micro_batches:  # the micro-batch that keeps all its activations has the peak
             recomputed = range(0)
-        kinds = enumerate(zip(spec.windows, spec.mlps, strict=True))
-        all_layers = [LayerKind(window, mlp, number in recomputed) for number, (window, mlp) in kinds]
+        windows_and_mlps = enumerate(zip(spec.windows, spec.mlps, strict=True))
+        kinds = [LayerKind(window, mlp, number in recomputed) for number, (window, mlp) in windows_and_mlps]
         reach = MAX_COPIES_OUT if workload.offloads_checkpoints else 1
-        executed = all_layers if whole else representative_layers(all_layers, reach)
+        executed = kinds if all_layers else representative_layers(kinds, reach)
         numbers = {context: number for number, context in enumerate(layer_contexts(executed, reach))}
-        contexts = layer_contexts(all_layers, reach)
-        order = [number if whole else numbers[context] for number, context in enumerate(contexts)]
+        contexts = enumerate(layer_contexts(kinds, reach))
+        order = [number if all_layers else numbers[context] for number, context in contexts]
         rotary = spec.rotary
         if rotary is not None and workload.documents:  # fake positions have no maximum
             rotary = replace(rotary, by_length=False)
@@ -104,7 +103,7 @@ def fake_micro_batch(
         set_training_elementwise(model, RepresentativeChunks())
         recomputing = tuple(number for number, kind in enumerate(executed) if kind.recomputes)
         policy = _FixedLayersPolicy(**workload.policy.model_dump(), numbers=recomputing)
-        ActivationMemory(model, policy, workload.checkpointing, device)
+        ActivationMemory(model, policy, workload.checkpointing, device)  # wraps the layers' forward
         yield model, batch_of(workload, spec, device), order
 
 
@@ -125,7 +124,7 @@ def batch_of(workload: Workload, spec: TransformerSpec, device: torch.device) ->
 class RepresentativeChunks(ElementwiseOps):
     """Compute only the first, second and last chunk. The others take the same bytes as the second.
 
-    The first chunk differs because no earlier chunk's tensors exist, the last because it may be shorter.
+    The first chunk differs because it follows no other chunk, the last because it may be shorter.
     """
 
     def chunk_starts(self, stop: int, step: int) -> Sequence[int]:
@@ -192,7 +191,7 @@ def layer_contexts(kinds: Sequence[LayerKind], reach: int = 1) -> list[tuple[Any
     layer is the last to free the window's mask.
 
     Args:
-        reach: a recomputing layer also depends on so many recomputing layers before and after it. With
+        reach: a recomputing layer depends on at most so many recomputing layers before and after it. With
             `cpu_checkpointing` its checkpoint is copied to the host while the next layers run, and is fetched one layer
             ahead in backward.
     """

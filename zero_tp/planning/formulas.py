@@ -43,7 +43,7 @@ class Layer:
         head_size, kv_heads, mlp_size: d, k and f; None: h/a, a and 4h.
         gated: the MLP multiplies its activation's output by a second product of its input.
         residual_dropout, attention_dropout: whether there is any.
-        recomputed_norms: number of norms whose outputs can be recomputed.
+        recomputed_norms: number of norms whose outputs `selective` recomputes if its modules include "norm".
     """
 
     s: int
@@ -97,7 +97,7 @@ class Layer:
 
     @property
     def keys(self) -> float:
-        """Return the elements of the keys on this rank, as many as of the values: sbkd/t."""
+        """Return the elements of the keys on this rank, sbkd/t; the values have as many."""
         return self.queries * (self.kv_heads or self.a) / self.a
 
     @property
@@ -178,7 +178,7 @@ def saved_outside_layers(layer: Layer, v: float, *, dropout: bool = True) -> flo
 
     Args:
         v: the vocabulary, times the share of tokens that have labels.
-        dropout: whether the embedding has any.
+        dropout: whether the embedding's output has dropout.
     """
     mask = layer.residual if dropout else 0.0
     return mask + 2 * layer.element * layer.residual + 4 * layer.s * layer.b * v / layer.t
@@ -219,12 +219,9 @@ def zero_volume(parameters: float, stage: int, data: int, micro_batches: int = 1
 def tensor_volume(layer: Layer, mode: str = "none") -> float:
     """Return the elements that a rank sends over TP for a layer and micro-batch: 4 all-reduces of sbh.
 
-    Source: 1909.08053, figure 4.
-
-    A ring all-reduce is a reduce-scatter and an all-gather, 2·(t-1)/t of the tensor, so SP has the same volume
-    (2205.05198, section 4.2.2). SP adds the all-gather of the two saved input shards in backward. `full` recomputation
-    adds the forward's volume once more.
+    Source: 1909.08053, figure 4. A ring all-reduce is a reduce-scatter and an all-gather, each of which sends (t-1)/t
+    of the tensor, so SP has the same volume (2205.05198, section 4.2.2). SP also all-gathers the two saved input shards
+    in backward. `full` recomputation runs the forward's collectives once more.
     """
-    ring = layer.sbh * (layer.t - 1) / layer.t
-    forward, regathers = 4, 2 if layer.sequence else 0  # in halves of an all-reduce
-    return ring * (2 * forward + regathers + (forward if mode == "full" else 0))
+    all_reduces, gathers = (6 if mode == "full" else 4), (2 if layer.sequence else 0)
+    return layer.sbh * (layer.t - 1) / layer.t * (2 * all_reduces + gathers)

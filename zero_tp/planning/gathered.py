@@ -4,7 +4,7 @@ This simulates `PartitionedParameterCoordinator` (deepspeed/runtime/zero/partiti
 second step on DeepSpeed knows the order of modules. Before a module runs, it gathers the module's parameters and
 prefetches those of the next modules, up to the prefetch bucket. After the module it frees parameters, unless they are
 used again within `max_reuse_distance` elements. Recomputation runs a layer's modules once more before their backward,
-so the whole layer may be gathered at once. Parameters up to the persistence threshold are never partitioned, and
+so the whole layer may be gathered at once. Parameters up to the persistence threshold are never partitioned and are
 not counted here.
 """
 
@@ -32,20 +32,18 @@ def most_gathered(
     """Return the most gathered elements, by ("forward" or "backward", the layer's number).
 
     Args:
-        modules: elements of each parameter of each module, in forward's order. Tied embeddings appear in the first and
-            in the last module.
-        layers: for each module the layer's number, -1 before the first layer and L after the last.
-        tied: the last module's weight is the first module's.
+        modules, layers, tied: see `RankParameters`.
         recomputed: numbers of the layers whose modules run again in backward; hashable.
+        threshold, prefetch_bucket, max_live, max_reuse: DeepSpeed's limits, in elements.
     """
     sizes = {(number, position): size for number, own in enumerate(modules) for position, size in enumerate(own)}
     partitioned = _partitioned(modules, threshold, tied)
     order = _execution_order(layers, recomputed)
     numel_before = list(accumulate((sum(modules[number]) for number in order), initial=0))
-    queue = [(step, name) for step, module in enumerate(order) for name in partitioned[module]][::-1]
+    queue = [(step, parameter) for step, module in enumerate(order) for parameter in partitioned[module]][::-1]
     uses: dict[ParameterId, list[int]] = {}
-    for step, name in reversed(queue):
-        uses.setdefault(name, []).append(step)
+    for step, parameter in reversed(queue):
+        uses.setdefault(parameter, []).append(step)
     gathered, prefetched_for, most = set[ParameterId](), dict[ParameterId, int](), dict[tuple[str, int], float]()
     # Each prefetch of several parameters has a buffer: (its parameters, those not used yet). The first use copies all
     # parameters out of the buffer; it is freed when all have been used.
@@ -58,26 +56,27 @@ def most_gathered(
 
         while queue and queue[-1][0] <= step:
             queue.pop()
-        live, prefetched, size = sum(sizes[name] for name in gathered), list[ParameterId](), 0
+        live, prefetched, size = sum(map(sizes.__getitem__, gathered)), list[ParameterId](), 0
         while queue and size < min(max_live - live, prefetch_bucket):
-            next_use, name = queue.pop()
-            prefetched_for[name] = next_use
-            if name not in gathered:
-                gathered.add(name)
-                prefetched.append(name)
-                size += sizes[name]
-        if len(prefetched) > 1:  # a single one is gathered without a buffer
+            next_use, parameter = queue.pop()
+            prefetched_for[parameter] = next_use
+            if parameter not in gathered:
+                gathered.add(parameter)
+                prefetched.append(parameter)
+                size += sizes[parameter]
+        if len(prefetched) > 1:  # a single parameter is gathered without a buffer
             buffers.append((prefetched, set(prefetched)))
-        copied = sum(sizes[name] for filled, unused in buffers if len(unused) < len(filled) for name in filled)
-        # After the layers only the last module counts, the output layer. The final norm and others there are small.
+        copied = sum(sizes[each] for contents, unused in buffers if len(unused) < len(contents) for each in contents)
+        # Of the modules after the layers only the last one counts, the output layer: the final norm is small.
         if layers[module] != layers[-1] or module == len(modules) - 1:
             key = "forward" if step < len(modules) else "backward", layers[module]
             most[key] = max(most.get(key, 0.0), float(live + size + copied))
 
-        for name in partitioned[module]:
-            is_reused = any(use > step and numel_before[use] - numel_before[step + 1] < max_reuse for use in uses[name])
-            if not is_reused and prefetched_for.get(name, -1) <= step:
-                gathered.discard(name)
+        for parameter in partitioned[module]:
+            distances = (numel_before[use] - numel_before[step + 1] for use in uses[parameter] if use > step)
+            is_reused = any(distance < max_reuse for distance in distances)
+            if not is_reused and prefetched_for.get(parameter, -1) <= step:
+                gathered.discard(parameter)
     return most
 
 

@@ -18,7 +18,7 @@ from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.plan_settings import Workload, ZeroSettings, workload_of
 from zero_tp.planning.tracking import MemorySample
-from zero_tp.planning.zero import Parameters, StateBytes, ZeroMemory
+from zero_tp.planning.zero import RankParameters, StateBytes, ZeroMemory
 from zero_tp.topology import Topology
 
 STATE_CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers")
@@ -26,16 +26,16 @@ CATEGORIES = (*STATE_CATEGORIES, "activations", "transients")
 
 
 class ModelSize(NamedTuple):
-    """A model's spec, the parameters of TP rank 0, and the number of parameters of all ranks (`whole`)."""
+    """A model's spec, the parameters of TP rank 0, and the number of parameters of the whole model."""
 
     spec: TransformerSpec
-    parameters: Parameters
-    whole: int
+    parameters: RankParameters
+    num_parameters: int
 
     @property
-    def active(self) -> int:
-        """Return the active parameters per token: without the experts that it does not use."""
-        return self.whole - self.spec.idle_parameters
+    def active_parameters(self) -> int:
+        """Return the number of parameters that compute one token: without the experts that it does not choose."""
+        return self.num_parameters - self.spec.idle_parameters
 
 
 def model_size(config: PretrainedConfig, tensor: int, sequence: bool) -> ModelSize:
@@ -53,9 +53,10 @@ def model_size(config: PretrainedConfig, tensor: int, sequence: bool) -> ModelSi
             parts = name.split(".")
             is_after_layers = parts[0] != "transformer" or "final_norm" in parts
             layers.append(int(parts[2]) if "layers" in parts else spec.layers if is_after_layers else -1)
-    whole = sum(math.prod(shape) for _, shape in sizes)
-    tied = bool(config.tie_word_embeddings) and modules[-1] == modules[0]  # an encoder's last module is another head
-    return ModelSize(spec, Parameters(matrices, vectors, tuple(modules), tuple(layers), tied), whole)
+    num_parameters = sum(math.prod(shape) for _, shape in sizes)
+    # The last module of an encoder is not its tied output layer.
+    tied = bool(config.tie_word_embeddings) and modules[-1] == modules[0]
+    return ModelSize(spec, RankParameters(matrices, vectors, tuple(modules), tuple(layers), tied), num_parameters)
 
 
 def run_model_size(config: RunConfig) -> ModelSize:
@@ -66,13 +67,13 @@ def run_model_size(config: RunConfig) -> ModelSize:
 
 @dataclass(frozen=True)
 class Point:
-    """The bytes at one moment of a step, with model states.
+    """All bytes at one moment of a step: those of a `MemorySample` and the model states.
 
     Attributes:
         phase: "forward", "backward", "reduce" or "step".
         position: on a time axis: forward from 0 to 1, backward from 1 to 2, the rest from 2 to 3.
-        bytes: by category of CATEGORIES.
-        host: in host memory.
+        bytes: on the device, by category of CATEGORIES.
+        host: bytes in host memory.
     """
 
     phase: str
@@ -109,13 +110,13 @@ class RankMemory:
         backward = len(self.samples) - forward
         for number, sample in enumerate(self.samples):
             position = number / forward if number < forward else 1 + (number - forward) / backward
-            states = zero.during(sample.phase, sample.gradients, sample.layer, sample.transients)
+            states = zero.in_micro_batch(sample.phase, sample.gradients, sample.layer, sample.transients)
             points.append(self._point(sample.phase, position, states, sample.activations, sample.transients))
         return [
             *points,
-            self._point("reduce", 2.0, zero.end_of_backward()),
-            self._point("step", 2.25, zero.converting()),
-            self._point("step", 2.5, zero.updating()),
+            self._point("reduce", 2.0, zero.in_last_reduction()),
+            self._point("step", 2.25, zero.in_grad_conversion()),
+            self._point("step", 2.5, zero.in_update()),
             self._point("step", 3.0, zero.states),
         ]
 
@@ -127,7 +128,7 @@ class RankMemory:
     @cached_property
     def host(self) -> float:
         """Return the most bytes of one rank in host memory."""
-        return max(self.zero.states.host, self.zero.updating().host) + self.activation_checkpoint_bytes[1]
+        return max(self.zero.states.host, self.zero.in_update().host) + self.activation_checkpoint_bytes[1]
 
     def _point(
         self, phase: str, position: float, states: StateBytes, activations: float = 0.0, transients: float = 0.0
@@ -143,12 +144,12 @@ def rank_memory(config: RunConfig, *, cpu: bool, varlen: bool = True, model: Mod
     Args:
         config: loaded with a world size.
         cpu: the ranks run on CPUs, else on accelerators.
-        varlen: the accelerators run `varlen_attn`.
+        varlen: the accelerators support `varlen_attn`.
         model: `run_model_size(config)`, if the caller has it.
     """
     model, workload = model or run_model_size(config), workload_of(config, cpu=cpu, varlen=varlen)
-    rerun_layers = workload.rerun_layers(model.spec.layers)
-    zero = ZeroMemory(model.parameters, ZeroSettings.of(config, cpu=cpu), rerun_layers)
+    recomputed = workload.fully_recomputed_layers(model.spec.layers)
+    zero = ZeroMemory(model.parameters, ZeroSettings.of(config, cpu=cpu), recomputed)
     checkpoint_bytes = workload.activation_checkpoint_bytes(model.spec.hidden, model.spec.layers)
     return RankMemory(zero, dry_run(config.hf_config(), workload), checkpoint_bytes)
 
@@ -157,12 +158,8 @@ def rank_memory(config: RunConfig, *, cpu: bool, varlen: bool = True, model: Mod
 
 
 @dataclass(frozen=True)
-class PaperView:
-    """The memory of one rank by the papers' formulas [bytes].
-
-    Attributes:
-        stage, data: ZeRO's stage and N_d.
-    """
+class PaperMemory:
+    """The memory of one rank by the papers' formulas [bytes], at a ZeRO stage and with N_d = `data`."""
 
     model: ModelSize
     workload: Workload
@@ -172,7 +169,7 @@ class PaperView:
     @property
     def parameters(self) -> float:
         """Return Ψ/t: the parameters of this rank before ZeRO partitions them."""
-        return self.model.whole / self.workload.tensor
+        return self.model.num_parameters / self.workload.tensor
 
     @property
     def layer(self) -> formulas.Layer:
@@ -190,8 +187,8 @@ class PaperView:
             return formulas.saved_full(layer, partitioned=self.workload.partitioned)
         return formulas.saved_selective(layer, core, policy.chosen_modules)
 
-    def layers_bytes(self) -> float:
-        """Return the activations that all layers keep, of the micro-batch with the most."""
+    def all_layers_bytes(self) -> float:
+        """Return the activations that all layers keep, in the micro-batch that keeps the most."""
         layers, policy = self.model.spec.layers, self.workload.policy
         recomputed = 0 if policy.keep_micro_batches else len(policy.recomputed_layers(layers))
         saved = (layers - recomputed) * self.layer_bytes(recomputes=False)
@@ -200,13 +197,13 @@ class PaperView:
     def outside_bytes(self) -> float:
         """Return the activations that are kept outside the layers."""
         spec = self.model.spec
-        vocabulary = self.workload.labelled * spec.vocabulary
+        vocabulary = self.workload.label_fraction * spec.vocabulary
         return formulas.saved_outside_layers(self.layer, vocabulary, dropout=spec.dropouts.embedding > 0)
 
     def bytes(self) -> dict[str, float]:
         """Return the bytes by category: parameters, gradients, optimizer, activations, those outside the layers."""
         return {
             **formulas.model_states(self.parameters, self.stage, self.data, self.workload.element),
-            "activations": self.layers_bytes(),
+            "activations": self.all_layers_bytes(),
             "outside layers": self.outside_bytes(),
         }

@@ -31,14 +31,14 @@ def write_page(plan: Plan, path: Path, advice: Sequence[str] = (), fastest: Esti
     """Write a plan as a page with a picture.
 
     Args:
-        advice: lines about other settings, from `report.advice`.
+        advice: lines about other settings, from `report.search_lines`.
         fastest: a search's fastest candidate, drawn next to the present settings.
 
     Returns:
         The written files: the page, and the picture as PNG.
     """
     shown = {"the present settings": plan} | ({"the fastest settings": fastest} if fastest else {})
-    figure = memory_over_time({title: (one.memory.points, one.usable) for title, one in shown.items()})
+    figure = memory_over_time({title: (estimate.memory.points, estimate.usable) for title, estimate in shown.items()})
     text = "\n".join([report.describe(plan), *advice])
     parts = [
         f'<p class="{"good" if plan.fits else "bad"}">{html.escape(report.verdict(plan))}</p>',

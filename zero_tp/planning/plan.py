@@ -13,7 +13,7 @@ from zero_tp.devices import Device
 from zero_tp.models.flops import model_flops, utilisation
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
-from zero_tp.planning.memory import ModelSize, PaperView, Point, RankMemory, rank_memory, run_model_size
+from zero_tp.planning.memory import ModelSize, PaperMemory, Point, RankMemory, rank_memory, run_model_size
 from zero_tp.planning.plan_settings import Workload, ZeroSettings, workload_of
 from zero_tp.planning.rates import matrix_flops
 from zero_tp.planning.timing import StepTime, Timing
@@ -23,7 +23,7 @@ HOUR, DAY = 3600, 86400  # seconds
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory [bytes] and time that a run needs on one kind of device, with its own or other settings."""
+    """The memory [bytes] and time of a run on one kind of device, with the config's settings or a search's."""
 
     device: Device
     model: ModelSize
@@ -70,7 +70,7 @@ class Estimate:
 
     @property
     def usable(self) -> float:
-        """Return the most bytes of tensors that fit on the device with all margins."""
+        """Return the largest peak [bytes of tensors] that fits on the device with all margins."""
         limit = (self.device.memory_gib * GIB - self.reserved) / (1 + self.device.fragmentation)
         return limit - (self.tensor_bytes - self.peak.total)
 
@@ -148,8 +148,8 @@ class Plan(Estimate):
         return self.time.total * self.run_tokens / self.step_tokens
 
     @property
-    def paper(self) -> PaperView:
-        return PaperView(self.model, self.workload, self.config.zero_stage, self.config.data_parallel)
+    def paper(self) -> PaperMemory:
+        return PaperMemory(self.model, self.workload, self.config.zero_stage, self.config.data_parallel)
 
     @property
     def step_tokens(self) -> int:
@@ -169,38 +169,36 @@ class Plan(Estimate):
 
     def elements_sent(self) -> dict[str, float]:
         """Return the elements that one rank sends in a step over TP and over DP, by the papers' formulas."""
-        config, paper = self.config, self.paper
-        layer = formulas.tensor_volume(paper.layer, self.workload.policy.mode)
-        return {
-            "tensor": config.accumulation * self.model.spec.layers * layer,
-            "data": formulas.zero_volume(
-                paper.parameters, config.zero_stage, config.data_parallel, config.accumulation
-            ),
-        }
+        config, paper, policy, layers = self.config, self.paper, self.workload.policy, self.model.spec.layers
+        recomputed = policy.mean_recomputed_layers(layers, config.accumulation)
+        tensor = recomputed * formulas.tensor_volume(paper.layer, policy.mode)
+        tensor += (layers - recomputed) * formulas.tensor_volume(paper.layer)
+        data = formulas.zero_volume(paper.parameters, config.zero_stage, config.data_parallel, config.accumulation)
+        return {"tensor": config.accumulation * tensor, "data": data}
 
     def dry_run_all_layers(self) -> tuple[Point, float]:
         """Return the peak of a dry run that executes every layer, and the seconds that it took."""
         start = time.perf_counter()
-        samples = dry_run(self.config.hf_config(), self.workload, whole=True)
+        samples = dry_run(self.config.hf_config(), self.workload, all_layers=True)
         return replace(self.memory, samples=samples).peak, time.perf_counter() - start
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, with units in the names."""
-        config, parallel = self.config, self.config.zero_tp.parallel
+        config, workload = self.config, self.workload
         return {
             "config": str(config.path),
             "model": {
                 "model_type": config.hf_config().model_type,
-                "parameters": self.model.whole,
-                "active_parameters": self.model.active,
+                "parameters": self.model.num_parameters,
+                "active_parameters": self.model.active_parameters,
                 "parameters_of_rank": self.model.parameters.total,
             },
             "device": self.device.model_dump(),
             "ranks": self.ranks,
-            "parallel": {"tensor": parallel.tensor, "data": config.data_parallel, "sequence": parallel.sequence},
+            "parallel": {"tensor": workload.tensor, "data": config.data_parallel, "sequence": workload.sequence},
             "zero_stage": config.zero_stage,
             "dtype": config.dtype,
-            "recompute": self.workload.recompute,
+            "recompute": workload.recompute,
             "batch": {
                 "global": config.global_batch,
                 "micro": config.micro_batch,

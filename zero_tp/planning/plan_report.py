@@ -26,17 +26,17 @@ PHASES = {"forward": "forward", "backward": "backward", "reduce": "the end of ba
 
 def describe(plan: Plan) -> str:
     """Return the whole plan as text."""
-    return "\n".join([*heading(plan), "", *memory(plan), "", *time(plan)])
+    return "\n".join([*heading_lines(plan), "", *memory_lines(plan), "", *time_lines(plan)])
 
 
-def heading(plan: Plan) -> list[str]:
+def heading_lines(plan: Plan) -> list[str]:
     config, block = plan.config, plan.config.zero_tp
-    model, parameters = config.hf_config(), plan.model.whole
+    model, parameters = config.hf_config(), plan.model.num_parameters
     sizes = f"TP {block.parallel.tensor} × DP {config.data_parallel}"
     sequence = ", SP" if plan.workload.sequence else ""
     active, experts = "", plan.model.spec.experts
     if experts is not None:
-        active = f" ({plan.model.active:,} active: {experts.per_token} of {experts.count} experts)"
+        active = f" ({plan.model.active_parameters:,} active: {experts.per_token} of {experts.count} experts)"
     return [
         f"{model.model_type}, {parameters:,} parameters{active}, {plan.model.parameters.total:,} a TP rank",
         *(["assumed: every expert of a layer gets as many tokens as any other"] if experts is not None else []),
@@ -49,7 +49,7 @@ def heading(plan: Plan) -> list[str]:
     ]
 
 
-def memory(plan: Plan) -> list[str]:
+def memory_lines(plan: Plan) -> list[str]:
     paper, peak, device = plan.paper.bytes(), plan.peak, plan.device
     paper["activations"] += paper.pop("outside layers")
     name, unit = ("GiB", GIB) if sum(paper.values()) >= GIB else ("MiB", MIB)
@@ -61,7 +61,7 @@ def memory(plan: Plan) -> list[str]:
     if device.is_cpu and peak.host:
         lines.append(f"  {'offloaded':26}{'':10}{peak.host / unit:12.2f}")
     lines.append(f"  {'total':26}{sum(paper.values()) / unit:10.2f}{plan.tensor_bytes / unit:12.2f}")
-    hint = " (--search tries other settings)" if plan.spare < 0 else ""
+    hint = "" if plan.fits else " (--search tries other settings)"
     plural = "" if plan.communicators == 1 else "s"
     lines.append(
         f"  the peak is in {PHASES[peak.phase]}: {in_gib(plan.tensor_bytes)} GiB of tensors + "
@@ -92,7 +92,7 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return ("s", 1.0) if seconds >= 0.1 else ("ms", 1e3)
 
 
-def time(plan: Plan) -> list[str]:
+def time_lines(plan: Plan) -> list[str]:
     total = plan.time.total
     unit, factor = time_unit(total)
     lines = [f"time of one step, an estimate [{unit}]"]
@@ -105,7 +105,7 @@ def time(plan: Plan) -> list[str]:
         f"  {'total':26}{factor * total:10.3f}   {speed:,.0f} tokens/s, {speed / plan.ranks:,.0f} a device{mfu}"
     )
     units = (("days", DAY), ("hours", HOUR), ("minutes", 60), ("seconds", 1))
-    unit, size = next((one for one in units if plan.run_seconds >= one[1]), units[-1])
+    unit, size = next(((name, size) for name, size in units if plan.run_seconds >= size), units[-1])
     device_hours = plan.run_seconds * plan.ranks / HOUR
     tokens = tqdm.format_sizeof(plan.run_tokens).replace("G", "B")
     lines.append(
@@ -117,8 +117,8 @@ def time(plan: Plan) -> list[str]:
     return [*lines, f"  a layer, one micro-batch: forward {layer['forward']}, backward {layer['backward']}{recompute}"]
 
 
-def dry_run(planned: Point, measured: Point, seconds: float) -> list[str]:
-    """Return lines that compare the plan's peak with a dry run of all layers."""
+def dry_run_lines(planned: Point, measured: Point, seconds: float) -> list[str]:
+    """Compare the plan's peak with that of a dry run of all layers."""
     return [
         "",
         f"dry run of one micro-batch with all layers: {seconds:.1f} s, model states by formula; "
@@ -126,7 +126,7 @@ def dry_run(planned: Point, measured: Point, seconds: float) -> list[str]:
     ]
 
 
-def advice(search: Search, shown: Sequence[Estimate], plan: Plan) -> list[str]:
+def search_lines(search: Search, shown: Sequence[Estimate], plan: Plan) -> list[str]:
     """Return the table of the fastest candidates, and a comparison with the present settings."""
     unit, factor = time_unit(shown[0].time.total)
     lines = [

@@ -30,8 +30,8 @@ class Workload:
         cpu: the ranks run on CPUs, else on accelerators.
         checkpointing: DeepSpeed's `activation_checkpointing` block.
         documents: attention stays inside a document (`data.document_attention` "reset").
-        labelled: share of the tokens that have labels.
-        varlen: the accelerators run `varlen_attn`, so that documents and windows need no mask.
+        label_fraction: share of the tokens that have labels.
+        varlen: the accelerators support `varlen_attn`, so documents and windows need no mask.
     """
 
     length: int
@@ -43,13 +43,13 @@ class Workload:
     policy: RecomputePolicy = field(default_factory=lambda: RecomputePolicy(mode="none"))
     checkpointing: Mapping[str, Any] = field(default_factory=dict)
     documents: bool = False
-    labelled: float = 1.0
+    label_fraction: float = 1.0
     varlen: bool = True
 
     @property
     def labels(self) -> int:
         """Return the largest number of labels of a micro-batch."""
-        return math.ceil(self.labelled * self.length) * self.batch
+        return math.ceil(self.label_fraction * self.length) * self.batch
 
     @property
     def element(self) -> int:
@@ -71,25 +71,25 @@ class Workload:
         recomputed = len(self.policy.recomputed_layers(layers))
         slots = self.checkpointing.get("number_checkpoints") or recomputed
         parts = self.tensor if self.sequence or self.partitioned else 1
-        one = self.element * math.ceil(self.length * self.batch * hidden / parts)
+        size = self.element * math.ceil(self.length * self.batch * hidden / parts)
         if not self.checkpointing.get("contiguous_memory_optimization"):
-            return 0.0, float(recomputed * page_locked(one)) if self.offloads_checkpoints else 0.0
-        return (0.0, float(page_locked(slots * one))) if self.offloads_checkpoints else (float(slots * one), 0.0)
+            return 0.0, float(recomputed * page_locked(size)) if self.offloads_checkpoints else 0.0
+        return (0.0, float(page_locked(slots * size))) if self.offloads_checkpoints else (float(slots * size), 0.0)
 
-    def rerun_layers(self, layers: int) -> range:
-        """Return the numbers of the layers that backward runs again as a whole."""
+    def fully_recomputed_layers(self, layers: int) -> range:
+        """Return the numbers of the layers that backward recomputes as a whole."""
         return self.policy.recomputed_layers(layers) if self.policy.mode == "full" else range(0)
 
     @property
     def recompute(self) -> str | dict[str, Any]:
-        """Return the policy as a value of `zero_tp.recompute`: the mode, or an object if more than it is chosen."""
-        chosen = self.policy.model_dump(exclude_defaults=True)
-        return chosen if len(chosen) > 1 else self.policy.mode
+        """Return the policy as a value of `zero_tp.recompute`: the mode, or an object if it has other fields too."""
+        fields = self.policy.model_dump(exclude_defaults=True)
+        return fields if len(fields) > 1 else self.policy.mode
 
     def describe_recompute(self) -> str:
         """Return the policy in words: `recompute full, layers 6`."""
-        chosen = self.policy.model_dump(exclude_defaults=True, exclude={"mode"})
-        parts = [f"{name} {'+'.join(value) if name == 'modules' else value}" for name, value in chosen.items()]
+        fields = self.policy.model_dump(exclude_defaults=True, exclude={"mode"})
+        parts = [f"{name} {'+'.join(value) if name == 'modules' else value}" for name, value in fields.items()]
         return ", ".join([f"recompute {self.policy.mode}", *parts]).replace("_", " ")
 
 
@@ -106,7 +106,7 @@ def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workloa
         policy=block.recompute_policy,
         checkpointing=config.typed.values.get("activation_checkpointing", {}),
         documents=block.data.document_attention == "reset" and block.masked is None,
-        labelled=config.label_fraction,
+        label_fraction=config.label_fraction,
         varlen=varlen,
     )
 
@@ -122,11 +122,12 @@ class ZeroSettings:
         stage, data: ZeRO's stage, and N_d.
         cpu: the device is the CPU, and its memory is the host's.
         accumulation: micro-batches of a step.
-        accumulated, reduced: bytes of an element of accumulated gradients, and of gradients that are sent over DP.
+        grad_accum_element: bytes of an element of accumulated gradients (`grad_accum_dtype`).
+        communication_element: bytes of an element of gradients sent over DP (`communication_data_type`).
         moments: bytes of the optimizer's states for one parameter, without the fp32 master.
         torch_optimizer: the optimizer is an unfused class of torch whose update allocates temporaries.
-        clips: gradients are clipped.
-        copies: DeepSpeed copies gradients (contiguous, or accumulated in another dtype); see `copies_gradients`.
+        clips_gradients: see `gradient_clipping`.
+        copies_gradients: see `zero_tp.config.resolve.copies_gradients`.
         overlap: `overlap_comm`.
         requests_owner_reduction: the config asks for reductions to the gradients' owners; see `reduces_to_owners`.
         pins_optimizer: the offloaded optimizer's buffers are page-locked; those of offloaded parameters always are.
@@ -138,12 +139,12 @@ class ZeroSettings:
     dtype: str
     cpu: bool
     accumulation: int
-    accumulated: int
-    reduced: int
+    grad_accum_element: int
+    communication_element: int
     moments: int
     torch_optimizer: bool
-    clips: bool
-    copies: bool
+    clips_gradients: bool
+    copies_gradients: bool
     overlap: bool
     requests_owner_reduction: bool
     offload_optimizer: bool
@@ -168,12 +169,12 @@ class ZeroSettings:
             dtype=config.dtype,
             cpu=cpu,
             accumulation=config.accumulation,
-            accumulated=ELEMENT_BYTES[typed["data_types.grad_accum_dtype"] or config.dtype],
-            reduced=ELEMENT_BYTES[typed["communication_data_type"] or config.dtype],
+            grad_accum_element=ELEMENT_BYTES[typed["data_types.grad_accum_dtype"] or config.dtype],
+            communication_element=ELEMENT_BYTES[typed["communication_data_type"] or config.dtype],
             moments=_moment_bytes(optimizer, params),
             torch_optimizer=_allocates_temporaries(optimizer, params),
-            clips=typed["gradient_clipping"] > 0,
-            copies=copies_gradients(typed.values),
+            clips_gradients=typed["gradient_clipping"] > 0,
+            copies_gradients=copies_gradients(typed.values),
             overlap=zero["overlap_comm"],
             requests_owner_reduction=not zero["use_multi_rank_bucket_allreduce"] and zero["reduce_scatter"],
             offload_optimizer=typed.offloads("offload_optimizer"),
@@ -195,12 +196,12 @@ class ZeroSettings:
     @property
     def single_replica(self) -> bool:
         """Return whether gradients stay in `parameter.grad`; see `zero_tp.zero.stages.keeps_gradients_in_place`."""
-        return self.stage in (1, 2) and self.data == 1 and not self.offload_optimizer and not self.copies
+        return self.stage in (1, 2) and self.data == 1 and not self.offload_optimizer and not self.copies_gradients
 
     @property
     def accumulates_wider(self) -> bool:
         """Return whether gradients are accumulated in a wider dtype than the run's."""
-        return self.accumulated > self.element
+        return self.grad_accum_element > self.element
 
     @property
     def separate_fp32_grads(self) -> bool:
@@ -208,7 +209,7 @@ class ZeroSettings:
         return self.stage == 1 and self.dtype == "bf16" and self.accumulates_wider and not self.offload_optimizer
 
     @property
-    def in_buckets(self) -> bool:
+    def reduces_in_buckets(self) -> bool:
         """Return whether gradients are reduced in buckets of `reduce_bucket_size`, which may overlap with backward."""
         return self.stage > 0 and not self.separate_fp32_grads
 
@@ -218,23 +219,23 @@ class ZeroSettings:
 
         By default DeepSpeed all-reduces, which sends twice as much. Its BF16_Optimizer always all-reduces.
         """
-        return self.requests_owner_reduction and self.stage in (1, 2) and self.in_buckets and self.data > 1
+        return self.requests_owner_reduction and self.stage in (1, 2) and self.reduces_in_buckets and self.data > 1
 
     @property
     def volumes(self) -> tuple[int, int]:
-        """Return (gathers, reductions) that a rank sends in a step, in units of Ψ(N_d-1)/N_d elements.
+        """Return what a rank sends in a step for (gathers, reductions), in units of Ψ(N_d-1)/N_d elements.
 
         An all-reduce counts twice. ZeRO-1 has (1, 2), and (1, 1) with `reduces_to_owners` (1910.02054, section 7.1).
         """
-        micro = self.accumulation
         if self.stage == 3:
-            return 2 * micro, micro
-        return min(self.stage, 1), (1 if self.reduces_to_owners else 2) * (micro if self.stage == 2 else 1)
+            return 2 * self.accumulation, self.accumulation
+        reductions = self.accumulation if self.stage == 2 else 1
+        return min(self.stage, 1), (1 if self.reduces_to_owners else 2) * reductions
 
     def with_stage(self, stage: int, **changes: Any) -> ZeroSettings:
         """Return these settings at another stage, and with other changes.
 
-        A change to or from stage 3 sets the default of `overlap_comm` at the new stage.
+        A change to or from stage 3 sets `overlap_comm` to its default at the new stage.
         """
         overlap = stage == 3 if stage != self.stage and 3 in (stage, self.stage) else self.overlap
         return replace(self, stage=stage, overlap=overlap, **changes)

@@ -14,8 +14,8 @@ from zero_tp.errors import UserError
 TILE = (256, 128)
 """Rows and columns of the result that one multiprocessor makes at once: cuBLAS's most efficient tile (NVIDIA, Matrix
 Multiplication Background User's Guide, section 2.3)."""
-START, NEAR_HOP, FAR_HOP = 8.4e-6, 3.4e-6, 14e-6
-"""Seconds of a ring before its first byte, for each hop over NVLink, and for each over a network (NCCL 2.18,
+BASE_LATENCY, NEAR_HOP, FAR_HOP = 8.4e-6, 3.4e-6, 14e-6
+"""Seconds before a ring sends its first byte, of a hop over NVLink, and of a hop over a network (NCCL 2.18,
 src/graph/tuning.cc: `baseLat` and `hwLat` of Ring/Simple)."""
 
 
@@ -74,13 +74,14 @@ class Rates:
     def collective_seconds(self, size: float, ranks: int, stride: int = 1, calls: float = 1) -> float:
         """Return the seconds of a ring all-gather or reduce-scatter.
 
-        A ring over several nodes enters and leaves each node once, however many of its ranks are there. There are
-        `stride` such groups. Their rings run at the same time and share the node's links.
+        A ring over several nodes enters and leaves each node once, however many of its ranks are there. A stride of n
+        means n groups of the same kind, such as the DP groups under TP n. Their rings run at the same time and share
+        the node's links.
 
         Args:
             size: bytes of the whole tensor.
-            stride: between neighbours of the group, in ranks; a node has consecutive ranks.
-            calls: number of collectives, one after another, that the tensor is split into.
+            stride: distance of neighbours in the group, in ranks; a node has consecutive ranks.
+            calls: the tensor is split into so many collectives, one after another.
         """
         if ranks == 1:
             return 0.0
@@ -92,9 +93,9 @@ class Rates:
         if nodes > 1:
             speed = min(speed, device.inter_gbps * device.inter_share * device.per_node / rings)
         far_hops = nodes - 1
-        latency = START + far_hops * FAR_HOP + (ranks - 1 - far_hops) * NEAR_HOP
+        latency = BASE_LATENCY + far_hops * FAR_HOP + (ranks - 1 - far_hops) * NEAR_HOP
         return calls * latency + size * (ranks - 1) / ranks / (speed * 1e9)
 
     def slowdown(self, seconds: float) -> float:
-        """Return the seconds that products lose while a collective of so many seconds uses multiprocessors, too."""
+        """Return the seconds that products lose to a concurrent collective of so many seconds, which uses SMs too."""
         return seconds * self.device.channels / self.device.units

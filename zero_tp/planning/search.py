@@ -24,7 +24,7 @@ from zero_tp.devices import Device
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.parallel.loss import accumulates_in_fp32, block_positions
 from zero_tp.planning.dryrun import dry_run
-from zero_tp.planning.memory import ModelSize, PaperView, RankMemory, model_size
+from zero_tp.planning.memory import ModelSize, PaperMemory, RankMemory, model_size
 from zero_tp.planning.plan import Estimate
 from zero_tp.planning.plan_settings import Workload, ZeroSettings, workload_of
 from zero_tp.planning.tracking import MemorySample
@@ -57,8 +57,8 @@ class Search:
                 f"--search: no tensor size splits {self.ranks} ranks, the model and a global batch of "
                 f"{config.global_batch}; change one of them"
             )
-        self.ranked.sort(key=lambda one: (max(0.0, one.shortage), one.time.total, one.needed))
-        self.fitting = sum(one.fits for one in self.ranked)
+        self.ranked.sort(key=lambda each: (max(0.0, each.shortage), each.time.total, each.needed))
+        self.fitting = sum(each.fits for each in self.ranked)
 
     def fastest(self, overrides: Sequence[str], top: int) -> tuple[list[Estimate], dict[str, Any]]:
         """Return the fastest `top` candidates that fit in a dry run and load as a config, and the first one's config.
@@ -91,7 +91,7 @@ class Search:
         raise UserError(self._describe_nearest(too_large))
 
     def _describe_nearest(self, too_large: Sequence[Estimate]) -> str:
-        device, nearest = self.device, min(too_large, key=lambda one: one.shortage)
+        device, nearest = self.device, min(too_large, key=lambda each: each.shortage)
         largest = sorted(nearest.peak.bytes.items(), key=lambda item: -item[1])[:3]
         listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
         return (
@@ -138,7 +138,7 @@ class Search:
                     policy=policy,
                     checkpointing=run_workload.checkpointing if policy.mode == "full" else {},
                 )
-                zero = ZeroMemory(model.parameters, settings, workload.rerun_layers(model.spec.layers))
+                zero = ZeroMemory(model.parameters, settings, workload.fully_recomputed_layers(model.spec.layers))
                 yield Estimate(device, model, workload, RankMemory(zero, _estimated_samples(model, workload, zero)))
 
     def _dry_run(self, estimate: Estimate) -> Estimate:
@@ -155,29 +155,30 @@ class Search:
 def _estimated_samples(model: ModelSize, workload: Workload, zero: ZeroMemory) -> list[MemorySample]:
     """Return a few samples by the papers' formulas: the end of forward, and three in backward.
 
-    They add what the formulas leave out: all activations of the layer that is recomputed, the gradient of the output
+    They add what the formulas leave out: all activations of the layer whose backward runs, the gradient of the output
     layer and a block of logits (as in parallel/loss.py), and gradients of the residual stream.
     """
-    paper, layers = PaperView(model, workload, zero.settings.stage, zero.settings.data), model.spec.layers
+    paper, layers = PaperMemory(model, workload, zero.settings.stage, zero.settings.data), model.spec.layers
     logits = 4.0 * workload.labels * model.spec.vocabulary / workload.tensor
-    saved = paper.layers_bytes() + paper.outside_bytes() - logits
-    recomputed = paper.layer_bytes(recomputes=False)
+    saved = paper.all_layers_bytes() + paper.outside_bytes() - logits
+    one_layer = paper.layer_bytes(recomputes=False)
     shard, dtype = -(-model.spec.vocabulary // workload.tensor), getattr(torch, DTYPES[workload.dtype])
     length, batch = (workload.length, workload.batch) if model.spec.causal else (workload.labels, 1)
     positions = block_positions(length, batch, shard, model.spec.hidden, dtype)
     gradient = (4 if accumulates_in_fp32(length, positions, dtype) else workload.element) * shard * model.spec.hidden
     block = workload.element * positions * batch * shard
     stream = 4 * workload.element * paper.layer.residual
+    # With ZeRO-3 the sample in the middle of backward is of the layer with the most gathered parameters.
     gathered = zero.gathered_by_layer if zero.settings.stage == 3 else {("backward", 0): 0.0}
-    _, largest_layer = max(gathered, key=lambda place: gathered[place])
+    _, middle = max(gathered, key=gathered.__getitem__)
     total = float(zero.parameters.total)
     return [
         MemorySample("forward", layers, saved + gradient, block, 0.0),
         MemorySample(
-            "backward", layers - 1, saved, recomputed + stream + workload.element * shard * model.spec.hidden, 0.0
+            "backward", layers - 1, saved, one_layer + stream + workload.element * shard * model.spec.hidden, 0.0
         ),
-        MemorySample("backward", min(max(largest_layer, 0), layers - 1), saved / 2, recomputed + stream, total / 2),
-        MemorySample("backward", 0, saved / layers, recomputed + stream, total),
+        MemorySample("backward", min(max(middle, 0), layers - 1), saved / 2, one_layer + stream, total / 2),
+        MemorySample("backward", 0, saved / layers, one_layer + stream, total),
     ]
 
 

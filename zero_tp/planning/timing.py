@@ -21,16 +21,16 @@ from zero_tp.planning.rates import Rates, matrix_flops
 from zero_tp.planning.zero import ALLREDUCE_BUCKET
 
 FLASH_SHARE = 0.6
-"""Of the matrix peak in fused attention: 50 to 73 % on an A100 (FlashAttention-2, arXiv 2307.08691, abstract)."""
+"""Share of the matrix peak that fused attention reaches: 50 to 73 % on an A100 (arXiv 2307.08691, abstract)."""
 HOST_MEMORY_GBPS = 200.0
-"""Of a whole node, for an optimizer on the host."""
+"""Bandwidth of a node's host memory, which an offloaded optimizer reads and writes."""
 
 
 class Seconds(NamedTuple):
-    """Seconds of matrix products, of operations bound by memory (`passes`), and of exposed TP collectives."""
+    """Seconds of matrix products, of operations bound by memory bandwidth, and of exposed TP collectives."""
 
     products: float = 0.0
-    passes: float = 0.0
+    memory_bound: float = 0.0
     collectives: float = 0.0
 
     @property
@@ -102,7 +102,7 @@ class StepTime:
 class Timing:
     """The estimate of one step's time.
 
-    Experts count as one MLP that is as wide as a token's experts together, and the copies that sort tokens by expert.
+    A token's experts count as one MLP with their total width. Copies sort the tokens by expert.
 
     Attributes:
         parameters: elements on one rank before ZeRO partitions them (Ψ/t).
@@ -125,20 +125,20 @@ class Timing:
     def layer_time(self) -> LayerTime:
         """Return the time of one layer and micro-batch, a mean over layers."""
         products = [*self._column_products(), *self._row_products()]
-        multiplied = sum(self.rates.product_seconds(self._tokens, outputs, inputs) for inputs, outputs in products)
+        outputs = sum(self.rates.product_seconds(self._tokens, columns, depth) for depth, columns in products)
         gradients = self._input_gradients(products) + self._weight_gradients(products)
         core_forward, core_backward = self._attention_core()
-        passes = self.passes()
-        read_forward, read_backward = (sum(sizes) / self.rates.memory for sizes in zip(*passes.values(), strict=True))
-        waits_forward, waits_backward, slowdown = self._tp_collectives()
-        forward = Seconds(multiplied + core_forward, read_forward, waits_forward)
-        backward = Seconds(gradients + core_backward + slowdown, read_backward, waits_backward)
+        traffic = self.memory_traffic()
+        bytes_forward, bytes_backward = (sum(sizes) for sizes in zip(*traffic.values(), strict=True))
+        tp_forward, tp_backward, slowdown = self._tp_collectives()
+        forward = Seconds(outputs + core_forward, bytes_forward / self.rates.memory, tp_forward)
+        backward = Seconds(gradients + core_backward + slowdown, bytes_backward / self.rates.memory, tp_backward)
         policy, recompute = self.workload.policy, Seconds()
         if policy.mode == "full":
             recompute = forward
         elif policy.mode == "selective":
             core = core_forward if "attention_core" in policy.chosen_modules else 0.0
-            recompute = Seconds(core, sum(passes[module][0] for module in policy.chosen_modules) / self.rates.memory)
+            recompute = Seconds(core, sum(traffic[module][0] for module in policy.chosen_modules) / self.rates.memory)
         return LayerTime(forward, backward, recompute)
 
     # ---- products ----------------------------------------------------------------------------------------------------
@@ -181,15 +181,15 @@ class Timing:
         forward = flops * (0.5 if spec.causal else 1.0) / rate
         return forward, 2.5 * forward
 
-    # ---- passes over memory ------------------------------------------------------------------------------------------
+    # ---- memory traffic ----------------------------------------------------------------------------------------------
 
     @property
     def _keys(self) -> float:
         """Return the elements of the keys that this rank computes: at least one head's."""
         return self._tokens * self.spec.head_size * max(1.0, self.spec.kv_heads / self.workload.tensor)
 
-    def passes(self) -> dict[str, Bytes]:
-        """Return the bytes by operation. Operations that can be recomputed have their names in `recompute.modules`.
+    def memory_traffic(self) -> dict[str, Bytes]:
+        """Return the bytes by operation, besides products. Those in `recompute.modules` have the same names there.
 
         A norm's backward reads its input and gradient twice, once for the weight's gradient.
         """
@@ -248,14 +248,14 @@ class Timing:
         micro, layers = self.zero.accumulation, self.spec.layers
         recomputed = self.workload.policy.mean_recomputed_layers(layers, micro)
         layer, head = self.layer_time(), self.head_time()
-        products, passes, waits = (layers * (one + two) for one, two in zip(layer.forward, layer.backward, strict=True))
+        of_layers = Seconds(*(layers * sum(both) for both in zip(layer.forward, layer.backward, strict=True)))
         backward = layers * layer.backward.total + recomputed * layer.recompute.total
         optimizer, host = self._optimizer()
         return StepTime(
-            products=micro * (products + head.products),
+            products=micro * (of_layers.products + head.products),
             recompute=micro * recomputed * layer.recompute.total,
-            elementwise=micro * (passes + self.accumulation_time() + head.passes),
-            tp_communication=micro * waits,
+            elementwise=micro * (of_layers.memory_bound + self.accumulation_time() + head.memory_bound),
+            tp_communication=micro * of_layers.collectives,
             dp_communication=self._dp_communication(layers * layer.forward.total + head.total, backward),
             optimizer=optimizer,
             host=host,
@@ -263,7 +263,7 @@ class Timing:
         )
 
     def head_time(self) -> Seconds:
-        """Return both passes of the output layer and of the loss, which reads or writes each logit six times."""
+        """Return forward and backward of the output layer and the loss, which reads or writes each logit six times."""
         workload, hidden, product = self.workload, self.spec.hidden, self.rates.product_seconds
         labels, width = workload.labels, head_products(self.spec) / hidden / workload.tensor
         products = product(labels, width, hidden) + product(labels, hidden, width) + product(hidden, width, labels)
@@ -275,10 +275,10 @@ class Timing:
         Accumulation in another dtype uses a buffer even for a single micro-batch; it is zeroed once a step.
         """
         zero, e = self.zero, self.workload.element
-        buffer = zero.accumulated != e
-        if zero.accumulation == 1 and not buffer:
+        has_buffer = zero.grad_accum_element != e
+        if zero.accumulation == 1 and not has_buffer:
             return 0.0
-        traffic = 2.0 * zero.accumulated + e + zero.accumulated * buffer / zero.accumulation
+        traffic = 2.0 * zero.grad_accum_element + e + zero.grad_accum_element * has_buffer / zero.accumulation
         return self.parameters * traffic / self.rates.memory
 
     def _dp_communication(self, forward: float, backward: float) -> float:
@@ -288,20 +288,18 @@ class Timing:
         `allreduce_and_copy`), so those never overlap.
         """
         zero, micro, e = self.zero, self.zero.accumulation, self.workload.element
-        gathers, reductions = zero.volumes
+        gathers, reductions, sent = *zero.volumes, zero.communication_element * self.parameters
         if zero.stage == 3:
             layers = self.spec.layers  # one gather and one reduction for each
             gather = self.rates.collective_seconds(e * self.parameters, zero.data, self.workload.tensor, layers)
-            reduce = self.rates.collective_seconds(
-                zero.reduced * self.parameters, zero.data, self.workload.tensor, layers
-            )
+            reduce = self.rates.collective_seconds(sent, zero.data, self.workload.tensor, layers)
             overlapped = micro * (forward + backward) if zero.overlap else 0.0
             return self._exposed(gathers * gather + reductions * reduce, overlapped)
-        bucket = zero.reduce_bucket if zero.in_buckets else ALLREDUCE_BUCKET
-        calls, sent = max(1, -(-self.parameters // bucket)), zero.reduced * self.parameters
+        bucket = zero.reduce_bucket if zero.reduces_in_buckets else ALLREDUCE_BUCKET
+        calls = max(1, -(-self.parameters // bucket))
         if zero.reduces_to_owners:
-            # Buckets are cut at the ends of owners' partitions. Every link of a chain carries all bytes (NCCL's
-            # tuning.cc: N steps).
+            # A partition's end also ends a bucket. NCCL reduces to one rank in a chain: each link carries the whole
+            # tensor (tuning.cc: N steps), instead of (N-1)/N of it in a ring.
             calls, sent = calls + zero.data - 1, sent * zero.data / (zero.data - 1)
         gather = self.rates.collective_seconds(e * self.parameters, zero.data, self.workload.tensor)
         reduce = self.rates.collective_seconds(sent, zero.data, self.workload.tensor, calls)
@@ -311,7 +309,7 @@ class Timing:
     @property
     def reduces_in_backward(self) -> bool:
         """Return whether stages 0 to 2 reduce gradients while backward runs."""
-        return self.zero.overlap and self.zero.in_buckets and not self.zero.reduces_to_owners
+        return self.zero.overlap and self.zero.reduces_in_buckets and not self.zero.reduces_to_owners
 
     def _exposed(self, communicating: float, computing: float) -> float:
         """Return the exposed seconds of communication that overlaps with computing, and the products' slowdown."""
@@ -327,8 +325,9 @@ class Timing:
         zero, e, memory = self.zero, self.workload.element, self.rates.memory
         part = self.parameters / (zero.data if zero.stage else 1)
         update = 2 * (4 + zero.moments) + 4 + (4 + e if e < 4 else 0)
-        conversion = zero.accumulated + 4 if zero.accumulated < 4 else 0
-        traffic = part * (update + conversion + (8 if zero.clips else 0)) + 4 * self.parameters
+        conversion = zero.grad_accum_element + 4 if zero.grad_accum_element < 4 else 0
+        clipping, norm = 8 if zero.clips_gradients else 0, 4 * self.parameters
+        traffic = part * (update + conversion + clipping) + norm
         host_link = self.device.host_gbps * 1e9 * self.device.link_share
         copies = 0.0  # copies of activation checkpoints overlap with the layers
         if zero.offload_param:

@@ -118,19 +118,15 @@ class Allocations(TorchDispatchMode):
 # ---- one micro-batch -------------------------------------------------------------------------------------------------
 
 
-AFTER_ALLOCATIONS = 2
-"""Sorts a finished gradient after the allocations (+1) and frees (-1) with the same clock."""
-
-
 class MemorySample(NamedTuple):
-    """The bytes at one moment of forward or backward, without model states and finished gradients.
+    """The bytes at one moment of forward or backward, without model states.
 
     Attributes:
         phase: "forward" or "backward".
         layer: the layer's number, -1 before the first and L after the last.
         activations: bytes that backward needs.
-        transients: all other bytes.
-        gradients: elements of parameters whose gradients are finished.
+        transients: all other bytes, except finished gradients of parameters.
+        gradients: elements of those finished gradients.
     """
 
     phase: str
@@ -146,7 +142,7 @@ class MemorySample(NamedTuple):
 
 
 class DryRunPart(NamedTuple):
-    """A part of forward or backward: its samples and its end, relative to its start."""
+    """A part of forward or backward, such as one layer's: its samples and its end, relative to its start."""
 
     samples: list[MemorySample]
     end: MemorySample
@@ -155,62 +151,64 @@ class DryRunPart(NamedTuple):
 def measure(model: ParallelModel, batch: AnyBatch) -> list[DryRunPart]:
     """Run one micro-batch forward and backward, and free each gradient as soon as it is finished.
 
-    The model keeps the hooks of this function, so discard it.
+    The hooks of this function stay on the model, so discard it.
 
     Returns:
         The part before the layers, the forward of each layer, the loss with the final norm, the backward of each layer
         from the last on, and the part after them.
     """
-    ends: list[int] = []
-    finished: list[tuple[int, int, int]] = []
+    boundaries: list[int] = []
+    finished: list[tuple[int, int]] = []  # gradients: (clock, elements)
     with Allocations(next(model.parameters()).device.type) as allocations:
         allocations.mark(model.parameters(), "parameters")
         allocations.mark(model.buffers(), "parameters")
 
         def drop_gradient(parameter: nn.Parameter) -> None:
             parameter.grad = None
-            finished.append((allocations.clock, AFTER_ALLOCATIONS, parameter.numel()))
+            finished.append((allocations.clock, parameter.numel()))
 
-        def start_layer(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        def mark_layer(_: nn.Module, inputs: tuple[Any, ...]) -> None:
             # Recomputation calls a layer's forward without its hooks. Its backward ends with its input's gradient.
-            ends.append(allocations.clock)
-            inputs[0].register_hook(lambda _: ends.append(allocations.clock))
+            boundaries.append(allocations.clock)
+            inputs[0].register_hook(lambda _: boundaries.append(allocations.clock))
 
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(drop_gradient)
         layers = [*model.transformer.layers, model.transformer.final_norm]
         for layer in layers:
-            layer.register_forward_pre_hook(start_layer)
+            layer.register_forward_pre_hook(mark_layer)
         start = allocations.clock
         loss = model(batch.input_ids, **batch.arguments()).loss
         forward_end = allocations.clock
         loss.backward()
         del loss
-        for one in allocations.alive():
-            one.category = one.category or "outlives the micro-batch"
-    assert len(ends) == 2 * len(layers), "each layer starts once"
-    return _split(allocations, [start, *ends, allocations.clock], forward_end, finished)
+        for allocation in allocations.alive():
+            allocation.category = allocation.category or "outlives the micro-batch"
+    assert len(boundaries) == 2 * len(layers), "each layer starts once"
+    return _split(allocations, [start, *boundaries, allocations.clock], forward_end, finished)
 
 
 def _split(
-    allocations: Allocations, ends: Sequence[int], forward_end: int, finished: Sequence[tuple[int, int, int]]
+    allocations: Allocations, boundaries: Sequence[int], forward_end: int, finished: Sequence[tuple[int, int]]
 ) -> list[DryRunPart]:
-    """Return the parts between the clocks `ends`. Activations are allocated in forward and freed in backward."""
-    events: list[tuple[int, int, Allocation | int]] = [*finished]
-    events += [(clock, sign, one) for clock, one, sign in allocations.timeline() if one.category is None]
-    sizes = [[0, 0, 0] for _ in ends[1:]]  # activations, transients, gradients
-    samples: list[list[MemorySample]] = [[] for _ in ends[1:]]
-    for clock, sign, one in sorted(events, key=lambda event: event[:2]):
-        if clock <= ends[0]:
+    """Return the parts between the clocks `boundaries`. Activations are allocated in forward and freed in backward."""
+    # A finished gradient sorts after the allocation (+1) or free (-1) with the same clock.
+    events: list[tuple[int, int, Allocation | None, int]] = [(clock, 2, None, numel) for clock, numel in finished]
+    timeline = (event for event in allocations.timeline() if event[1].category is None)
+    events += [(clock, sign, allocation, sign * allocation.bytes) for clock, allocation, sign in timeline]
+    sizes = [[0, 0, 0] for _ in boundaries[1:]]  # activations, transients, gradients
+    samples: list[list[MemorySample]] = [[] for _ in boundaries[1:]]
+    for clock, sign, allocation, change in sorted(events, key=lambda event: event[:2]):
+        if clock <= boundaries[0]:
             continue
-        number = min(len(sizes), bisect.bisect_left(ends, clock)) - 1
-        if isinstance(one, int):
-            sizes[number][2] += one
+        part = min(len(sizes), bisect.bisect_left(boundaries, clock)) - 1
+        if allocation is None:
+            sizes[part][2] += change
             continue
-        is_activation = one.allocated <= forward_end and (one.freed is None or one.freed > forward_end)
-        sizes[number][0 if is_activation else 1] += sign * one.bytes
+        is_freed_in_forward = allocation.freed is not None and allocation.freed <= forward_end
+        sizes[part][1 if allocation.allocated > forward_end or is_freed_in_forward else 0] += change
         if sign > 0:
-            samples[number].append(MemorySample("forward" if clock <= forward_end else "backward", 0, *sizes[number]))
+            samples[part].append(MemorySample("forward" if clock <= forward_end else "backward", 0, *sizes[part]))
     return [DryRunPart(part, MemorySample("", 0, *size)) for part, size in zip(samples, sizes, strict=True)]
 
 
@@ -218,15 +216,16 @@ def join_parts(parts: Sequence[DryRunPart], order: Sequence[int]) -> list[Memory
     """Return the samples of the whole model.
 
     Args:
-        parts: of `measure`, of a model of representative layers.
+        parts: from `measure`, of a model of representative layers.
         order: for each layer the number of its representative.
     """
-    last = len(order)
-    by_layer = [(-1, parts[0]), *((layer, parts[1 + number]) for layer, number in enumerate(order))]
-    by_layer += [(last, parts[len(parts) // 2])]
-    by_layer += [(layer, parts[-2 - order[layer]]) for layer in reversed(range(last))]
+    before, *inner, after = parts
+    middle = len(inner) // 2
+    forward, loss, backward = inner[:middle], inner[middle], inner[:middle:-1]
+    ordered = [(-1, before), *((layer, forward[number]) for layer, number in enumerate(order)), (len(order), loss)]
+    ordered += [(layer, backward[order[layer]]) for layer in reversed(range(len(order)))]
     samples, start = list[MemorySample](), MemorySample("", -1, 0.0, 0.0, 0.0)
-    for layer, part in [*by_layer, (-1, parts[-1])]:
+    for layer, part in [*ordered, (-1, after)]:
         samples += [sample.offset_by(start, layer) for sample in part.samples]
         start = part.end.offset_by(start, layer)
     return samples

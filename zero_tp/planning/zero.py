@@ -16,7 +16,7 @@ from zero_tp.planning.gathered import most_gathered
 from zero_tp.planning.plan_settings import ZeroSettings, page_locked
 
 ALLREDUCE_BUCKET = 500_000_000
-"""Elements of one all-reduce where there are no buckets: stage 0, BF16_Optimizer (constants.py,
+"""Elements of one all-reduce at stage 0 and in BF16_Optimizer, which have no buckets (deepspeed/runtime/constants.py,
 MEMORY_OPT_ALLREDUCE_SIZE)."""
 NORM_BYTES = 8
 """DeepSpeed computes a gradient's norm in fp64."""
@@ -34,16 +34,16 @@ class StateBytes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parameters:
-    """One TP rank's parameters.
+class RankParameters:
+    """One TP rank's parameters, before ZeRO partitions them.
 
     Attributes:
         matrices, vectors: elements of each parameter with two or more dimensions, and of the others. They are two
             groups of the optimizer, because weight decay skips the second; DeepSpeed flattens each group.
-        modules: elements of each parameter of each module, in forward's order. A tied output layer repeats the
-            embedding's.
+        modules: elements of each parameter of each module, in forward order. A tied output layer repeats those of the
+            embedding.
         layers: for each module the layer's number, -1 before the first layer and L after the last.
-        tied: the output layer's weight is the embedding's.
+        tied: the output layer and the embedding share their weight.
     """
 
     matrices: tuple[int, ...]
@@ -70,10 +70,10 @@ class ZeroMemory:
     """The model states of one rank over a step.
 
     Attributes:
-        recomputed: numbers of the layers that backward runs again.
+        recomputed: numbers of the layers that backward recomputes as a whole.
     """
 
-    parameters: Parameters
+    parameters: RankParameters
     settings: ZeroSettings
     recomputed: range = range(0)
 
@@ -81,44 +81,49 @@ class ZeroMemory:
 
     @cached_property
     def bucket(self) -> int:
-        """Return the elements of a bucket. On a CPU only the part counts that gradients fill, and so touch."""
+        """Return the elements of a bucket. On a CPU only the part that gradients fill takes memory."""
         size = self.settings.reduce_bucket
         return min(size, self.parameters.total) if self.settings.cpu else size
 
     @cached_property
-    def partitions(self) -> list[int]:
-        """Return rank 0's elements of each group. Stages 1 and 2 pad the group, stage 3 pads each parameter."""
+    def partition_sizes(self) -> list[int]:
+        """Return the elements of rank 0's partition of each group.
+
+        Stages 1 and 2 pad the group, stage 3 pads each parameter.
+        """
         data = self.settings.data
         if self.settings.stage == 3:
             return [sum(-(-size // data) for size in group) for group in self.parameters.groups]
         return [-(-sum(group) // (2 * data)) * 2 for group in self.parameters.groups]
 
     @cached_property
-    def partition(self) -> int:
-        return sum(self.partitions)
+    def partition_numel(self) -> int:
+        return sum(self.partition_sizes)
 
     @cached_property
-    def partition_parameters(self) -> list[int]:
-        """Return the sizes of the parameters that overlap rank 0's partition; their whole gradients are kept."""
-        sizes = []
-        for group, length in zip(self.parameters.groups, self.partitions, strict=True):
-            starts = itertools.accumulate(group, initial=0)
-            sizes += [size for size, start in zip(group, starts, strict=False) if start < length]
-        return sizes
+    def overlapping_sizes(self) -> list[int]:
+        """Return the elements of each parameter that rank 0's partition has a part of: their whole gradients stay."""
+        groups = zip(self.parameters.groups, self.partition_sizes, strict=True)
+        return [
+            size
+            for group, length in groups
+            for size, start in zip(group, itertools.accumulate(group, initial=0), strict=False)
+            if start < length
+        ]
 
     @cached_property
     def states(self) -> StateBytes:
-        """Return the permanent bytes, from the end of the first step on, which creates the optimizer's moments."""
-        zero, total, part = self.settings, self.parameters.total, self.partition
+        """Return the permanent bytes. The first step creates the optimizer's moments, which count from then on."""
+        zero, total, part = self.settings, self.parameters.total, self.partition_numel
         e, largest = zero.element, self.parameters.largest
         if zero.stage == 0:
             master = 4 * total if e < 4 else 0
             return StateBytes(parameters=e * total, optimizer=zero.moments * total + master)
         master_moments = (4 + zero.moments) * part
         if zero.stage < 3:
-            flat = e * sum(length * zero.data for length in self.partitions)
+            flat = e * sum(length * zero.data for length in self.partition_sizes)
             if not zero.offload_optimizer:
-                fp32_gradients = zero.accumulated / e * flat if zero.separate_fp32_grads else 0.0
+                fp32_gradients = zero.grad_accum_element / e * flat if zero.separate_fp32_grads else 0.0
                 return StateBytes(parameters=flat, optimizer=master_moments, buffers=fp32_gradients)
             return StateBytes(flat, buffers=e * largest, host=zero.moments * part + self._host_bytes)
         sizes = itertools.chain(*self.parameters.groups)
@@ -127,35 +132,35 @@ class ZeroMemory:
         states = StateBytes(device, gathered=persistent, buffers=e * self.bucket, host=self._host_bytes)
         if zero.offload_optimizer:
             return states._replace(host=states.host + master_moments)
-        return states._replace(gradients=self._accumulated_element * part, optimizer=master_moments)
+        return states._replace(gradients=self._grad_element * part, optimizer=master_moments)
 
     @cached_property
     def _host_optimizer_tensors(self) -> list[int]:
-        """Return the bytes of each host tensor of an offloaded optimizer, without moments and ZeRO-3's masters.
+        """Return the bytes of each host tensor of an offloaded optimizer, except moments and ZeRO-3's masters.
 
         Stage 3 has accumulated gradients and their fp32 copies. Stages 1 and 2 have masters, fp32 gradients, 16-bit
-        weights to copy back, and a buffer. Stage 2 with accumulation also has a gradient of each parameter.
+        weights to copy back, and a buffer. When stage 2 accumulates, each parameter also has a gradient there.
         """
         zero, e = self.settings, self.settings.element
         if not zero.offload_optimizer:
             return []
         if zero.stage == 3:
-            return [self._accumulated_element * self.partition, *(4 * size for size in self._sub_groups)]
-        copies = [size * length for length in self.partitions for size in (4, 4, e)]
+            return [self._grad_element * self.partition_numel, *(4 * size for size in self._sub_groups)]
+        copies = [size * length for length in self.partition_sizes for size in (4, 4, e)]
         accumulates = zero.stage == 2 and zero.accumulation > 1 and not zero.accumulates_wider
-        return [*copies, e * self.parameters.largest, *(e * size for size in self.partition_parameters if accumulates)]
+        return [*copies, e * self.parameters.largest, *(e * size for size in self.overlapping_sizes if accumulates)]
 
     @cached_property
     def pinned(self) -> list[int]:
-        """Return the bytes of each tensor that is page-locked; moments and ZeRO-3's masters are not."""
+        """Return the bytes of each page-locked tensor. Moments and ZeRO-3's masters are pageable."""
         zero = self.settings
-        parameters = [zero.element * length for length in self.partitions if zero.offload_param]
+        parameters = [zero.element * length for length in self.partition_sizes if zero.offload_param]
         return [*parameters, *(self._host_optimizer_tensors if zero.pins_optimizer else [])]
 
     @cached_property
     def _host_bytes(self) -> float:
-        """Return the bytes on the host, without moments and ZeRO-3's masters; a CPU rank page-locks nothing."""
-        parameters = self.settings.element * self.partition if self.settings.offload_param else 0
+        """Return the bytes on the host, except moments and ZeRO-3's masters. A CPU rank page-locks nothing."""
+        parameters = self.settings.element * self.partition_numel if self.settings.offload_param else 0
         rounding = 0 if self.settings.cpu else sum(page_locked(size) - size for size in self.pinned)
         return float(parameters + sum(self._host_optimizer_tensors) + rounding)
 
@@ -174,29 +179,28 @@ class ZeroMemory:
         return sub_groups
 
     @property
-    def _accumulated_element(self) -> int:
-        """Return the bytes of an element of accumulated gradients."""
-        return max(self.settings.accumulated, self.settings.element)
+    def _grad_element(self) -> int:
+        """Return the bytes of an element of kept gradients: of the wider dtype, accumulation's or the run's."""
+        return max(self.settings.grad_accum_element, self.settings.element)
 
     @property
     def _reduced_gradients(self) -> float:
         """Return the bytes of reduced gradients of this rank's partition, which stages 1 and 2 keep for the step."""
         if self.settings.accumulates_wider:
-            return float(self.settings.accumulated * self.partition)
-        return 0.0 if self.settings.offload_optimizer else float(self.settings.element * sum(self.partition_parameters))
+            return float(self.settings.grad_accum_element * self.partition_numel)
+        return 0.0 if self.settings.offload_optimizer else float(self.settings.element * sum(self.overlapping_sizes))
 
     @cached_property
     def gathered_by_layer(self) -> dict[tuple[str, int], float]:
         """Return the most gathered bytes, by ("forward" or "backward", the layer's number)."""
-        zero = self.settings
+        zero, parameters = self.settings, self.parameters
         limits = (zero.persistence_threshold, zero.prefetch_bucket, zero.max_live, zero.max_reuse)
-        modules, layers = self.parameters.modules, self.parameters.layers
-        most = most_gathered(modules, layers, self.parameters.tied, self.recomputed, *limits)
-        return {place: zero.element * elements for place, elements in most.items()}
+        most = most_gathered(parameters.modules, parameters.layers, parameters.tied, self.recomputed, *limits)
+        return {key: zero.element * elements for key, elements in most.items()}
 
     # ---- over a step -------------------------------------------------------------------------------------------------
 
-    def during(self, phase: str, finished: float, layer: int, transients: float = 0.0) -> StateBytes:
+    def in_micro_batch(self, phase: str, finished: float, layer: int, transients: float = 0.0) -> StateBytes:
         """Return the bytes at a moment inside the last micro-batch of a step.
 
         Args:
@@ -208,83 +212,85 @@ class ZeroMemory:
         zero, states, e = self.settings, self.states, self.settings.element
         total, accumulates = self.parameters.total, zero.accumulation > 1
         if zero.stage == 3:
-            copies = self._copies_to_send(e) if phase == "backward" else 0.0
+            copies = self._cast_copies(e) if phase == "backward" else 0.0
             gathered = states.gathered + self.gathered_by_layer[phase, layer]
             return states._replace(gathered=gathered, buffers=states.buffers + copies)
-        with_gradients = total if accumulates else min(finished, total)
+        gradient_numel = total if accumulates else min(finished, total)
         if zero.stage == 0 or zero.single_replica or zero.separate_fp32_grads:
-            return states._replace(gradients=e * with_gradients)
+            return states._replace(gradients=e * gradient_numel)
         if zero.stage == 1 and not zero.overlap:
-            bucket = self._accumulated_element * self.bucket if phase == "backward" or accumulates else 0
-            return states._replace(
-                gradients=self._accumulated_element * with_gradients, buffers=states.buffers + bucket
-            )
+            bucket = self._grad_element * self.bucket if phase == "backward" or accumulates else 0
+            return states._replace(gradients=self._grad_element * gradient_numel, buffers=states.buffers + bucket)
         accumulated = 0.0
         if accumulates and (zero.accumulates_wider or not zero.offload_optimizer):
-            accumulated = self._accumulated_element * total if zero.stage == 1 else self._reduced_gradients
+            accumulated = self._grad_element * total if zero.stage == 1 else self._reduced_gradients
         if phase == "forward":
             return states._replace(gradients=accumulated)
         gradients, flattened = accumulated, 0.0
-        if finished > self.bucket:  # one bucket at least has been reduced
-            gradients = self._with_reduced(accumulated)
-            flattened = self._copies_to_send(e) or (0 if zero.overlap else e * self.bucket)
-        buckets = e * self.bucket * (2 if zero.overlap else 1)
+        if finished > self.bucket:  # at least one bucket has been reduced
+            gradients = self._add_reduced(accumulated)
+            flattened = self._reduction_copies(self.bucket)
         norm = NORM_BYTES * self.parameters.largest if zero.offload_optimizer and zero.stage == 2 else 0
         # Hooks flatten and compute norms after the layer's own transients have been freed.
         excess = max(0.0, max(flattened, norm) - transients)
-        return states._replace(gradients=gradients, buffers=states.buffers + buckets + excess)
+        return states._replace(gradients=gradients, buffers=states.buffers + self._bucket_bytes + excess)
 
-    def _with_reduced(self, accumulated: float) -> float:
-        """Return the bytes of gradients once a bucket is reduced; a wider accumulation holds the reduced ones too."""
+    def _add_reduced(self, accumulated: float) -> float:
+        """Return the bytes of gradients once a bucket is reduced. Wider accumulation adds the reduced ones in place."""
         if self.settings.accumulates_wider:
             return max(accumulated, self._reduced_gradients)
         return accumulated + self._reduced_gradients
 
-    def end_of_backward(self) -> StateBytes:
-        """Return the bytes during the last reductions, when all activations have been freed."""
-        zero, states, e = self.settings, self.states, self.settings.element
-        total = self.parameters.total
+    @property
+    def _bucket_bytes(self) -> int:
+        """Return the bytes of the buckets in the run's dtype. With `overlap_comm` one fills while one is reduced."""
+        return self.settings.element * self.bucket * (2 if self.settings.overlap else 1)
+
+    def in_last_reduction(self) -> StateBytes:
+        """Return the bytes in the last reduction, when all activations have been freed."""
+        zero, states, total = self.settings, self.states, self.parameters.total
         if zero.stage in (0, 3) or zero.single_replica or zero.separate_fp32_grads:
-            states = self.during("backward", total, -1)
+            states = self.in_micro_batch("backward", total, -1)
             flat = 0
-            if zero.stage == 0 or zero.separate_fp32_grads:  # a flat copy, and another in the dtype to send
-                flat = self._accumulated_element
-                flat += zero.reduced if zero.reduced != flat else 0
+            if zero.stage == 0 or zero.separate_fp32_grads:  # a flat copy, and its cast to another dtype
+                flat = self._grad_element
+                flat += zero.communication_element if zero.communication_element != flat else 0
             flattened = flat * min(total, ALLREDUCE_BUCKET) if zero.data > 1 else 0
             return states._replace(buffers=states.buffers + flattened)
         if zero.stage == 1 and not zero.overlap:
             # Gradients move into the bucket. When it is full, the buffer of reduced gradients is allocated.
-            fills = itertools.accumulate(self.parameters.matrices, initial=0)
-            first_fill = max(filled for filled in fills if filled <= self.bucket)
-            gradients = max(
-                self._accumulated_element * total,
-                self._accumulated_element * (total - first_fill) + self._reduced_gradients,
-            )
+            element = self._grad_element
+            offsets = itertools.accumulate(self.parameters.matrices, initial=0)
+            unmoved = element * (total - max(offset for offset in offsets if offset <= self.bucket))
             finished = states._replace(
-                gradients=gradients, buffers=states.buffers + self._accumulated_element * self.bucket
+                gradients=max(element * total, unmoved + self._reduced_gradients),
+                buffers=states.buffers + element * self.bucket,
             )
-            reducing = finished._replace(
-                gradients=self._accumulated_element * (total - first_fill),
-                buffers=finished.buffers + self._copies_to_send(self._accumulated_element),
-            )
-            return max(finished, reducing, key=lambda one: one.gradients + one.buffers)
-        gradients = self._with_reduced(self._reduced_gradients if zero.accumulation > 1 else 0)
-        # With overlap there are two buckets, else one and its flat copy.
-        copies = self._copies_to_send(e) or (0 if zero.overlap else e * min(self.bucket, total))
-        buckets = e * self.bucket * (2 if zero.overlap else 1)
-        return states._replace(gradients=gradients, buffers=states.buffers + buckets + copies)
+            reducing = finished._replace(gradients=unmoved, buffers=finished.buffers + self._cast_copies(element))
+            return max(finished, reducing, key=lambda state: state.gradients + state.buffers)
+        gradients = self._add_reduced(self._reduced_gradients if zero.accumulation > 1 else 0)
+        copies = self._reduction_copies(min(self.bucket, total))
+        return states._replace(gradients=gradients, buffers=states.buffers + self._bucket_bytes + copies)
 
-    def _copies_to_send(self, element: int) -> float:
-        """Return the bytes of a bucket's flat copy and of its copy in the dtype to send; 0 if that is the bucket's.
+    def _reduction_copies(self, numel: int) -> float:
+        """Return the bytes of copies of a bucket with so many elements while it is reduced.
+
+        Without `overlap_comm` DeepSpeed reduces a flat copy.
+        """
+        element = self.settings.element
+        return self._cast_copies(element) or (0 if self.settings.overlap else element * numel)
+
+    def _cast_copies(self, element: int) -> float:
+        """Return the bytes of a bucket's flat copy and of its cast to `communication_data_type`; 0 without a cast.
 
         Args:
             element: bytes of an element of the bucket.
         """
-        if self.settings.reduced == element or self.settings.data == 1:
+        if self.settings.communication_element == element or self.settings.data == 1:
             return 0.0
-        return float((element + self.settings.reduced) * min(self.bucket, self.parameters.total))
+        return float((element + self.settings.communication_element) * min(self.bucket, self.parameters.total))
 
-    def converting(self) -> StateBytes:
+    def in_grad_conversion(self) -> StateBytes:
         """Return the peak while gradients are converted to fp32 for the masters, before the optimizer steps.
 
         Stages 1 to 3 flatten the gradients of a group and convert the flat tensor, while the gradients still exist.
@@ -298,14 +304,14 @@ class ZeroMemory:
                 return states._replace(gathered=0.0)
             if not zero.accumulates_wider:
                 return states
-            bucket = zero.accumulated * self.bucket if zero.stage == 1 and not zero.overlap else 0
+            bucket = zero.grad_accum_element * self.bucket if zero.stage == 1 and not zero.overlap else 0
             return states._replace(gradients=self._reduced_gradients, buffers=states.buffers + bucket)
         if zero.separate_fp32_grads:
             return states._replace(gradients=e * self.parameters.total)
         updated = self._update_numel
         if zero.stage == 3:
             # Persistent parameters are partitioned before the optimizer's step, and gathered after it.
-            flat = zero.accumulated * updated if zero.accumulated < 4 else 0
+            flat = zero.grad_accum_element * updated if zero.grad_accum_element < 4 else 0
             return states._replace(
                 gathered=0.0, gradients=states.gradients + 4 * updated, buffers=states.buffers + flat
             )
@@ -314,9 +320,9 @@ class ZeroMemory:
         gradients = self._reduced_gradients + 4 * updated
         return states._replace(gradients=gradients, buffers=(e if e < 4 else 0) * updated)
 
-    def updating(self) -> StateBytes:
+    def in_update(self) -> StateBytes:
         """Return the peak of the optimizer's update, which creates the moments in a run's first step."""
-        zero, states = self.settings, self.converting()
+        zero, states = self.settings, self.in_grad_conversion()
         if zero.stage == 0:
             total, largest = self.parameters.total, self.parameters.largest
             return states._replace(buffers=self._temporaries(largest, 3, total))
@@ -331,10 +337,10 @@ class ZeroMemory:
     @property
     def _update_numel(self) -> int:
         """Return the elements that the optimizer updates at once: the largest group, or stage 3's sub-group."""
-        most = max(self.partitions)
+        largest_group = max(self.partition_sizes)
         if self.settings.stage < 3:
-            return most
-        return min(most, max(self.settings.sub_group, -(-self.parameters.largest // self.settings.data)))
+            return largest_group
+        return min(largest_group, max(self.settings.sub_group, -(-self.parameters.largest // self.settings.data)))
 
     def _temporaries(self, largest: int, count: int, total: int) -> float:
         """Return the bytes of temporaries of torch's unfused optimizers.

@@ -12,8 +12,8 @@ COLOURS = tuple(PALETTE[name] for name in ("blue", "red", "green", "purple", "ye
 DASHES, LEGEND_COLUMNS = ("-", "--", ":"), 4
 MAX_RAW_CURVES = 3
 """With more runs only the averages are drawn."""
-SPAN = 50
-"""A smoothed curve averages over a fiftieth of the values."""
+SMOOTHING = 50
+"""A curve of more values than this is smoothed: it averages over a fiftieth of them."""
 
 PANELS = {
     "loss": {"loss": "training", f"{VALIDATION}loss": "validation"},
@@ -51,7 +51,7 @@ def _has(run: Run, name: str) -> bool:
 
 
 def equals_mfu(runs: list[Run], name: str) -> bool:
-    """Return whether this is the HFU, and it equals the MFU because nothing was recomputed."""
+    """Return whether the name is "hfu", and it equals the MFU in all runs because nothing was recomputed."""
     return name == "hfu" and all(run.finite("hfu") == run.finite("mfu") for run in runs)
 
 
@@ -111,7 +111,7 @@ def _draw_panel(axes: Any, runs: list[Run], x_scales: list[float], labels: dict[
             xs = [x_scale * step for step in run.series[name]]
             curve = values = [(100 if name in PERCENT else 1) * value for value in run.series[name].values()]
             finite += filter(math.isfinite, values)
-            if not is_evaluation(name) and name not in NOT_NOISY and len(values) > SPAN:
+            if not is_evaluation(name) and name not in NOT_NOISY and len(values) > SMOOTHING:
                 if len(runs) <= MAX_RAW_CURVES:
                     axes.plot(xs, values, alpha=0.3, linewidth=0.8, **style)
                 curve = smoothed(values)
@@ -137,7 +137,7 @@ def smoothed(values: list[float]) -> list[float]:
 
     With decay d it is Σ dⁱ·x₋ᵢ / Σ dⁱ, d = 1 - 2/(n/50 + 1).
     """
-    decay = 1 - 2 / (max(1.0, len(values) / SPAN) + 1)
+    decay = 1 - 2 / (max(1.0, len(values) / SMOOTHING) + 1)
     total = weight = 0.0
     averages = []
     for value in values:

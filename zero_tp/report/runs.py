@@ -25,10 +25,10 @@ class Run:
     """A run as its directory describes it.
 
     Attributes:
-        name: the directory's; with its parents' if several runs have the same name.
+        name: the directory's, with its parents' if several runs have the same name.
         series: by the names of metrics.jsonl.
-        config: resolved; empty if it is not written yet.
-        unreadable: number of broken lines in metrics.jsonl. Half a line at its end is still being written: not counted.
+        config: the resolved one; empty if it is not written yet.
+        unreadable: number of broken lines in metrics.jsonl, except half a line at its end, which is being written.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Run:
     @property
     def tokens_per_step(self) -> int | None:
         length, batch = self.integer("zero_tp.data.sequence_length"), self.integer("train_batch_size")
-        return (length or 0) * (batch or 0) or None  # 0: of a config that was edited
+        return (length or 0) * (batch or 0) or None  # an edited config may hold 0
 
     def integer(self, key: str) -> int | None:
         """Return an integer of the config; None if the key is missing or holds something else."""
@@ -69,7 +69,7 @@ def read_runs(directories: list[Path]) -> list[Run]:
     parts = 1
     while len(names := {"/".join(path.parts[-parts:]): path for path in absolute}) < len(absolute):
         parts += 1
-    shown = (name.encode(errors="backslashreplace").decode() for name in names)  # pictures take no other names
+    shown = (name.encode(errors="backslashreplace").decode() for name in names)  # matplotlib needs valid UTF-8
     return [_read(directory, name) for directory, name in zip(directories, shown, strict=True)]
 
 
