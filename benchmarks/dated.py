@@ -24,7 +24,9 @@ def made() -> dict[str, Any]:
     }
 
 
-def write_result(directory: Path, name: str, result: dict[str, Any], machine: str | None = None, *, tell: bool = True) -> Path:
+def write_result(
+    directory: Path, name: str, result: dict[str, Any], machine: str | None = None, *, tell: bool = True
+) -> Path:
     """Write `DATE-NAME.json` into the directory; print its path if `tell`."""
     frame = made()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()

@@ -24,7 +24,6 @@ from zero_tp.constants import DTYPES, GIB
 from zero_tp.devices import find_device_spec, named_device, peak_flops
 from zero_tp.errors import UserError
 from zero_tp.models.flops import model_flops, utilisation
-from zero_tp.planning.forecast import run_isolated
 from zero_tp.planning.plan import plan
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.heap import keep_freed_memory
@@ -127,7 +126,7 @@ def measured(config: RunConfig, steps: int, *, transformers: bool = False) -> di
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     record: dict[str, Any] = {
         "device": name,
-        **({} if transformers else run_isolated(planned, config, name, topology.world)),
+        **({} if transformers else planned(config, name, topology.world)),
     }
     hf_config = config.hf_config()
     spec = architecture_of(hf_config).spec(hf_config)

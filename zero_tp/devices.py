@@ -24,6 +24,9 @@ from zero_tp.validation import ConfigModel, validate
 if TYPE_CHECKING:
     import torch
 
+WITHOUT_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+"""Environment variables of a process that sees no accelerator."""
+
 Rate = Annotated[float, Field(gt=0, le=1e9)]
 Share = Annotated[float, Field(gt=0, le=1)]
 

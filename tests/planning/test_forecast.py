@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.support.launched import ROOT
 from tests.tiers import THOROUGH
@@ -28,20 +30,28 @@ def test_a_cpu_run_prints_its_plan() -> None:
 OF_AN_ACCELERATOR = """
 import torch
 from zero_tp.config import RunConfig
-from zero_tp.planning import forecast
+from zero_tp.devices import named_device
+from zero_tp.planning import dryrun, forecast
+from zero_tp.planning.plan import plan
 forecast._current_device, forecast.runs_varlen = torch.device, lambda _: False  # this machine has none
-if __name__ == "__main__":
-    callback = forecast.MemoryForecast()
-    callback.describe_plan(RunConfig.load("ds_configs/quickstart.json", (), 4), "cuda")
-    print(callback._planned, torch._C._get_accelerator())
+dryrun.has_real_device = lambda: True
+callback = forecast.MemoryForecast()
+config = RunConfig.load("ds_configs/quickstart.json", (), 4)
+callback.describe_plan(config, "cuda")
+print(callback._planned, plan(config, named_device("a100-40gb", 4)).peak.total, torch._C._get_accelerator())
 """
 
 
 @THOROUGH
-def test_the_forecast_of_an_accelerator_leaves_the_process_as_it_was() -> None:
-    """A simulated device that the run's own process knew would be its accelerator from then on."""
-    done = subprocess.run([sys.executable, "-c", OF_AN_ACCELERATOR], cwd=ROOT, capture_output=True, text=True)
-    planned, accelerator = done.stdout.split()[-2:]
+def test_a_plan_leaves_a_process_with_an_accelerator_as_it_was(tmp_path: Path) -> None:
+    """A simulated device that the process knew would be its accelerator, and no backward on CUDA would run."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    script = tmp_path / "unguarded.py"  # has no `if __name__ == "__main__"`, which a new process would need
+    script.write_text(OF_AN_ACCELERATOR)
+    done = subprocess.run([sys.executable, script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    forecast, planned, accelerator = done.stdout.split()
     config = RunConfig.load(QUICKSTART, (), 4)
-    assert float(planned) == rank_memory(config, cpu=False, varlen=False).peak.total
+    assert float(forecast) == rank_memory(config, cpu=False, varlen=False).peak.total
+    assert float(planned) == plan(config, named_device("a100-40gb", 4)).peak.total
     assert accelerator == "cpu"

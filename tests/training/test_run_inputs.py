@@ -55,7 +55,7 @@ def saved_of(run: RunInputs, **others: Any) -> Any:
 def test_a_run_goes_on_where_its_forecast_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(config: RunConfig, *, cpu: bool) -> Any:
+    def fails(config: RunConfig, **options: bool) -> Any:
         raise ZeroDivisionError("no such shape\nand more")
 
     monkeypatch.setattr("zero_tp.planning.forecast.rank_memory", fails)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from zero_tp.cli import check_writable
 from zero_tp.commands.check import FILE, add_config
 from zero_tp.config.resolve import MAX_NUMBER
-from zero_tp.devices import NAMES, named_device
+from zero_tp.devices import NAMES, WITHOUT_DEVICES, named_device
 from zero_tp.errors import UserError, visible
 from zero_tp.files import write_named
 from zero_tp.page import new_figure
@@ -68,6 +69,7 @@ def check(options: argparse.Namespace) -> None:
 
 def main(options: argparse.Namespace) -> None:
     check(options)
+    os.environ.update(WITHOUT_DEVICES)  # where it sees one, each dry run needs a process of its own
     from zero_tp.config import RunConfig
     from zero_tp.planning.plan import plan
 

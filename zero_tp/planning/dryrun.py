@@ -39,7 +39,7 @@ from zero_tp.models.masked_lm import MaskedLM
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.elementwise import ElementwiseOps, set_training_elementwise
 from zero_tp.planning.plan_settings import Workload
-from zero_tp.planning.simulated_accelerator import simulated_accelerator
+from zero_tp.planning.simulated_accelerator import has_real_device, run_isolated, simulated_accelerator
 from zero_tp.planning.tracking import MemorySample, join_parts, measure
 from zero_tp.topology import Topology
 
@@ -53,6 +53,8 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, all_layers: bool = 
     Args:
         all_layers: run all layers instead of representative ones.
     """
+    if not workload.cpu and has_real_device():
+        return run_isolated(dry_run, config, workload, all_layers=all_layers)
     with fake_micro_batch(config, workload, all_layers=all_layers) as (model, batch, order):
         parts = measure(model, batch)
     return join_parts(parts, order)

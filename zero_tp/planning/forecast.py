@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections.abc import Callable
-from typing import Any, TypeVar
-
 import torch
 
 from zero_tp.config import RunConfig
@@ -17,11 +12,6 @@ from zero_tp.planning.memory import rank_memory
 from zero_tp.planning.plan_report import PHASES
 from zero_tp.training.callback import Callback, TrainState
 from zero_tp.training.metrics import memory_gib, resident_gib
-
-T = TypeVar("T")
-
-PLANNING_TIMEOUT_SECONDS = 300.0
-WITHOUT_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
 class MemoryForecast(Callback):
@@ -45,10 +35,7 @@ class MemoryForecast(Callback):
     def describe_plan(self, config: RunConfig, device_type: str) -> str:
         """Plan the run and return the line that is printed at its start."""
         cpu = device_type == "cpu"
-        if cpu:
-            point = rank_memory(config, cpu=True).peak
-        else:
-            point = run_isolated(rank_memory, config, cpu=False, varlen=runs_varlen(_current_device(device_type))).peak
+        point = rank_memory(config, cpu=cpu, varlen=cpu or runs_varlen(_current_device(device_type))).peak
         self._planned = point.total + (point.host if cpu else 0.0)
         self._resident_before = resident_gib() if cpu else 0.0
         host = f", and {in_gib(point.host)} GiB of host memory" if point.host and not cpu else ""
@@ -66,20 +53,6 @@ class MemoryForecast(Callback):
             )
         else:
             state.print(f"memory: {in_gib(self._planned)} GiB planned, {measured:.2f} GiB measured")
-
-
-def run_isolated(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Call a module's `function` in a new Python process without devices, and return its result.
-
-    A dry run for an accelerator registers a simulated device, which becomes the process's accelerator
-    (`at::getAccelerator` prefers PrivateUse1), and patches functions of torch while it runs.
-    """
-    with multiprocessing.get_context("spawn").Pool(1, initializer=_hide_devices) as pool:
-        return pool.apply_async(function, arguments, options).get(PLANNING_TIMEOUT_SECONDS)
-
-
-def _hide_devices() -> None:
-    os.environ.update(WITHOUT_DEVICES)
 
 
 def _current_device(device_type: str) -> torch.device:

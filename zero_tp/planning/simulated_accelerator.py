@@ -7,9 +7,12 @@ page-locked memory, streams with their events, and random generators are replace
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -19,6 +22,33 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from zero_tp import devices
+
+T = TypeVar("T")
+
+TIMEOUT_SECONDS = 300.0
+
+
+def _hide_devices() -> None:
+    os.environ.update(devices.WITHOUT_DEVICES)
+
+
+def has_real_device() -> bool:
+    """Return whether this process sees an accelerator, apart from the simulated one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type != "sim"
+
+
+def run_isolated(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Call a module's `function` in a new Python process without devices, and return its result.
+
+    The simulated device becomes its process's accelerator (`at::getAccelerator` prefers PrivateUse1): from then on a
+    backward on CUDA fails.
+    """
+    main = vars(sys.modules["__main__"])
+    with mock.patch.dict(main, {"__spec__": None}):
+        main.pop("__file__", None)  # else the process would first run this one's script, which may be a training
+        with multiprocessing.get_context("spawn").Pool(1, _hide_devices) as pool:
+            return pool.apply_async(function, arguments, options).get(TIMEOUT_SECONDS)
 
 
 @contextmanager
