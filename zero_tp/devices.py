@@ -157,7 +157,7 @@ NAMES = (*(name for row in DEVICES for name in row.memory_gib), "cpu")
 
 
 def named_device(name: str, ranks: int = 1) -> Device:
-    """Return the device of NAMES, in any case; the memory size may be left out if the table has one ("v100": 32 GB).
+    """Return a device by its name, ignoring case; "h100" is enough if the table has one size ("v100": 32 GB).
 
     Args:
         name: one of NAMES, or the path of a .json file that describes a device.
@@ -224,7 +224,7 @@ def find_device_spec(name: str) -> DeviceSpec | None:
 def peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
     """Return the dense peak of the device called `name` [FLOP/s] in `dtype`; None where unknown.
 
-    No MFU is better than a wrong one.
+    An unknown device has no MFU, rather than a wrong one.
 
     Args:
         tf32: fp32 matrices are multiplied as TF32 (`torch.backends.cuda.matmul.allow_tf32`).

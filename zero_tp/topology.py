@@ -98,7 +98,7 @@ class Topology:
             self.data_group = self._group(self.data_members(), timeout)
 
     def _group(self, members: list[list[int]], timeout: timedelta | None) -> ProcessGroup:
-        """Make every group of `members`, which divide the world; return this rank's. Collective over all ranks.
+        """Make every group of `members`, which partition the world; return this rank's. Collective over all ranks.
 
         If one group holds all ranks, it is the world's own. NCCL makes all groups by one split of the world's
         communicator; `new_group` would split once per group, each time with all ranks. A group of one rank is made

@@ -48,7 +48,10 @@ class ConfigErrors(ConfigError):
 
     def __init__(self, errors: Sequence[ConfigError]) -> None:
         super().__init__(errors[0].key, errors[0].problem, errors[0].remedy)
-        self.errors = list({error.key: error for error in reversed(errors)}.values())[::-1]
+        by_key: dict[str, ConfigError] = {}
+        for error in errors:
+            by_key.setdefault(error.key, error)
+        self.errors = list(by_key.values())
 
 
 class ErrorCollector:

@@ -17,7 +17,7 @@ from zero_tp.architectures import ARCHITECTURES, architecture_of
 from zero_tp.architectures.configs import config_from_block
 from zero_tp.architectures.rotary import ROPE_KEYS
 from zero_tp.config import ConfigError
-from zero_tp.models.position import rotation
+from zero_tp.models.position import compute_cos_sin
 
 ROTARY = [name for name, found in ARCHITECTURES.items() if "rope_parameters" in found.fields.read]
 SCALED = [name for name in ROTARY if name != "phi3"]  # whose class refuses all but "default" and "longrope" itself
@@ -78,7 +78,7 @@ def same_as_native(written: dict[str, Any], seed: int) -> None:
         positions = torch.arange(first, last)[None]
         for dtype in (torch.float32, torch.bfloat16):
             expected = module(torch.zeros(1, dtype=dtype), positions)
-            found = rotation(rotary, positions, last, dtype)
+            found = compute_cos_sin(rotary, positions, last, dtype)
             for ours, theirs in zip(found, expected, strict=True):
                 assert ours.dtype == dtype and torch.equal(ours[:, 0], theirs), (first, last)
 

@@ -245,12 +245,12 @@ def expert_weights(spec: TransformerSpec, block: str, linears: Mapping[str, tupl
     assert spec.experts is not None
     count, layers = spec.experts.count, spec.expert_layers
     router = f"{OUR_LAYER}mlp.router.weight"
-    yield Weight(router, f"{HF_LAYER}{block}.gate.weight", in_memory=f"{HF_LAYER}mlp.gate.weight", layers=layers)
+    yield Weight(router, f"{HF_LAYER}{block}.gate.weight", native_name=f"{HF_LAYER}mlp.gate.weight", layers=layers)
     for our_name, names in linears.items():
         experts = [f"{HF_LAYER}{block}.experts.{number}" for number in range(count)]
         matrices = tuple(f"{expert}.{name}.weight" for expert in experts for name in names)
-        in_memory = f"{HF_LAYER}mlp.experts.{our_name}_proj"
-        yield Weight(f"{OUR_LAYER}mlp.{our_name}.weight", matrices, experts=count, in_memory=in_memory, layers=layers)
+        stacked = f"{HF_LAYER}mlp.experts.{our_name}_proj"
+        yield Weight(f"{OUR_LAYER}mlp.{our_name}.weight", matrices, experts=count, native_name=stacked, layers=layers)
     if spec.experts.shared:
         for our_name, hf_names in GATED_MLP.items():
             names = tuple(f"mlp.shared_expert.{name}" for name in hf_names)
@@ -271,7 +271,7 @@ def weights(
     Args:
         attention: the weights of `self_attn`; by default Llama's.
         mlp: linear layers of dense MLPs, our name → Hugging Face's.
-        block: files' name of a mixture of experts, whose prefix its weights have.
+        block: name of the mixture of experts in files, such as `block_sparse_moe`.
         linears: linear layers of one expert, our name → Hugging Face's.
     """
     bias = spec.norm == "layer_norm"

@@ -60,9 +60,8 @@ _NO_DEFAULT = object()
 class Fields:
     """The treatment of each field that a model_type's Hugging Face config has.
 
-    A field is in one attribute at most, `undeclared` aside, and then neither in IRRELEVANT_IN_EVERY_CONFIG nor in
-    FIXED_IN_EVERY_CONFIG. Any other field must have its class's default; one that the class does not declare is
-    refused.
+    A field is listed once: in one attribute, in IRRELEVANT_IN_EVERY_CONFIG or in FIXED_IN_EVERY_CONFIG; `undeclared`
+    adds its type. A field that is not listed must have its class's default, or is refused if the class has none.
 
     Attributes:
         sizes: read by the spec; positive integers, or None where the config allows it.

@@ -35,10 +35,10 @@ ROPE_KEYS = {
 """The supported values of rope_type → the keys of `rope_parameters` that each reads."""
 
 REQUIRED = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Keys that a type which reads them needs."""
+"""Keys without a default: every type that reads one requires it."""
 
 POSITIVE = ("rope_theta", "attention_factor", *ROPE_KEYS["llama3"])
-"""Keys that are positive in every model."""
+"""Keys whose values must be positive."""
 
 ROPE_UNDECLARED: dict[str, Any] = {
     "rope_theta": float,

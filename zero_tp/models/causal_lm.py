@@ -163,7 +163,7 @@ class CausalLM(ParallelModel):
         """Return (input of the output layer, [s, b, h], whether it is a sequence shard). Arguments: see `forward`.
 
         Args:
-            balance: counts what the routers of experts choose.
+            balance: statistics of the routers, for the load-balancing loss.
         """
         self._check_shapes(input_ids, attention_mask, position_ids, document_ids, past_key_values)
         self._check_ids("token ids", input_ids)

@@ -198,8 +198,8 @@ def check_reproducible(run: Callable[[], Tensor], model: nn.Module, streams: Any
 def deterministic_algorithms() -> Iterator[None]:
     """Allow only kernels that add in a fixed order; any other raises a RuntimeError.
 
-    With `warn_only=True` the backward of torch's flash and memory-efficient attention keeps no order, and that of
-    cuDNN's never does (`attention_backward.cu`, `sdp_utils.cpp`). On CUDA it needs
+    `warn_only=True` would not suffice: flash and memory-efficient attention ignore it in backward. cuDNN's backward has
+    no fixed order at all (`attention_backward.cu`, `sdp_utils.cpp`). CUDA needs
     `process.connect.use_deterministic_cublas`.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
