@@ -19,7 +19,7 @@ from zero_tp.architectures.rotary import ROPE, ROPE_UNDECLARED, rotary
 from zero_tp.architectures.spec import Dropouts, ExpertsSpec, TransformerSpec
 from zero_tp.architectures.table import Architecture, Weight
 from zero_tp.constants import MODEL_KEY
-from zero_tp.errors import ConfigError
+from zero_tp.errors import ConfigError, shown
 
 # gelu_new is the tanh approximation; torch's fused one saves one tensor where transformers' saves four.
 _gelu_tanh = partial(F.gelu, approximate="tanh")
@@ -190,7 +190,7 @@ def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
     if len(types) != layers:
         raise ConfigError(f"{MODEL_KEY}.layer_types", f"{len(types)} entries for {layers} layers", "give one for each")
     if SLIDING in types and (window or 0) < 1:
-        problem = f"{window} is not positive, which {SLIDING} needs"
+        problem = f"{shown(window)} is not positive, which {SLIDING} needs"
         raise ConfigError(f"{MODEL_KEY}.sliding_window", problem, "give 1 or more, and use_sliding_window: true")
     return tuple(window if kind == SLIDING else None for kind in types)
 

@@ -75,10 +75,10 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
     spreads = []
     for tensor in replicas.values():
         local = tensor.float().flatten()
-        ends = torch.stack((local, -local))
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=topology.tensor_group)
+        extremes = torch.stack((local, -local))
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=topology.tensor_group)
         tolerance = 0.0 if tensor.device.type == "cpu" else ACCELERATOR_TOLERANCE[tensor.dtype]
-        spreads.append(torch.stack(((ends[0] + ends[1]).max(), tolerance * ends.max())))
+        spreads.append(torch.stack(((extremes[0] + extremes[1]).max(), tolerance * extremes.max())))
     for name, (difference, allowed) in zip(replicas, _to_host(spreads), strict=True):
         if not difference <= allowed:  # nan is not
             when = f"after step {step}" if step else "at the start"
