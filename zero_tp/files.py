@@ -56,7 +56,7 @@ def write_named(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]:
-    """Make an empty hidden directory beside `output`, locked by this process and gone at the end of the block.
+    """Make an empty hidden directory next to `output`. This process locks it; the end of the block removes it.
 
     Files of a killed process are removed first, and an output that it was replacing is put back.
 

@@ -1,7 +1,7 @@
 """The TP × DP grid of ranks, with its process groups, coordinates and seeds: DeepSpeed's `mpu`.
 
 Ranks are laid out as in Megatron-LM (arXiv 1909.08053, section 3): t consecutive ranks form a tensor-parallel (TP)
-group, and ranks at the same position in those groups form a data-parallel (DP) group. Rank r has TP rank r mod t and
+group. Ranks at the same position in those groups form a data-parallel (DP) group. Rank r has TP rank r mod t and
 DP rank r // t.
 """
 

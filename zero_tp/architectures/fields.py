@@ -18,7 +18,7 @@ GENERATION_FIELDS = dict.fromkeys(("use_cache", "bos_token_id", "eos_token_id"),
 
 IRRELEVANT_IN_DECODERS = {
     **GENERATION_FIELDS,
-    "is_decoder": "the model is a causal decoder whatever it says",
+    "is_decoder": "the model is a causal decoder for either value",
     "chunk_size_feed_forward": "no decoder reads it",
 }
 FIXED_IN_DECODERS: dict[str, tuple[Any, str]] = {
@@ -41,7 +41,7 @@ _IRRELEVANT: dict[str, tuple[str, ...]] = {
     "keys that transformers does not warn about": ("ignore_keys_at_rope_validation",),
 }
 IRRELEVANT_IN_EVERY_CONFIG = {name: reason for reason, names in _IRRELEVANT.items() for name in names}
-"""Fields that `config.json` may have whatever the model_type → why they change nothing."""
+"""Fields that `config.json` of any model_type may have → why they change nothing."""
 
 FIXED_IN_EVERY_CONFIG: dict[str, tuple[Any, str]] = {
     "add_cross_attention": (False, "the model is one stack of layers"),

@@ -111,8 +111,8 @@ class SDPACore(AttentionCore):
 def disable_cudnn_for_mask(mask: Tensor | None) -> Iterator[None]:
     """Disable SDPA's cuDNN kernel for the calls within, if there is a mask.
 
-    cuDNN has no plan for some masks that heads or rows share (Lightning-AI/lightning-thunder issue 1799), and torch
-    selects cuDNN without checking for one, so the call would raise.
+    cuDNN has no plan for some masks that heads or rows share (Lightning-AI/lightning-thunder issue 1799). torch selects
+    cuDNN without checking for a plan, so the call would raise.
     """
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(cudnn and mask is None)

@@ -50,7 +50,7 @@ def forward_flops(spec: TransformerSpec, batch: int, length: int, label_fraction
 
 
 def model_flops(spec: TransformerSpec, global_batch: int, length: int, label_fraction: float = 1.0) -> float:
-    """Return the FLOPs of one step, forward and backward, whatever is recomputed.
+    """Return the FLOPs of one step, forward and backward, not counting recomputation.
 
     With GPT-2's layers this is equation 7 of arXiv 2205.05198.
 

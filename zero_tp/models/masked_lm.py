@@ -33,7 +33,7 @@ class PreTrainingOutput(ModelOutput):
     Attributes:
         loss: masked_loss + sentence_loss, or the one that exists.
         prediction_logits: [b, s, v], whole on every TP rank and without gradient.
-        seq_relationship_logits: [b, 2], likewise.
+        seq_relationship_logits: [b, 2], without gradient.
         masked_loss: of the masked tokens. sentence_loss: of the order of the segments.
         masked_accuracy, sentence_accuracy: share of correct argmaxes, with the losses' divisors, fp32 without gradient;
             with `reduction="none"` bool [b, s] and [b].

@@ -35,7 +35,7 @@ CosSin = tuple[Tensor, Tensor]
 
 
 def compute_cos_sin(rotary: Rotary, positions: Tensor, length: int, dtype: torch.dtype) -> CosSin:
-    """Return cosine and sine for `positions` [b or 1, s], computed in fp32 whatever the model's dtype.
+    """Return cosine and sine for `positions` [b or 1, s], computed in fp32 for every dtype.
 
     Args:
         length: of the sequence so far, positions that are cached included.

@@ -1,9 +1,8 @@
 """The load-balancing loss of routers (arXiv 2101.03961, equations 4 to 6), over all layers of one forward.
 
-It is transformers' `load_balancing_loss_func`: E · Σₑ fₑ Pₑ, where fₑ and Pₑ are an expert's choices and its summed
-probabilities over the tokens of all layers, each divided by the number of these tokens. It is not linear in fₑ and Pₑ,
-so it belongs to one micro-batch of one replica, as in transformers; DeepSpeed takes the mean over micro-batches and DP
-ranks.
+It is transformers' `load_balancing_loss_func`: E · Σₑ fₑ Pₑ. fₑ counts an expert's choices, Pₑ sums its probabilities
+over the tokens of all layers; both are divided by the number of these tokens. As in transformers, each micro-batch of a
+replica has its own loss, because it is not linear in fₑ and Pₑ. DeepSpeed averages over micro-batches and DP ranks.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class RouterBalance:
         device: where the routers compute.
 
     Attributes:
-        choices, probability_sums: for each expert, how many of the counted tokens chose it, and the sum of its
-            probabilities, fp32 [E]. tokens: number of counted tokens; a token counts once in each layer.
+        choices, probability_sums: each expert's choices and its summed probabilities over the counted tokens, fp32 [E].
+        tokens: number of counted tokens; each layer counts a token once.
         gradient: of a counted token's probabilities, fp32 [E]; set by the loss's backward.
     """
 

@@ -131,7 +131,7 @@ class TrainState:
         try:
             yield
         except BrokenPipeError:
-            raise  # the reader of the output has gone
+            raise  # the reader of the output has closed it
         except OSError as error:
             self.lost_writes[target] += 1
             if self.lost_writes[target] == 1:

@@ -136,8 +136,8 @@ def check_duplicates(zero: ZeroEngine, step: int) -> None:
     ZeRO-0, and the weights that stay gathered under ZeRO-3. One all-gather over the world of 8 bytes a tensor.
 
     Raises:
-        UserError: on every rank of the job, naming a tensor and the ranks that differ from the majority of their DP
-            group, or the whole group if there is no majority.
+        UserError: on every rank of the job. It names a tensor and the ranks that differ from the majority of their DP
+            group; without a majority, the whole group.
     """
     topology = zero.topology
     if topology.data == 1:
