@@ -79,7 +79,7 @@ def spec(
     config: PretrainedConfig,
     *,
     partial_rotary: bool = False,
-    mlp: str | tuple[str, ...] = "gated",
+    mlp: str = "gated",
     attention_bias: bool | None = None,
     **overrides: Any,
 ) -> TransformerSpec:
@@ -89,12 +89,12 @@ def spec(
 
     Args:
         partial_rotary: the architecture supports rotating a part of each head.
-        mlp: name in MLPS, one for all layers or one per layer.
+        mlp: name in MLPS, for a config without `decoder_sparse_step`.
         attention_bias: biases on Q, K, V and the output projection; by default the config's.
         overrides: arguments of TransformerSpec that differ from Llama's.
     """
     layers, std, padding = config.num_hidden_layers, config.initializer_range, config.pad_token_id
-    mlps = (mlp,) * layers if isinstance(mlp, str) else mlp
+    mlps = sparse_mlps(config) if hasattr(config, "decoder_sparse_step") else (mlp,) * layers
     heads, kv_heads, head_size = grouped_heads(config)
     if attention_bias is None:
         attention_bias = getattr(config, "attention_bias", False)
@@ -118,7 +118,8 @@ def spec(
         "mlps": mlps,
         "experts": experts(config) if "experts" in mlps else None,
         "activation": ACTIVATIONS.get(getattr(config, "hidden_act", "")),
-        "qkv_bias": attention_bias,
+        "clip": getattr(config, "clip_qkv", None),
+        "qkv_bias": getattr(config, "qkv_bias", attention_bias),
         "output_bias": attention_bias,
         "mlp_bias": getattr(config, "mlp_bias", False),
         "tied": config.tie_word_embeddings,
