@@ -164,9 +164,12 @@ def named_device(name: str, ranks: int = 1) -> Device:
         ranks: number of ranks of the run; CPU ranks share one machine's memory and cores.
     """
     if name.endswith(".json"):
-        return validate(
-            Device, read_json(Path(name), f"give the path of a device's JSON file, or one of {', '.join(NAMES)}"), name
-        )
+        remedy = f"give the path of a device's JSON file, or one of {', '.join(NAMES)}"
+        device = validate(Device, read_json(Path(name), remedy), name)
+        if device.channels > device.units:
+            problem = f"{device.channels} is more than all units, {device.units}"
+            raise ConfigError(f"{name}.channels", problem, "give the number of multiprocessors as units, too")
+        return device
     key = name.lower().replace("_", "-").replace("rtx-", "rtx")
     if key == "cpu":
         return _cpu_device(ranks)

@@ -61,8 +61,8 @@ def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]
     Files of a killed process are removed first, and an output that it was replacing is put back.
 
     Args:
-        own: names of the directories that the block writes. The block's end moves every other directory of an old
-            output to the new one, because it is the user's.
+        own: names of the directories that zero_tp writes in an output. Others in an old output are the user's; the end
+            of the block moves them to the new one.
     """
     partial = hidden_sibling(output, "partial")
     try:

@@ -48,10 +48,8 @@ class ConfigErrors(ConfigError):
 
     def __init__(self, errors: Sequence[ConfigError]) -> None:
         super().__init__(errors[0].key, errors[0].problem, errors[0].remedy)
-        by_key: dict[str, ConfigError] = {}
-        for error in errors:
-            by_key.setdefault(error.key, error)
-        self.errors = list(by_key.values())
+        keys = [error.key for error in errors]
+        self.errors = [error for index, error in enumerate(errors) if keys.index(error.key) == index]
 
 
 class ErrorCollector:
