@@ -160,16 +160,19 @@ NAMES = (*(name for row in DEVICES for name in row.memory_gib), "cpu")
 
 
 def named_device(name: str, ranks: int = 1) -> Device:
-    """Return the device of NAMES, in any case; the memory size may be left out if the table has one ("v100": 32 GB).
+    """Return a device by its name, ignoring case; "h100" is enough if the table has one size ("v100": 32 GB).
 
     Args:
         name: one of NAMES, or the path of a .json file that describes a device.
         ranks: number of ranks of the run; CPU ranks share one machine's memory and cores.
     """
     if name.endswith(".json"):
-        return validate(
-            Device, read_json(Path(name), f"give the path of a device's JSON file, or one of {', '.join(NAMES)}"), name
-        )
+        remedy = f"give the path of a device's JSON file, or one of {', '.join(NAMES)}"
+        device = validate(Device, read_json(Path(name), remedy), name)
+        if device.channels > device.units:
+            problem = f"{device.channels} is more than all units, {device.units}"
+            raise ConfigError(f"{name}.channels", problem, "give the number of multiprocessors as units, too")
+        return device
     key = name.lower().replace("_", "-").replace("rtx-", "rtx")
     if key == "cpu":
         return _cpu_device(ranks)
@@ -227,7 +230,7 @@ def find_device_spec(name: str) -> DeviceSpec | None:
 def peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
     """Return the dense peak of the device called `name` [FLOP/s] in `dtype`; None where unknown.
 
-    No MFU is better than a wrong one.
+    An unknown device has no MFU, rather than a wrong one.
 
     Args:
         tf32: fp32 matrices are multiplied as TF32 (`torch.backends.cuda.matmul.allow_tf32`).

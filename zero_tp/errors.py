@@ -138,11 +138,7 @@ def in_json_words(text: str) -> str:
     text = re.sub(r"(?:\w+\.)?\w+\(\) got an unexpected keyword argument ('.*?')", r"unknown key \1", text)
     text = re.sub(r" object has no attribute '\w+'", " is of the wrong kind", text)
     text = re.sub(r"\bField '(\w+)' expected ", r"\1: expected ", text)
-    return _PYTHON_TYPE.sub(_json_kind_of_match, _EXCEPTION_NAMES.sub("", text))
-
-
-def _json_kind_of_match(match: re.Match[str]) -> str:
-    return json_kind(match[match.lastindex or 0])
+    return _PYTHON_TYPE.sub(lambda match: json_kind(match[match.lastindex or 0]), _EXCEPTION_NAMES.sub("", text))
 
 
 def json_kind(name: str) -> str:

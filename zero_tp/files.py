@@ -18,10 +18,10 @@ import psutil
 
 from zero_tp.errors import UserError
 
-MOST_BYTES = 2**28
+MAX_FILE_BYTES = 2**28
 """The largest JSON file that is read [bytes]; Python needs up to ten times as much memory."""
-VIEW_SECONDS = 60.0
-"""How long a machine may cache a network file system: NFS's default acregmax and acdirmax [seconds]."""
+NFS_VIEW_SECONDS = 60.0
+"""How long an NFS client may cache attributes: the defaults of acregmax and acdirmax."""
 # File systems that only one machine mounts.
 _LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "vfat", "xfs", "zfs"})
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -30,7 +30,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` by a file that holds `content`. A reader finds the old file or the new one, also after a crash.
 
-    Bytes of a file's name that are not UTF-8 are written as \\udcXX.
+    Surrogates in `content`, from file names that are not UTF-8, are written as \\udcXX.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -56,13 +56,13 @@ def write_named(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]:
-    """Make an empty hidden directory beside `output`, locked by this process and gone at the end of the block.
+    """Make an empty hidden directory next to `output`. This process locks it; the end of the block removes it.
 
     Files of a killed process are removed first, and an output that it was replacing is put back.
 
     Args:
-        own: names of the directories that the block writes. The block's end moves every other directory of an old
-            output to the new one, because it is the user's.
+        own: names of the directories that zero_tp writes in an output. Others in an old output are the user's; the end
+            of the block moves them to the new one.
     """
     partial = hidden_sibling(output, "partial")
     try:
@@ -166,12 +166,12 @@ def replace_directory(written: Path, output: Path) -> None:
 def _finish_replacing(output: Path, own: Collection[str]) -> None:
     """Put a replaced directory back if there is no new one; else move the user's own directories to the new one.
 
-    A process that has renamed its partial directory has lost its lock: another one may do the same at the same time.
+    Two processes may do this at once: after its rename, a partial directory no longer locks its output.
     """
     replaced = hidden_sibling(output, "replaced")
     if not replaced.is_dir():
         return
-    with contextlib.suppress(FileNotFoundError):  # the other process has moved or removed it
+    with contextlib.suppress(FileNotFoundError):  # another process has moved or removed it
         if not output.exists():
             os.replace(replaced, output)
             return
@@ -206,9 +206,9 @@ def sync(directory: Path, *, below: bool = True) -> None:
 def wait_until_visible(is_visible: Callable[[], bool], directory: Path) -> bool:
     """Wait until this machine sees a change by another machine in a directory; return False if it does not.
 
-    A local file system needs no wait. On a network file system it ends after `VIEW_SECONDS` + 5.
+    A local file system needs no wait. On a network file system it ends after `NFS_VIEW_SECONDS` + 5.
     """
-    deadline = time.monotonic() + (0 if is_local(directory) else VIEW_SECONDS + 5)
+    deadline = time.monotonic() + (0 if is_local(directory) else NFS_VIEW_SECONDS + 5)
     while not (visible := is_visible()) and time.monotonic() < deadline:
         time.sleep(0.5)
     return visible
@@ -235,9 +235,9 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file of at most `MOST_BYTES`."""
+    """Return the content of a regular file of at most `MAX_FILE_BYTES`."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > MOST_BYTES:
-            raise OSError(errno.EFBIG, f"{size:,} bytes, at most {MOST_BYTES:,} are read", str(path))
-        return file.read(MOST_BYTES)
+        if size > MAX_FILE_BYTES:
+            raise OSError(errno.EFBIG, f"{size:,} bytes, at most {MAX_FILE_BYTES:,} are read", str(path))
+        return file.read(MAX_FILE_BYTES)

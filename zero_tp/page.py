@@ -1,4 +1,4 @@
-"""Draw figures, and write them into one HTML page that loads nothing from a network, with PNG files beside it.
+"""Draw figures, and write them into one HTML page that loads nothing from a network, with PNG files next to it.
 
 Reports of runs, plans, profiles and corpora use it. Tables for a terminal are laid out here too.
 """
@@ -39,7 +39,7 @@ td:last-child, th:last-child { text-align: left; } tr:nth-child(even) td { backg
 
 
 def write(path: Path, title: str, parts: Iterable[str], figures: Mapping[str, Any]) -> list[Path]:
-    """Write a page and its figures as PNG beside it: OUT.html, OUT_memory.png, …
+    """Write a page and its figures as PNG next to it: OUT.html, OUT_memory.png, …
 
     Args:
         parts: HTML elements of the page's body.

@@ -1,7 +1,7 @@
 """The TP × DP grid of ranks, with its process groups, coordinates and seeds: DeepSpeed's `mpu`.
 
 Ranks are laid out as in Megatron-LM (arXiv 1909.08053, section 3): t consecutive ranks form a tensor-parallel (TP)
-group, and ranks at the same position in those groups form a data-parallel (DP) group. Rank r has TP rank r mod t and
+group. Ranks at the same position in those groups form a data-parallel (DP) group. Rank r has TP rank r mod t and
 DP rank r // t.
 """
 
@@ -98,7 +98,7 @@ class Topology:
             self.data_group = self._group(self.data_members(), timeout)
 
     def _group(self, members: list[list[int]], timeout: timedelta | None) -> ProcessGroup:
-        """Make every group of `members`, which divide the world; return this rank's. Collective over all ranks.
+        """Make every group of `members`, which partition the world; return this rank's. Collective over all ranks.
 
         If one group holds all ranks, it is the world's own. NCCL makes all groups by one split of the world's
         communicator; `new_group` would split once per group, each time with all ranks. A group of one rank is made

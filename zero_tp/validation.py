@@ -48,7 +48,8 @@ class ConfigErrors(ConfigError):
 
     def __init__(self, errors: Sequence[ConfigError]) -> None:
         super().__init__(errors[0].key, errors[0].problem, errors[0].remedy)
-        self.errors = list({error.key: error for error in reversed(errors)}.values())[::-1]
+        keys = [error.key for error in errors]
+        self.errors = [error for index, error in enumerate(errors) if keys.index(error.key) == index]
 
 
 class ErrorCollector:

@@ -17,7 +17,7 @@ from zero_tp.architectures import ARCHITECTURES, architecture_of
 from zero_tp.architectures.configs import config_from_block
 from zero_tp.architectures.rotary import ROPE_KEYS
 from zero_tp.config import ConfigError
-from zero_tp.models.position import rotation
+from zero_tp.models.position import compute_cos_sin
 
 ROTARY = [name for name, found in ARCHITECTURES.items() if "rope_parameters" in found.fields.read]
 SCALED = [name for name in ROTARY if name != "phi3"]  # whose class refuses all but "default" and "longrope" itself
@@ -78,7 +78,7 @@ def same_as_native(written: dict[str, Any], seed: int) -> None:
         positions = torch.arange(first, last)[None]
         for dtype in (torch.float32, torch.bfloat16):
             expected = module(torch.zeros(1, dtype=dtype), positions)
-            found = rotation(rotary, positions, last, dtype)
+            found = compute_cos_sin(rotary, positions, last, dtype)
             for ours, theirs in zip(found, expected, strict=True):
                 assert ours.dtype == dtype and torch.equal(ours[:, 0], theirs), (first, last)
 
@@ -104,7 +104,7 @@ def test_part_of_a_head_turns(seed: int) -> None:
         for parameters in PARAMETERS:
             written = fields("gpt_neox", rope_parameters={**parameters, "partial_rotary_factor": share})
             if parameters.get("rope_type") == "yarn" and share == 0.3:
-                with pytest.raises(ConfigError, match="'yarn' has no frequencies with these values"):
+                with pytest.raises(ConfigError, match='"yarn" has no frequencies with these values'):
                     config_from_block(written)  # transformers' own formula fails
             else:
                 same_as_native(written, seed)
@@ -117,25 +117,25 @@ def test_part_of_a_head_turns(seed: int) -> None:
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_parameters"),
         (
             {"rope_scaling": {"type": "su", "factor": 2.0}},
-            r"rope_parameters\.rope_type: 'su' is not.*one of default, lin",
+            r'rope_parameters\.rope_type: "su" is not.*one of default, lin',
         ),
-        ({"rope_parameters": {"rope_type": ["linear"]}}, r"rope_type: \['linear'\] is not supported; one of default"),
-        ({"rope_scaling": {"type": {"linear": 2}, "factor": 2.0}}, r"rope_type: \{'linear': 2\} is not supported"),
-        ({"rope_parameters": {"rope_theta": float("inf")}}, r"rope_theta: inf is not a positive number"),
-        ({"rope_parameters": {"rope_type": "axial"}}, r"rope_type: 'axial' is not supported; one of default, linear"),
+        ({"rope_parameters": {"rope_type": ["linear"]}}, r'rope_type: \["linear"\] is not supported; one of default'),
+        ({"rope_scaling": {"type": {"linear": 2}, "factor": 2.0}}, r'rope_type: \{"linear": 2\} is not supported'),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, r"rope_theta: Infinity is not a positive number"),
+        ({"rope_parameters": {"rope_type": "axial"}}, r'rope_type: "axial" is not supported; one of default, linear'),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, r"factor: '2' is not a positive .*; give one"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, r'factor: "2" is not a positive .*; give one'),
         (
             {"rope_parameters": {"rope_type": "default", "factor": 2.0}},
-            r"\.factor: rope_type 'default' does not read it",
+            r'\.factor: rope_type "default" does not read it',
         ),
         (
             {"rope_parameters": {"rope_type": "linear", "type": "yarn", "factor": 2.0}},
-            r"\.type: 'yarn' and rope_type '\w+' disagree",
+            r'\.type: "yarn" and rope_type "\w+" disagree',
         ),
-        ({"rope_parameters": {**YARN, "attention_factor": "big"}}, r"\.attention_factor: 'big' is not a positive"),
+        ({"rope_parameters": {**YARN, "attention_factor": "big"}}, r'\.attention_factor: "big" is not a positive'),
         ({"rope_parameters": {**YARN, "truncate": 3}}, r"\.truncate: 3 is neither true nor false"),
-        ({"rope_parameters": {**YARN, "rope_theta": 1.0}}, r"'yarn' has no frequencies with these values"),
+        ({"rope_parameters": {**YARN, "rope_theta": 1.0}}, r'"yarn" has no frequencies with these values'),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5}},
             r"partial_rotary_factor: 1\.5 is",
@@ -146,7 +146,7 @@ def test_part_of_a_head_turns(seed: int) -> None:
         ),
         (
             {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2.0}},
-            r"rope_parameters\.rope_type: 'default', but \w+ takes rope_type 'linear'",
+            r'rope_parameters\.rope_type: "default", but \w+ takes rope_type "linear"',
         ),
     ],
     ids=str,

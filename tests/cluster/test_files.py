@@ -11,7 +11,7 @@ from tests.cluster.nodes import SHARED, Rack
 from tests.cluster.runs import LONG, check_printed_once, kill_all, steps, trained
 from tests.cluster.starts import alone
 from tests.support.waits import wait_until
-from zero_tp.files import VIEW_SECONDS
+from zero_tp.files import NFS_VIEW_SECONDS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
@@ -34,7 +34,7 @@ def test_a_launch_on_another_machine_takes_the_run_over_and_the_first_one_ends(l
     try:
         launch = trained(alone(late, *words), workplace / run)
         other = trained(alone(late, *words, node=1), workplace / run)
-        ended = launch.ended(2 * VIEW_SECONDS)
+        ended = launch.ended(2 * NFS_VIEW_SECONDS)
         assert 0 not in ended.statuses
         check_printed_once(ended, "has taken the run over")
         before = steps(workplace / run)

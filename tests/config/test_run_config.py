@@ -47,6 +47,11 @@ def test_a_config_goes_to_other_processes(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(config)).typed == config.typed
 
 
+def test_errors_keep_their_order_when_a_key_has_several() -> None:
+    errors = [ConfigError("a", "first"), ConfigError("b", "first"), ConfigError("a", "second")]
+    assert ConfigErrors(errors).errors == errors[:2]
+
+
 def test_a_model_from_a_directory(tmp_path: Path) -> None:
     model = {"model_type": "gpt2", "n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 61}
     (tmp_path / "model").mkdir()

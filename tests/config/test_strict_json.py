@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zero_tp.config import ConfigError, RunConfig
-from zero_tp.files import MOST_BYTES
+from zero_tp.files import MAX_FILE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_files_that_are_not_one_json_object(text: str, words: str, tmp_path: Pat
 def test_what_is_too_long_or_no_file_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     with path.open("wb") as file:
-        file.truncate(MOST_BYTES + 1)
+        file.truncate(MAX_FILE_BYTES + 1)
     with pytest.raises(ConfigError, match=r"can't be read \(268,435,457 bytes, at most 268,435,456 are read\)"):
         RunConfig.load(path)
     path.unlink()

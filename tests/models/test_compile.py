@@ -18,7 +18,7 @@ from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.errors import UserError
 from zero_tp.models.mlp import _gated, _gated_gradient
 from zero_tp.models.norm import _rms_norm, _rows_gradient, _weight_gradient
-from zero_tp.models.position import _apply_rotary
+from zero_tp.models.position import _rotate
 from zero_tp.parallel import elementwise
 from zero_tp.parallel.loss import _max_and_sum_exp, _to_probabilities_
 from zero_tp.topology import Topology
@@ -117,7 +117,7 @@ def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor],
         "gate": (_gated, [wide], [F.silu]),
         "gate's gradient": (_gated_gradient, [wide, gradient], [F.silu]),
         "another gate's": (_gated_gradient, [wide, gradient], [gelu]),
-        "rotation": (_apply_rotary, turning, []),
+        "rotation": (_rotate, turning, []),
         "softmax": (_max_and_sum_exp, [logits], [21]),
         "probabilities": (_to_probabilities_, [logits, maximum, factor], [21]),
     }

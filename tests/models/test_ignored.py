@@ -15,6 +15,7 @@ from tests.support.decoders import decoder
 from tests.support.encoders import encoder
 from tests.support.native import Native
 from tests.support.pools import Pools
+from tests.support.settings import deepspeed_settings
 from tests.tiers import in_tiers
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data.batch import MaskedBatch
@@ -60,12 +61,8 @@ def steps(
     from zero_tp.training.engine import TrainingEngine
 
     topology, reference = grid(tensor, tensor > 1), reference_model(kind)
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": ROWS // topology.data,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    settings = deepspeed_settings(stage, accumulation=ROWS // topology.data, lr=0.0, zero_optimization=zero)
     engine = TrainingEngine(copy.deepcopy(reference.config), topology, settings, seed=0, source=Native(reference))
 
     def batches(rows: dict[str, Tensor]) -> list[Any]:

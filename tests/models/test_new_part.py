@@ -27,7 +27,7 @@ def results(sequence: bool) -> dict[str, Tensor]:
         exec(code, {})
         topology = grid(2, sequence)
         weight, rows, upstream = drawn()
-        norm: Any = NORMS["offset_rms_norm"](maker(topology, weight=weight), HIDDEN, EPSILON, part=sequence)
+        norm: Any = NORMS["offset_rms_norm"](maker(topology, weight=weight), HIDDEN, EPSILON, sharded_input=sequence)
     GradientHooks(norm, topology.tensor_group)
     own = leaf(piece_of(rows, topology))
     output = norm(own)

@@ -159,13 +159,15 @@ def test_a_device_file_is_planned_for(tmp_path: Path) -> None:
         ("a100-80g", r"--device: 'a100-80g' is unknown.*a100-80gb"),
         ("v100", "v100-32gb has no bf16 matrix units"),
         ("mine.json", r"memory_gbp: unknown key.*memory_gbps"),
+        ("channels.json", r"^channels\.json\.channels: 24 is more than all units, 1; give the number of multiproc"),
         ("none.json", r"^none.json: no such file; give the path of a device's JSON file, or one of v100-16gb, "),
     ],
 )
 def test_devices_that_cannot_be_planned_for(
     device: str, refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mine.json").write_text(json.dumps({**OWN, "memory_gbp": 1}))
+    for name, change in {"mine": {"memory_gbp": 1}, "channels": {"channels": 24}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(OWN | change))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=refusal):
         plan_gpt2(device=device)

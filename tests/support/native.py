@@ -30,8 +30,8 @@ def to_ours(config: PretrainedConfig, theirs: Mapping[str, Tensor]) -> dict[str,
 def to_theirs(config: PretrainedConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our whole parameters, or what belongs to each, under the names of Hugging Face's class."""
     weights = weights_of(config)
-    in_memory = {weight.in_memory: ours[weight.our_name] for weight in weights if weight.in_memory is not None}
-    return in_memory | tables.to_hf([weight for weight in weights if weight.in_memory is None], ours.__getitem__)
+    stacked = {weight.native_name: ours[weight.our_name] for weight in weights if weight.native_name is not None}
+    return stacked | tables.to_hf([weight for weight in weights if weight.native_name is None], ours.__getitem__)
 
 
 def native_model(config: PretrainedConfig, **options: Any) -> Any:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -115,11 +116,6 @@ def encoder_weights(spec: TransformerSpec, norms: dict[str, str]) -> Iterator[We
         yield from common.module_weights("sentence_head.classifier", "cls.seq_relationship")
 
 
-def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec, with a norm after each residual sum and after the embeddings."""
-    return encoder_spec(config, WITHOUT_SENTENCES, layer="post_norm", embedding_norm=True)
-
-
 def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
     """Return every parameter of a model of this spec."""
     norms = {
@@ -132,7 +128,7 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
 
 ARCHITECTURE = Architecture(
     fields=FIELDS,
-    translate=spec,
+    translate=partial(encoder_spec, without_sentences=WITHOUT_SENTENCES, layer="post_norm", embedding_norm=True),
     weights=weights,
     tied=TIED,
     native_class="BertForPreTraining",

@@ -19,7 +19,7 @@ from zero_tp.architectures.rotary import ROPE, ROPE_UNDECLARED, rotary
 from zero_tp.architectures.spec import Dropouts, ExpertsSpec, TransformerSpec
 from zero_tp.architectures.table import Architecture, Weight
 from zero_tp.constants import MODEL_KEY
-from zero_tp.errors import ConfigError
+from zero_tp.errors import ConfigError, shown
 
 # gelu_new is the tanh approximation; torch's fused one saves one tensor where transformers' saves four.
 _gelu_tanh = partial(F.gelu, approximate="tanh")
@@ -79,7 +79,7 @@ def spec(
     config: PretrainedConfig,
     *,
     partial_rotary: bool = False,
-    mlp: str | tuple[str, ...] = "gated",
+    mlp: str = "gated",
     attention_bias: bool | None = None,
     **overrides: Any,
 ) -> TransformerSpec:
@@ -89,12 +89,12 @@ def spec(
 
     Args:
         partial_rotary: the architecture supports rotating a part of each head.
-        mlp: name in MLPS, one for all layers or one per layer.
+        mlp: name in MLPS, for a config without `decoder_sparse_step`.
         attention_bias: biases on Q, K, V and the output projection; by default the config's.
         overrides: arguments of TransformerSpec that differ from Llama's.
     """
     layers, std, padding = config.num_hidden_layers, config.initializer_range, config.pad_token_id
-    mlps = (mlp,) * layers if isinstance(mlp, str) else mlp
+    mlps = sparse_mlps(config) if hasattr(config, "decoder_sparse_step") else (mlp,) * layers
     heads, kv_heads, head_size = grouped_heads(config)
     if attention_bias is None:
         attention_bias = getattr(config, "attention_bias", False)
@@ -118,7 +118,8 @@ def spec(
         "mlps": mlps,
         "experts": experts(config) if "experts" in mlps else None,
         "activation": ACTIVATIONS.get(getattr(config, "hidden_act", "")),
-        "qkv_bias": attention_bias,
+        "clip": getattr(config, "clip_qkv", None),
+        "qkv_bias": getattr(config, "qkv_bias", attention_bias),
         "output_bias": attention_bias,
         "mlp_bias": getattr(config, "mlp_bias", False),
         "tied": config.tie_word_embeddings,
@@ -190,7 +191,7 @@ def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
     if len(types) != layers:
         raise ConfigError(f"{MODEL_KEY}.layer_types", f"{len(types)} entries for {layers} layers", "give one for each")
     if SLIDING in types and (window or 0) < 1:
-        problem = f"{window} is not positive, which {SLIDING} needs"
+        problem = f"{shown(window)} is not positive, which {SLIDING} needs"
         raise ConfigError(f"{MODEL_KEY}.sliding_window", problem, "give 1 or more, and use_sliding_window: true")
     return tuple(window if kind == SLIDING else None for kind in types)
 
@@ -245,12 +246,12 @@ def expert_weights(spec: TransformerSpec, block: str, linears: Mapping[str, tupl
     assert spec.experts is not None
     count, layers = spec.experts.count, spec.expert_layers
     router = f"{OUR_LAYER}mlp.router.weight"
-    yield Weight(router, f"{HF_LAYER}{block}.gate.weight", in_memory=f"{HF_LAYER}mlp.gate.weight", layers=layers)
+    yield Weight(router, f"{HF_LAYER}{block}.gate.weight", native_name=f"{HF_LAYER}mlp.gate.weight", layers=layers)
     for our_name, names in linears.items():
         experts = [f"{HF_LAYER}{block}.experts.{number}" for number in range(count)]
         matrices = tuple(f"{expert}.{name}.weight" for expert in experts for name in names)
-        in_memory = f"{HF_LAYER}mlp.experts.{our_name}_proj"
-        yield Weight(f"{OUR_LAYER}mlp.{our_name}.weight", matrices, experts=count, in_memory=in_memory, layers=layers)
+        stacked = f"{HF_LAYER}mlp.experts.{our_name}_proj"
+        yield Weight(f"{OUR_LAYER}mlp.{our_name}.weight", matrices, experts=count, native_name=stacked, layers=layers)
     if spec.experts.shared:
         for our_name, hf_names in GATED_MLP.items():
             names = tuple(f"mlp.shared_expert.{name}" for name in hf_names)
@@ -271,7 +272,7 @@ def weights(
     Args:
         attention: the weights of `self_attn`; by default Llama's.
         mlp: linear layers of dense MLPs, our name → Hugging Face's.
-        block: files' name of a mixture of experts, whose prefix its weights have.
+        block: name of the mixture of experts in files, such as `block_sparse_moe`.
         linears: linear layers of one expert, our name → Hugging Face's.
     """
     bias = spec.norm == "layer_norm"

@@ -26,9 +26,9 @@ from zero_tp.validation import ConfigModel, validate
 CONFIG = "config.json"
 _GIVE_DIRECTORY = "give a Hugging Face model directory"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-LARGEST_SIZE, MOST_LAYERS = 2**31 - 1, 10_000
-LARGEST_MATRIX = 2**40
-"""Elements of one matrix: 4 TiB in fp32."""
+MAX_SIZE, MAX_LAYERS = 2**31 - 1, 10_000
+MAX_MATRIX_ELEMENTS = 2**40
+"""4 TiB in fp32."""
 
 
 def fields_of(model_type: str) -> Fields:
@@ -39,7 +39,7 @@ def fields_of(model_type: str) -> Fields:
 def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
     """Return the config of a `zero_tp.model` block: `model_type` and fields of Hugging Face's config.
 
-    A token id that the block omits is None if Hugging Face's default lies outside the vocabulary.
+    A token id that the block omits is None if Hugging Face's default is outside the vocabulary.
     """
     model_type = _model_type(model)
     known, config_class = fields_of(model_type), cast(Any, CONFIG_MAPPING[model_type])
@@ -48,7 +48,7 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
     aliases: dict[str, str] = config_class.attribute_map
     _check_aliases(fields, aliases)
     _check_sizes(fields, aliases)
-    with _under_written_name(fields, aliases):
+    with _errors_by_written_name(fields, aliases):
         known.check({aliases.get(name, name): value for name, value in fields.items() if value is not None})
     vocabulary: int = fields.get("vocab_size", config_class.vocab_size)
     for name in TOKEN_IDS:
@@ -67,14 +67,14 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
         raise ConfigError(
             key, f"{config_class.__name__} refuses it ({one_line(why, 200)})", "correct that field"
         ) from None
-    with _under_written_name(fields, aliases):
+    with _errors_by_written_name(fields, aliases):
         check_rope_names(config, fields)
         spec = architectures.architecture_of(config).spec(config, MODEL_KEY)
-        # The first matrices of all experts are one parameter.
+        # Gate and up projections of a layer's experts are one parameter.
         experts = 0 if spec.experts is None else 2 * spec.experts.count * spec.experts.size
         embeddings = (spec.vocabulary, spec.token_types, spec.positions if spec.position == "learned" else 0)
         rows = max(*embeddings, spec.mlp_size, 3 * spec.heads * spec.head_size, experts)
-        if rows * spec.hidden > LARGEST_MATRIX:
+        if rows * spec.hidden > MAX_MATRIX_ELEMENTS:
             problem = f"a matrix of {rows} × {spec.hidden} is larger than any that is trained"
             raise ConfigError(f"{MODEL_KEY}.hidden_size", problem, "use smaller sizes")
     return config
@@ -82,11 +82,11 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
 
 def _check_sizes(fields: dict[str, Any], aliases: dict[str, str]) -> None:
     """Refuse sizes for which building the config or its table would exhaust memory before other checks run."""
+    counts = {"num_hidden_layers", aliases.get("num_hidden_layers"), "num_experts", "num_local_experts"}
     for name, value in fields.items():
-        layers = name in ("num_hidden_layers", aliases.get("num_hidden_layers"), "num_experts", "num_local_experts")
-        most = MOST_LAYERS if layers else LARGEST_SIZE
+        most = MAX_LAYERS if name in counts else MAX_SIZE
         if isinstance(value, int) and abs(value) > most:
-            reason = "each is built by itself" if layers else "sizes and token ids are counted in 32 bits"
+            reason = "each is built by itself" if name in counts else "sizes and token ids are counted in 32 bits"
             raise ConfigError(f"{MODEL_KEY}.{name}", f"{value} is more than {most}: {reason}", "use a smaller one")
 
 
@@ -247,8 +247,8 @@ def _check_token_ids(fields: dict[str, Any], vocabulary: int) -> None:
 
 
 @contextlib.contextmanager
-def _under_written_name(fields: dict[str, Any], aliases: dict[str, str]) -> Iterator[None]:
-    """Report errors under the name that the file uses, the general one or the architecture's own."""
+def _errors_by_written_name(fields: dict[str, Any], aliases: dict[str, str]) -> Iterator[None]:
+    """Raise errors with a field's name as the file has it: `hidden_size`, or the architecture's own `n_embd`."""
     try:
         yield
     except ConfigError as error:

@@ -18,7 +18,7 @@ GENERATION_FIELDS = dict.fromkeys(("use_cache", "bos_token_id", "eos_token_id"),
 
 IRRELEVANT_IN_DECODERS = {
     **GENERATION_FIELDS,
-    "is_decoder": "the model is a causal decoder whatever it says",
+    "is_decoder": "the model is a causal decoder for either value",
     "chunk_size_feed_forward": "no decoder reads it",
 }
 FIXED_IN_DECODERS: dict[str, tuple[Any, str]] = {
@@ -41,7 +41,7 @@ _IRRELEVANT: dict[str, tuple[str, ...]] = {
     "keys that transformers does not warn about": ("ignore_keys_at_rope_validation",),
 }
 IRRELEVANT_IN_EVERY_CONFIG = {name: reason for reason, names in _IRRELEVANT.items() for name in names}
-"""Fields that `config.json` may have whatever the model_type → why they change nothing."""
+"""Fields that `config.json` of any model_type may have → why they change nothing."""
 
 FIXED_IN_EVERY_CONFIG: dict[str, tuple[Any, str]] = {
     "add_cross_attention": (False, "the model is one stack of layers"),
@@ -60,9 +60,8 @@ _NO_DEFAULT = object()
 class Fields:
     """The treatment of each field that a model_type's Hugging Face config has.
 
-    A field is in one attribute at most, `undeclared` aside, and then neither in IRRELEVANT_IN_EVERY_CONFIG nor in
-    FIXED_IN_EVERY_CONFIG. Any other field must have its class's default; one that the class does not declare is
-    refused.
+    A field is listed once: in one attribute, in IRRELEVANT_IN_EVERY_CONFIG or in FIXED_IN_EVERY_CONFIG; `undeclared`
+    adds its type. A field that is not listed must have its class's default, or is refused if the class has none.
 
     Attributes:
         sizes: read by the spec; positive integers, or None where the config allows it.

@@ -18,8 +18,8 @@ FIELDS = Fields(
     fixed=FIXED_IN_DECODERS,
     irrelevant={
         **IRRELEVANT_IN_DECODERS,
-        "n_ctx": "the old name of n_positions, which is in every file beside it",
-        "pad_token_id": "the class gives it no row of its own",
+        "n_ctx": "old name of n_positions; files have both",
+        "pad_token_id": "the class has no padding row",
         **dict.fromkeys(
             (
                 "summary_type",

@@ -15,7 +15,7 @@ FIELDS = common.fields(
     dropouts=("hidden_dropout",),
     read=("rotary_pct", "rotary_emb_base", "use_parallel_residual", "attention_bias"),
     irrelevant={
-        "pad_token_id": "the class gives it no row of its own",
+        "pad_token_id": "the class has no padding row",
         "classifier_dropout": UNTRAINED_HEAD,
         **dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), "the class has no such dropout"),
     },

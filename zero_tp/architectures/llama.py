@@ -9,7 +9,7 @@ FIELDS = common.fields(
     read=("pad_token_id", "attention_bias", "mlp_bias"),
     fixed={"rope_interleaved": (False, "the class rotates feature i with feature i + d/2")},
     irrelevant={
-        "pretraining_tp": "transformers computes the same whatever it says",
+        "pretraining_tp": "transformers computes the same for every value",
         "is_llama_config": "a note of who wrote the file",
     },
 )

@@ -3,7 +3,7 @@ final norm (arXiv 1909.08053, section 5.3)."""
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+from functools import partial
 
 from zero_tp.architectures import bert
 from zero_tp.architectures.spec import TransformerSpec
@@ -11,11 +11,6 @@ from zero_tp.architectures.table import Architecture, Weight
 
 MODEL_TYPE = "megatron-bert"
 WITHOUT_SENTENCES = "MegatronBertForMaskedLM"
-
-
-def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec."""
-    return bert.encoder_spec(config, WITHOUT_SENTENCES)
 
 
 def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
@@ -30,7 +25,7 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
 
 ARCHITECTURE = Architecture(
     fields=bert.FIELDS,
-    translate=spec,
+    translate=partial(bert.encoder_spec, without_sentences=WITHOUT_SENTENCES),
     weights=weights,
     tied=bert.TIED,
     native_class="MegatronBertForPreTraining",

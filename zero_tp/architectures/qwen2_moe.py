@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
-
 from zero_tp.architectures import common
-from zero_tp.architectures.spec import TransformerSpec
 
 SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
 READ = ("pad_token_id", "output_router_logits", "router_aux_loss_coef", "norm_topk_prob", "mlp_only_layers")
@@ -16,11 +13,4 @@ FIELDS = common.fields(
     read=(*READ, "qkv_bias", "use_sliding_window", "sliding_window", "max_window_layers"),
     undeclared={"head_dim": int},
 )
-
-
-def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec, with each layer's MLP."""
-    return common.spec(config, mlp=common.sparse_mlps(config), qkv_bias=config.qkv_bias)
-
-
-ARCHITECTURE = common.architecture(FIELDS, spec, "Qwen2MoeForCausalLM")
+ARCHITECTURE = common.architecture(FIELDS, common.spec, "Qwen2MoeForCausalLM")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+from functools import partial
 
 from zero_tp.architectures import common, qwen2_moe
-from zero_tp.architectures.spec import TransformerSpec
 
 FIELDS = common.fields(
     sizes=("num_key_value_heads", "head_dim", "sliding_window", "num_local_experts", *qwen2_moe.SIZES),
@@ -13,11 +12,4 @@ FIELDS = common.fields(
     irrelevant={"max_window_layers": "all layers have the same window"},
     undeclared={"head_dim": int, "num_local_experts": int},  # the class's own name of num_experts
 )
-
-
-def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return the spec, with each layer's MLP, and the norms of Q and K."""
-    return common.spec(config, mlp=common.sparse_mlps(config), query_key_norm="heads")
-
-
-ARCHITECTURE = common.architecture(FIELDS, spec, "Qwen3MoeForCausalLM")
+ARCHITECTURE = common.architecture(FIELDS, partial(common.spec, query_key_norm="heads"), "Qwen3MoeForCausalLM")

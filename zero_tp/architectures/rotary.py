@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from zero_tp.architectures.spec import Rotary
 from zero_tp.constants import MODEL_KEY
-from zero_tp.errors import ConfigError
+from zero_tp.errors import ConfigError, shown
 
 ROPE_KEYS = {
     "default": (),
@@ -35,10 +35,10 @@ ROPE_KEYS = {
 """The supported values of rope_type → the keys of `rope_parameters` that each reads."""
 
 REQUIRED = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Keys that a type which reads them needs."""
+"""Keys without a default: every type that reads one requires it."""
 
 POSITIVE = ("rope_theta", "attention_factor", *ROPE_KEYS["llama3"])
-"""Keys that are positive in every model."""
+"""Keys whose values must be positive."""
 
 ROPE_UNDECLARED: dict[str, Any] = {
     "rope_theta": float,
@@ -71,7 +71,7 @@ def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = F
     _check_values(parameters, kind)
     rotary_dim = _rotary_dim(config, parameters, head_size, partial_rotary)
     if kind == "dynamic" and rotary_dim <= 2:
-        problem = f"'dynamic' needs more than 2 rotated features in a head, not {rotary_dim}"
+        problem = f'"dynamic" needs more than 2 rotated features in a head, not {rotary_dim}'
         raise _rope_error("rope_type", problem, "use larger heads, or another rope_type")
 
     @functools.lru_cache(8)
@@ -93,7 +93,7 @@ def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = F
         # Uncached: models are built inside `deepspeed.zero.Init`, which rounds new tensors to the model's dtype.
         cached_frequencies.__wrapped__(None, torch.device("cpu"))
     except (ArithmeticError, ValueError, RuntimeError) as error:
-        raise _rope_error("", f"{kind!r} has no frequencies with these values ({error})", "change them") from error
+        raise _rope_error("", f"{shown(kind)} has no frequencies with these values ({error})", "change them") from error
     size = 2 * ((rotary_dim + 1) // 2)  # features rotate in pairs
     return Rotary(frequencies, size, by_length=kind == "dynamic")
 
@@ -101,9 +101,10 @@ def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = F
 def _rope_type(parameters: Mapping[str, Any]) -> str:
     kind = parameters.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
-        raise _rope_error("rope_type", f"{kind!r} is not supported", f"one of {', '.join(ROPE_KEYS)}")
-    if parameters.get("type", kind) != kind:
-        raise _rope_error("type", f"{parameters['type']!r} and rope_type {kind!r} disagree", "keep one of them")
+        raise _rope_error("rope_type", f"{shown(kind)} is not supported", f"one of {', '.join(ROPE_KEYS)}")
+    other = parameters.get("type", kind)
+    if other != kind:
+        raise _rope_error("type", f"{shown(other)} and rope_type {shown(kind)} disagree", "keep one of them")
     return kind
 
 
@@ -112,27 +113,24 @@ def _check_values(parameters: Mapping[str, Any], kind: str) -> None:
     read = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_KEYS[kind]}
     for name in parameters:
         if name not in read:
-            raise _rope_error(name, f"rope_type {kind!r} does not read it", "remove it")
+            raise _rope_error(name, f"rope_type {shown(kind)} does not read it", "remove it")
     for name in ROPE_KEYS[kind]:
         value = parameters.get(name)
         if name in REQUIRED:
-            if not _is_positive(value):
-                raise _rope_error(name, f"{value!r} is not a positive number, which {kind!r} needs", "give one")
+            _check_positive(name, value, f"give one, which {shown(kind)} needs")
         elif name == "truncate":
             if not isinstance(value, bool | None):
-                raise _rope_error(name, f"{value!r} is neither true nor false", "leave it out for the default")
-        elif value is not None and not _is_positive(value):
-            raise _rope_error(name, f"{value!r} is not a positive number", "leave it out for the default")
-    if not _is_positive(parameters.get("rope_theta")):
-        problem = f"{parameters.get('rope_theta')!r} is not a positive number"
-        raise _rope_error("rope_theta", problem, "give one, such as 10000.0")
+                raise _rope_error(name, f"{shown(value)} is neither true nor false", "leave it out for the default")
+        elif value is not None:
+            _check_positive(name, value, "leave it out for the default")
+    _check_positive("rope_theta", parameters.get("rope_theta"), "give one, such as 10000.0")
 
 
 def _rotary_dim(config: PretrainedConfig, parameters: Mapping[str, Any], head_size: int, partial_rotary: bool) -> int:
     """Return the number of features of a head that rotate."""
     share = parameters.get("partial_rotary_factor", 1.0)
     if not _is_positive(share) or share > 1:
-        raise _rope_error("partial_rotary_factor", f"{share!r} is not a number above 0 and up to 1", "give one")
+        raise _rope_error("partial_rotary_factor", f"{shown(share)} is not a number above 0 and up to 1", "give one")
     if share != 1.0 and not partial_rotary:
         problem = f"{share} is refused: {config.model_type} rotates whole heads"
         raise _rope_error("partial_rotary_factor", problem, "leave it out")
@@ -147,13 +145,14 @@ def _rotary_dim(config: PretrainedConfig, parameters: Mapping[str, Any], head_si
 
 def check_rope_values(parameters: Mapping[str, Any]) -> None:
     """Check the numbers of any model's `rope_parameters`, which may be nested by type of layer."""
-    if not isinstance(parameters.get("rope_type", ""), str):
-        raise _rope_error("rope_type", f"{parameters['rope_type']!r} is not a name", f"one of {', '.join(ROPE_KEYS)}")
+    kind = parameters.get("rope_type", "")
+    if not isinstance(kind, str):
+        raise _rope_error("rope_type", f"{shown(kind)} is not a name", f"one of {', '.join(ROPE_KEYS)}")
     for name, value in parameters.items():
         if isinstance(value, Mapping):
             check_rope_values(value)
-        elif name in POSITIVE and value is not None and not _is_positive(value):
-            raise _rope_error(name, f"{value!r} is not a positive number", "give one")
+        elif name in POSITIVE and value is not None:
+            _check_positive(name, value, "give one")
 
 
 def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> None:
@@ -165,12 +164,17 @@ def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> No
             actual = config.rope_parameters.get(part)
             if actual != expected:
                 key = name if is_old else f"{name}.{part}"
-                problem = f"{expected!r}, but {type(config).__name__} takes {part} {actual!r}"
+                problem = f"{shown(expected)}, but {type(config).__name__} takes {part} {shown(actual)}"
                 raise ConfigError(f"{MODEL_KEY}.{key}", problem, f"give it as rope_parameters.{part} alone")
 
 
 def _rope_error(name: str, problem: str, remedy: str) -> ConfigError:
     return ConfigError(f"{MODEL_KEY}.rope_parameters" + (f".{name}" if name else ""), problem, remedy)
+
+
+def _check_positive(name: str, value: Any, remedy: str) -> None:
+    if not _is_positive(value):
+        raise _rope_error(name, f"{shown(value)} is not a positive number", remedy)
 
 
 def _is_positive(value: Any) -> bool:

@@ -26,7 +26,7 @@ class Rotary:
     """Rotary positions turn queries and keys (RoFormer, arXiv 2104.09864, section 3.4).
 
     Attributes:
-        frequencies: (length of the sequence so far, device) → (angles a position, fp32 [size / 2], factor on cosine
+        frequencies: (length of the sequence so far, device) → (radians per position, fp32 [size / 2], factor of cosine
             and sine).
         size: number of features that rotate, the first ones of each head.
         by_length: the frequencies depend on the sequence length (dynamic scaling).

@@ -36,7 +36,8 @@ class Weight:
         heads: Hugging Face interleaves Q, K and V by head, [heads, 3, d, …], where our parameter is [3, heads, d, …].
         rows: (start, stop, total): our parameter is rows [start, stop) of a tensor of `total` rows.
         experts: our parameter stacks this number of matrices, [experts, out, in]; `hf_name` lists them by expert.
-        in_memory: the class stacks the experts as we do, under this name; files store `hf_name`.
+        native_name: its name in transformers' class, if that differs from `hf_name`, its name in files. The class
+            stacks experts as we do; files have a tensor for each.
         layers: numbers of the layers that have it; None: all.
     """
 
@@ -46,7 +47,7 @@ class Weight:
     heads: int | None = None
     rows: tuple[int, int, int] | None = None
     experts: int | None = None
-    in_memory: str | None = None
+    native_name: str | None = None
     layers: tuple[int, ...] | None = None
 
     @property
@@ -55,8 +56,8 @@ class Weight:
 
     def for_layer(self, number: int) -> Weight:
         hf_names = tuple(name.format(layer=number) for name in self.names)
-        in_memory = self.in_memory and self.in_memory.format(layer=number)
-        return replace(self, our_name=self.our_name.format(layer=number), hf_name=hf_names, in_memory=in_memory)
+        native_name = self.native_name and self.native_name.format(layer=number)
+        return replace(self, our_name=self.our_name.format(layer=number), hf_name=hf_names, native_name=native_name)
 
     def as_rows(self, whole: Tensor) -> Tensor:
         """Return our parameter as the rows of all its matrices, a view. [E, o, i] → [E·o, i]"""
@@ -96,7 +97,7 @@ class Weight:
         """Return our whole parameter from Hugging Face's tensors."""
         oriented = {name: tensors[name].t() if self.transposed else tensors[name] for name in self.names}
         rows = self.rows[1] - self.rows[0] if self.rows else sum(tensor.shape[0] for tensor in oriented.values())
-        parts = [oriented[run.hf_name][run.hf_start : run.hf_start + run.length] for run in self.row_ranges(rows)]
+        parts = [oriented[part.hf_name][part.hf_start :][: part.length] for part in self.row_ranges(rows)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.unflatten(0, (self.experts, -1)) if self.experts else whole
 
@@ -112,12 +113,12 @@ def to_hf(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[str,
     transposed: dict[str, bool] = {}
     for weight in weights:
         whole = weight.as_rows(read(weight.our_name))
-        for run in weight.row_ranges(whole.shape[0]):
-            pieces.setdefault(run.hf_name, []).append((run.hf_start, whole[run.our_start : run.our_start + run.length]))
-            transposed[run.hf_name] = weight.transposed
+        for part in weight.row_ranges(whole.shape[0]):
+            pieces.setdefault(part.hf_name, []).append((part.hf_start, whole[part.our_start :][: part.length]))
+            transposed[part.hf_name] = weight.transposed
     tensors = {}
-    for name, parts in pieces.items():
-        ordered = [part for _, part in sorted(parts, key=lambda placed: placed[0])]
+    for name, rows_by_start in pieces.items():
+        ordered = [rows for _, rows in sorted(rows_by_start, key=lambda pair: pair[0])]
         joined = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
         tensors[name] = joined.t() if transposed[name] else joined
     return tensors
@@ -127,9 +128,9 @@ def as_stored(weights: Iterable[Weight], tensors: Mapping[str, Tensor]) -> dict[
     """Rename a class's tensors to those of files. Stacked experts become views, one for each expert."""
     stored = dict(tensors)
     for weight in weights:
-        if weight.in_memory in stored:
-            in_memory = stored.pop(weight.in_memory)
-            stored |= to_hf([weight], {weight.our_name: in_memory}.__getitem__)
+        if weight.native_name in stored:
+            stacked = stored.pop(weight.native_name)
+            stored |= to_hf([weight], {weight.our_name: stacked}.__getitem__)
     return stored
 
 

@@ -66,7 +66,7 @@ def complete_steps(run: Path) -> list[int]:
 def refresh_view(run: Path) -> None:
     """Make this machine see checkpoints that other machines have written to a network file system.
 
-    An NFS client may cache a directory for `files.VIEW_SECONDS`; creating a file there makes it ask the server.
+    An NFS client may cache a directory for `files.NFS_VIEW_SECONDS`; creating a file there makes it ask the server.
     """
     if checkpoints_directory(run).is_dir():
         tempfile.NamedTemporaryFile(dir=checkpoints_directory(run), prefix=".probe.").close()

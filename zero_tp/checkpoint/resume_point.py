@@ -69,7 +69,7 @@ def broadcast_resume_point(
 ) -> ResumePoint:
     """Return on every rank the resume point that `find` returns on rank 0, verified. Collective.
 
-    Every other rank reads the manifest itself and compares its hash, after waiting up to `files.VIEW_SECONDS` for a
+    Every other rank reads the manifest itself and compares its hash, after waiting up to `files.NFS_VIEW_SECONDS` for a
     network file system. Then all ranks run `check` on their machine's other files and verify a share of the checkpoint.
 
     Raises:

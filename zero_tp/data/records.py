@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_tp.errors import UserError, json_kind, one_line
-from zero_tp.files import MOST_BYTES
+from zero_tp.files import MAX_FILE_BYTES
 from zero_tp.strict_json import InvalidJson, parse_json
 from zero_tp.validation import ConfigModel
 
@@ -20,7 +20,7 @@ TITLE = "title"
 HUB = "hf:"
 EVERY_STRING = "\0"
 """In place of a field's name: all strings of a record are its text."""
-MOST_LINE = MOST_BYTES
+MOST_LINE = MAX_FILE_BYTES
 MOST_TEXT = 2**25
 """The longest document, in characters. To encode it, tokenizers needs about 130 bytes of memory a character."""
 MOST_PROBLEMS = 10

@@ -54,7 +54,7 @@ def parallel_model(
     frozen = {name for name, parameter in parameters if not parameter.requires_grad}
     for our_name, parameter in model.named_parameters():
         weight = source.weights[our_name]
-        native_names = {weight.in_memory} if weight.in_memory else set(weight.names)
+        native_names = {weight.native_name} if weight.native_name else set(weight.names)
         if frozen & native_names and not native_names <= frozen:
             listed = ", ".join(sorted(native_names))
             raise UserError(

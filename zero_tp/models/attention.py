@@ -17,7 +17,7 @@ from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.models import cpu_flash
 from zero_tp.models.context import AttentionMask, ForwardContext, PackedSequences, VarlenMask
 from zero_tp.models.norm import NORMS, SplitRMSNorm
-from zero_tp.models.position import rotate
+from zero_tp.models.position import apply_rotary
 from zero_tp.models.qkv import FusedQKV, GroupedQKV, heads_by_rank
 from zero_tp.parallel.elementwise import ElementwiseModule
 from zero_tp.parallel.linear import RowParallelLinear
@@ -111,8 +111,8 @@ class SDPACore(AttentionCore):
 def disable_cudnn_for_mask(mask: Tensor | None) -> Iterator[None]:
     """Disable SDPA's cuDNN kernel for the calls within, if there is a mask.
 
-    cuDNN has no plan for some masks that heads or rows share (Lightning-AI/lightning-thunder issue 1799), and torch
-    selects cuDNN without checking for one, so the call would raise.
+    cuDNN has no plan for some masks that heads or rows share (Lightning-AI/lightning-thunder issue 1799). torch selects
+    cuDNN without checking for a plan, so the call would raise.
     """
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(cudnn and mask is None)
@@ -203,17 +203,17 @@ class Attention(ElementwiseModule):
                 by_rank = heads_by_rank(spec.heads, heads, make.topology.tensor)
                 setattr(self, name, SplitRMSNorm(make.child(name), by_rank, spec.head_size, spec.norm_epsilon))
         elif spec.query_key_norm == "heads":
-            norm, is_partial = NORMS[spec.norm], make.topology.tensor > 1
-            self.query_norm = norm(make.child("query_norm"), spec.head_size, spec.norm_epsilon, part=is_partial)
-            self.key_norm = norm(make.child("key_norm"), spec.head_size, spec.norm_epsilon, part=is_partial)
+            norm, by_heads = NORMS[spec.norm], make.topology.tensor > 1
+            self.query_norm = norm(make.child("query_norm"), spec.head_size, spec.norm_epsilon, sharded_input=by_heads)
+            self.key_norm = norm(make.child("key_norm"), spec.head_size, spec.norm_epsilon, sharded_input=by_heads)
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
         query, key, value = self.qkv(tensor, sequence=context.sequence)
         query, key = self.query_norm(query), self.key_norm(key)
         if self.clip is not None:
             query, key, value = (tensor.clamp(-self.clip, self.clip) for tensor in (query, key, value))
-        if context.rotation is not None:
-            query, key = (rotate(tensor, context.rotation, self.elementwise) for tensor in (query, key))
+        if context.cos_sin is not None:
+            query, key = (apply_rotary(tensor, context.cos_sin, self.elementwise) for tensor in (query, key))
         if context.cache is not None:
             key, value = context.cache.update(key, value, self.number)
         key, value = self.qkv.repeat_for_queries(key), self.qkv.repeat_for_queries(value)

@@ -95,9 +95,9 @@ class CausalLM(ParallelModel):
             num_items_in_batch: divisor of the sum of the losses; by default the number of labels that are not ignored.
 
         Returns:
-            `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks; with `none` shaped like
-            the labels, 0 for ignored ones, and `greedy`. As in transformers, `output_router_logits` of a model with
-            experts adds `router_aux_loss_coef` times `aux_loss` to the mean.
+            `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks. With `none` it has the
+            labels' shape and is 0 for ignored ones; `greedy` is set. As in transformers, `output_router_logits` of a
+            model with experts adds `router_aux_loss_coef` times `aux_loss` to the mean.
         """
         self._check_call("CausalLMOutputWithPast", reduction, return_dict)
         if use_cache and past_key_values is None:
@@ -163,7 +163,7 @@ class CausalLM(ParallelModel):
         """Return (input of the output layer, [s, b, h], whether it is a sequence shard). Arguments: see `forward`.
 
         Args:
-            balance: counts what the routers of experts choose.
+            balance: statistics of the routers, for the load-balancing loss.
         """
         self._check_shapes(input_ids, attention_mask, position_ids, document_ids, past_key_values)
         self._check_ids("token ids", input_ids)

@@ -1,4 +1,4 @@
-"""What all layers of a forward share: masks, rotation, cache, and whether it runs on sequence shards.
+"""What all layers of a forward share: masks, rotary tables, cache, and whether it runs on sequence shards.
 
 s queries, k keys, b batch. Keys are the tokens that a cache still holds and the queries themselves.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from zero_tp.models.position import Rotation
+from zero_tp.models.position import CosSin
 from zero_tp.models.router_balance import RouterBalance
 
 
@@ -106,13 +106,13 @@ class AttentionMask:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether SDPA needs no mask: `is_causal`, or full attention, hides exactly the same keys."""
+        """Return whether SDPA needs no mask: its `is_causal`, or no mask in an encoder, computes the same."""
         if not self.causal:
             return self.padding is None
         windowed = self.window is not None and self.first_query + self.queries - self.first_key > self.window
-        ends = self.first_key + self.keys == self.first_query + self.queries
-        aligned = self.queries in (1, self.keys)
-        return self.padding is None and self.packed is None and not windowed and ends and aligned
+        ends_together = self.first_key + self.keys == self.first_query + self.queries
+        is_aligned = ends_together and self.queries in (1, self.keys)
+        return self.padding is None and self.packed is None and not windowed and is_aligned
 
     def visible(self, device: torch.device) -> Tensor:
         """Return the mask as booleans, [b or 1, 1, s, k]; [b or 1, 1, 1, k] if not causal.
@@ -121,7 +121,7 @@ class AttentionMask:
         unused. If not causal, tokens of a row that is all padding see the whole row.
         """
         if not self.causal:
-            return self._visible_to_all(device)
+            return self._visible_bidirectional(device)
         query = torch.arange(self.first_query, self.first_query + self.queries, device=device)[:, None]
         key = torch.arange(self.first_key, self.first_key + self.keys, device=device)[None, :]
         visible = (key <= query)[None, None]
@@ -137,7 +137,7 @@ class AttentionMask:
             visible = visible & unpadded[:, None, None, :]
         return visible | ((key == query) & ~visible.any(-1, keepdim=True))
 
-    def _visible_to_all(self, device: torch.device) -> Tensor:
+    def _visible_bidirectional(self, device: torch.device) -> Tensor:
         assert self.window is None and self.packed is None and self.queries == self.keys
         if self.padding is None:
             return torch.ones(1, 1, 1, self.keys, dtype=torch.bool, device=device)
@@ -155,7 +155,7 @@ class ForwardInputs:
             (`Rotary.by_length`), reading the greatest position synchronises with the device.
         packed: the documents packed in the rows; a token attends to its own.
         cache: keys and values of earlier tokens; gets the present ones.
-        balance: counts what the routers of experts choose.
+        balance: statistics of the routers, for the load-balancing loss.
     """
 
     padding: Tensor | None = None
@@ -176,13 +176,13 @@ class ForwardContext:
     Attributes:
         sequence: between the linear layers a rank has its sequence shard (SP).
         masks: by window, see AttentionCore.build_mask.
-        rotation: of rotary positions.
+        cos_sin: of rotary positions.
         cache: keys and values of earlier tokens, of this rank's KV heads; `update` adds the present ones.
-        balance: counts what the routers of experts choose.
+        balance: statistics of the routers, for the load-balancing loss.
     """
 
     sequence: bool
     masks: dict[int | None, Tensor | VarlenMask | None]
-    rotation: Rotation | None = None
+    cos_sin: CosSin | None = None
     cache: Cache | None = None
     balance: RouterBalance | None = None

@@ -1,7 +1,8 @@
 """Flash attention for CPUs, built from matrix products; faster than torch's own kernel (benchmarks/tried.md).
 
-Like a flash kernel it saves Q, K, V, the output and the logarithm of each softmax's sum. b batch, a heads, k KV heads,
-s sequence, d head size.
+Like a flash kernel it saves Q, K, V, the output and the logarithm of each softmax's sum.
+
+b batch, a heads, k KV heads, s sequence, d head size.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _gradients(
 
     With P = exp(QKᵀ/√d - L) and D = P ⊙ (dO Vᵀ - rowsum(dO ⊙ O)) they are DK/√d, DᵀQ/√d and PᵀdO ("FlashAttention-2",
     arXiv 2307.08691, algorithm 2). Both subtrahends, L and the rowsum, enter the matrix products as two extra columns
-    that sum to them, so only the difference is rounded to 16 bits. (In fp32 the second column is 0.)
+    that sum to them. So only the difference is rounded to 16 bits. (In fp32 the second column is 0.)
 
     Args:
         lse: L, the logarithm of the sum of each query's exponentials, fp32 [heads, s].

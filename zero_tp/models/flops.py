@@ -50,7 +50,7 @@ def forward_flops(spec: TransformerSpec, batch: int, length: int, label_fraction
 
 
 def model_flops(spec: TransformerSpec, global_batch: int, length: int, label_fraction: float = 1.0) -> float:
-    """Return the FLOPs of one step, forward and backward, whatever is recomputed.
+    """Return the FLOPs of one step, forward and backward, not counting recomputation.
 
     With GPT-2's layers this is equation 7 of arXiv 2205.05198.
 
@@ -70,8 +70,8 @@ def hardware_flops(
 ) -> float:
     """Return the FLOPs that one step runs: those of `model_flops`, and the products that backward computes again.
 
-    With GPT-2's layers, recomputing every attention core adds 4Bs²h per layer, as arXiv 2205.05198, appendix A, says
-    (its equation 8 adds this three times).
+    With GPT-2's layers, recomputing every attention core adds 4Bs²h per layer, as in appendix A of arXiv 2205.05198.
+    The paper's equation 8 adds three times as much.
 
     Args:
         recomputed: (whole layers, layers of which only the attention core), see

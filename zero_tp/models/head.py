@@ -82,7 +82,7 @@ class MaskedTokenHead(nn.Module):
         super().__init__()
         self.dense = ReplicatedLinear(make.child("dense"), spec.hidden, spec.hidden, init=Normal(spec.init_std))
         self.activation = Activation(spec.activation)
-        self.norm = NORMS[spec.norm](make.child("norm"), spec.hidden, spec.norm_epsilon, part=False)
+        self.norm = NORMS[spec.norm](make.child("norm"), spec.hidden, spec.norm_epsilon, sharded_input=False)
         self.decoder = OutputLayer(make.child("decoder"), spec, embedding, bias=True)
 
     def forward(

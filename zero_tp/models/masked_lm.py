@@ -33,9 +33,9 @@ class PreTrainingOutput(ModelOutput):
     Attributes:
         loss: masked_loss + sentence_loss, or the one that exists.
         prediction_logits: [b, s, v], whole on every TP rank and without gradient.
-        seq_relationship_logits: [b, 2], likewise.
+        seq_relationship_logits: [b, 2], without gradient.
         masked_loss: of the masked tokens. sentence_loss: of the order of the segments.
-        masked_accuracy, sentence_accuracy: share of correct argmaxes, divided like the losses, fp32 without gradient;
+        masked_accuracy, sentence_accuracy: share of correct argmaxes, with the losses' divisors, fp32 without gradient;
             with `reduction="none"` bool [b, s] and [b].
     """
 
@@ -107,7 +107,7 @@ class MaskedLM(ParallelModel):
             label_places: `labelled_positions(labels)`, [n] in b·s; if absent, the forward synchronises with the device.
             return_logits: also return both kinds of logits.
             reduction: `none` returns each token's and each row's loss, for evaluation, without gradient.
-            num_items_in_batch, num_rows_in_batch: divisors of the sums of the losses; by default the losses' numbers.
+            num_items_in_batch, num_rows_in_batch: divisors of the sums of the losses; by default the numbers of labels.
 
         Returns:
             Losses are means, fp32, equal on all TP ranks; nan if every label is ignored, as in torch, but 0 with a

@@ -14,14 +14,11 @@ from zero_tp.parallel.elementwise import ElementwiseModule, ElementwiseOps
 from zero_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
-Function = Callable[[Tensor], Tensor]
-"""An elementwise function. [*] → [*]."""
-
 
 class Activation(ElementwiseModule):
     """An elementwise function. [*] → [*]."""
 
-    def __init__(self, function: Function):
+    def __init__(self, function: Callable[[Tensor], Tensor]):
         super().__init__()
         self.function = function
 
@@ -29,20 +26,20 @@ class Activation(ElementwiseModule):
         return self.function(intermediate)
 
 
-def _gated(intermediate: Tensor, function: Function) -> Tensor:
+def _gated(intermediate: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     gate, up = intermediate.chunk(2, -1)
     return function(gate) * up
 
 
-def _gated_gradient(intermediate: Tensor, gradient: Tensor, function: Function) -> Tensor:
-    return torch.func.vjp(lambda repeated: _gated(repeated, function), intermediate)[1](gradient)[0]
+def _gated_gradient(intermediate: Tensor, gradient: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    return torch.func.vjp(lambda tensor: _gated(tensor, function), intermediate)[1](gradient)[0]
 
 
 class _Gate(torch.autograd.Function):
     """Compute activation(gate) · up; backward recomputes it."""
 
     @staticmethod
-    def forward(ctx: Any, intermediate: Tensor, function: Function, ops: ElementwiseOps) -> Tensor:
+    def forward(ctx: Any, intermediate: Tensor, function: Callable[[Tensor], Tensor], ops: ElementwiseOps) -> Tensor:
         ctx.save_for_backward(intermediate)
         ctx.function, ctx.ops = function, ops
         output: Tensor = ops.map_rows(_gated, (intermediate.reshape(-1, intermediate.shape[-1]),), function)

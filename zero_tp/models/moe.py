@@ -1,9 +1,11 @@
 """A mixture of experts: a router chooses k of E gated MLPs for each token (arXiv 2101.03961, 2401.04088).
 
-Every expert's first weight is split by columns and its second by rows over TP, so the communication is that of a dense
-MLP whatever E is: f and f̄, or g and ḡ under SP, which also gathers the routers' logits. Every rank has the choices of
-all tokens, and computes its columns of the chosen experts. s sequence, b batch, n = s·b tokens, h hidden, k experts
-per token, t TP size. f, f̄, g, ḡ: the operators of arXiv 1909.08053 and 2205.05198.
+Over TP every expert's first weight is split by columns, its second by rows. So the communication is that of a dense MLP
+for any E: f and f̄, or g and ḡ under SP, which also gathers the routers' logits. Every rank has the choices of all
+tokens and computes its columns of the chosen experts.
+
+s sequence, b batch, n = s·b tokens, h hidden, k experts per token, t TP size. f, f̄, g, ḡ: the operators of arXiv
+1909.08053 and 2205.05198.
 """
 
 from __future__ import annotations

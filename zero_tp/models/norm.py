@@ -24,35 +24,35 @@ class Norm(ElementwiseModule):
     """A norm with a weight, and the sum of its partial gradient.
 
     Args:
-        part: the input is this rank's part, so gradients of the weights are partial.
+        sharded_input: the input is this rank's part, so gradients of the weights are partial.
     """
 
-    def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, part: bool):
+    def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, sharded_input: bool):
         super().__init__()
         self.epsilon = epsilon
-        self.layout = Replicated("partial" if part else "identical")
-        self.gradient_sum = GradientSum(make.topology.tensor_group) if part else None
+        self.layout = Replicated("partial" if sharded_input else "identical")
+        self.gradient_sum = GradientSum(make.topology.tensor_group) if sharded_input else None
         self.weight = make.make("weight", (size,), self.layout, ConstantInit(1.0))
 
 
 class _PartialLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, part: Tensor, weight: Tensor, bias: Tensor, epsilon: float, gradient_sum: GradientSum
+        ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor, epsilon: float, gradient_sum: GradientSum
     ) -> Tensor:
-        normed, mean, scale = torch.native_layer_norm(part, weight.shape, weight, bias, epsilon)
-        ctx.save_for_backward(part, mean, scale, weight, bias)
+        normed, mean, scale = torch.native_layer_norm(tensor, weight.shape, weight, bias, epsilon)
+        ctx.save_for_backward(tensor, mean, scale, weight, bias)
         ctx.gradient_sum = gradient_sum
         return normed
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        part, mean, scale, weight, bias = ctx.saved_tensors
+        tensor, mean, scale, weight, bias = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
 
         def gradients(*wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
             return torch.ops.aten.native_layer_norm_backward(
-                gradient, part, weight.shape, mean, scale, weight, bias, list(wanted)
+                gradient, tensor, weight.shape, mean, scale, weight, bias, list(wanted)
             )
 
         reducing = ctx.gradient_sum.start(*gradients(False, True, True)[1:]) if needs_weight or needs_bias else None
@@ -64,8 +64,8 @@ class _PartialLayerNorm(torch.autograd.Function):
 class LayerNorm(Norm):
     """Layer normalisation over h, with weight and bias. [*, h] → [*, h]."""
 
-    def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, part: bool):
-        super().__init__(make, size, epsilon, part=part)
+    def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, sharded_input: bool):
+        super().__init__(make, size, epsilon, sharded_input=sharded_input)
         self.bias = make.make("bias", (size,), self.layout, ConstantInit(0.0))
 
     def forward(self, tensor: Tensor) -> Tensor:
@@ -176,12 +176,12 @@ class SplitRMSNorm(nn.Module):
     def __init__(self, make: ParameterMaker, heads_by_rank: Sequence[range], size: int, epsilon: float):
         super().__init__()
         own, count = heads_by_rank[make.topology.tensor_rank], heads_by_rank[-1].stop
-        self.size, self.whole, self.epsilon, self.group = size, count * size, epsilon, make.topology.tensor_group
+        self.size, self.total, self.epsilon, self.group = size, count * size, epsilon, make.topology.tensor_group
         shared = sum(map(len, heads_by_rank)) > count
         self.ranks_per_head = [sum(head in heads for heads in heads_by_rank) for head in own] if shared else None
         self.features = slice(own.start * size, own.stop * size)
-        layout = Replicated("partial") if shared else Sharded(0, (self.whole,))
-        self.weight = make.make("weight", (self.whole,), layout, ConstantInit(1.0))
+        layout = Replicated("partial") if shared else Sharded(0, (self.total,))
+        self.weight = make.make("weight", (self.total,), layout, ConstantInit(1.0))
 
     def forward(self, heads: Tensor) -> Tensor:
         share: Tensor | float = 1.0
@@ -190,7 +190,7 @@ class SplitRMSNorm(nn.Module):
             parts = [weight.new_full((self.size,), 1 / count, dtype=torch.float32) for count in self.ranks_per_head]
             share, weight = torch.cat(parts), weight[self.features]
         joined = heads.permute(2, 0, 1, 3).flatten(2)  # [s, b, w]
-        normed: Tensor = _SplitRMSNorm.apply(_rows(joined), weight, share, self.whole, self.epsilon, self.group)
+        normed: Tensor = _SplitRMSNorm.apply(_rows(joined), weight, share, self.total, self.epsilon, self.group)
         return normed.view(*joined.shape[:2], -1, self.size).permute(1, 2, 0, 3)
 
 

@@ -112,7 +112,7 @@ class ParallelModel(WrapperChecks, ABC):
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """Return the names of an output's other metrics, which are divided like its loss."""
+        """Return the names of an output's metrics other than the loss; they have the loss's divisors."""
         return ()
 
     @abstractmethod

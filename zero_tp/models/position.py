@@ -30,12 +30,12 @@ class LearnedEmbedding(nn.Module):
         return F.embedding(indices, self.weight)
 
 
-Rotation = tuple[Tensor, Tensor]
+CosSin = tuple[Tensor, Tensor]
 """Cosine and sine of every position's angles, [b or 1, 1, s, r]."""
 
 
-def rotation(rotary: Rotary, positions: Tensor, length: int, dtype: torch.dtype) -> Rotation:
-    """Return cosine and sine for `positions` [b or 1, s], computed in fp32 whatever the model's dtype.
+def compute_cos_sin(rotary: Rotary, positions: Tensor, length: int, dtype: torch.dtype) -> CosSin:
+    """Return cosine and sine for `positions` [b or 1, s], computed in fp32 for every dtype.
 
     Args:
         length: of the sequence so far, positions that are cached included.
@@ -47,7 +47,7 @@ def rotation(rotary: Rotary, positions: Tensor, length: int, dtype: torch.dtype)
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
-def _apply_rotary(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def _rotate(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     rotary_part, other_part = tensor[..., : cosine.shape[-1]], tensor[..., cosine.shape[-1] :]
     first, second = rotary_part.chunk(2, -1)
     rotated = rotary_part * cosine + torch.cat((-second, first), -1) * sine
@@ -72,11 +72,11 @@ class _Rotate(torch.autograd.Function):
 def _rotate_rows(tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps) -> Tensor:
     """Rotate with one row per position. [b, heads, s, d] → the same shape, with positions outermost in memory."""
     by_position = [part.permute(2, 0, 1, 3) for part in (tensor, cosine, sine)]
-    rotated: Tensor = ops.map_rows(_apply_rotary, by_position)
+    rotated: Tensor = ops.map_rows(_rotate, by_position)
     return rotated.permute(1, 2, 0, 3)
 
 
-def rotate(tensor: Tensor, by: Rotation, ops: ElementwiseOps) -> Tensor:
+def apply_rotary(tensor: Tensor, cos_sin: CosSin, ops: ElementwiseOps) -> Tensor:
     """Rotate the first r features of every head, feature i with feature i + r/2. [b, heads, s, d] → the same shape."""
-    rotated: Tensor = _Rotate.apply(tensor, *by, ops)
+    rotated: Tensor = _Rotate.apply(tensor, *cos_sin, ops)
     return rotated

@@ -46,8 +46,8 @@ class FusedQKV(ColumnParallelLinear):
 class GroupedQKV(nn.Module):
     """Fewer KV heads than heads (arXiv 2305.13245): separate query, key and value weights.
 
-    If t does not divide k, keys and values are replicated: a rank computes the heads that its queries need, and a hook
-    sums the partial gradients over TP. The parameters' names are the same on every topology.
+    If t does not divide k, keys and values are replicated. A rank then computes the heads that its queries need, and a
+    hook sums the partial gradients over TP. The parameters' names are the same on every topology.
     """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):

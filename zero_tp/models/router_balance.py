@@ -1,9 +1,8 @@
 """The load-balancing loss of routers (arXiv 2101.03961, equations 4 to 6), over all layers of one forward.
 
-It is transformers' `load_balancing_loss_func`: E · Σₑ fₑ Pₑ, where fₑ and Pₑ are an expert's choices and its summed
-probabilities over the tokens of all layers, each divided by the number of these tokens. It is not linear in fₑ and Pₑ,
-so it belongs to one micro-batch of one replica, as in transformers; DeepSpeed takes the mean over micro-batches and DP
-ranks.
+It is transformers' `load_balancing_loss_func`: E · Σₑ fₑ Pₑ. fₑ counts an expert's choices, Pₑ sums its probabilities
+over the tokens of all layers; both are divided by the number of these tokens. As in transformers, each micro-batch of a
+replica has its own loss, because it is not linear in fₑ and Pₑ. DeepSpeed averages over micro-batches and DP ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, balance: RouterBalance) -> tuple[Tensor, Tensor]:
         ctx.balance = balance
-        chosen, probable = balance.choices / balance.rows, balance.sums / balance.rows
+        chosen, probable = balance.choices / balance.tokens, balance.probability_sums / balance.tokens
         return hidden.view_as(hidden), balance.experts.count * (chosen * probable).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, loss_gradient: Tensor) -> tuple[Tensor, None]:
         balance: RouterBalance = ctx.balance
-        share = balance.choices / balance.rows / balance.rows
+        share = balance.choices / balance.tokens / balance.tokens
         balance.gradient = loss_gradient * balance.experts.count * share / balance.tensor_size
         return gradient, None
 
@@ -46,8 +45,8 @@ class RouterBalance:
         device: where the routers compute.
 
     Attributes:
-        choices, sums: for each expert, the number of counted tokens of all layers that chose it, and the sum of its
-            probabilities, fp32 [E]. rows: the number of counted tokens.
+        choices, probability_sums: each expert's choices and its summed probabilities over the counted tokens, fp32 [E].
+        tokens: number of counted tokens; each layer counts a token once.
         gradient: of a counted token's probabilities, fp32 [E]; set by the loss's backward.
     """
 
@@ -56,8 +55,8 @@ class RouterBalance:
         self._mask = None if mask is None else mask.t().float().reshape(-1, 1)  # [s·b, 1], in the routers' order
         self._is_counted = False
         self.gradient: Tensor | None = None
-        self.choices, self.sums = torch.zeros(2, experts.count, dtype=torch.float32, device=device)
-        self.rows: Tensor | float = 0.0
+        self.choices, self.probability_sums = torch.zeros(2, experts.count, dtype=torch.float32, device=device)
+        self.tokens: Tensor | float = 0.0
 
     def observe(self, logits: Tensor, probabilities: Tensor) -> None:
         """Count one layer's choices, and let the gradient of its probabilities include the loss's. [n, E] each."""
@@ -66,13 +65,13 @@ class RouterBalance:
             rounded = logits.detach().softmax(-1)
             chosen = rounded.topk(self.experts.per_token, dim=-1).indices
             ones = torch.ones_like(chosen, dtype=torch.float32)
-            rows: Tensor | float = float(len(rounded))
+            tokens: Tensor | float = float(len(rounded))
             rounded = rounded.float()
             if self._mask is not None:
-                ones, rounded, rows = ones * self._mask, rounded * self._mask, self._mask.sum()
+                ones, rounded, tokens = ones * self._mask, rounded * self._mask, self._mask.sum()
             self.choices.scatter_add_(0, chosen.flatten(), ones.flatten())
-            self.sums += rounded.sum(0)
-            self.rows = self.rows + rows
+            self.probability_sums += rounded.sum(0)
+            self.tokens = self.tokens + tokens
         if probabilities.requires_grad:
             probabilities.register_hook(self._add_gradient)
 

@@ -16,7 +16,7 @@ from zero_tp.models.context import AttentionMask, ForwardContext, ForwardInputs,
 from zero_tp.models.mlp import MLP, GatedMLP
 from zero_tp.models.moe import Experts
 from zero_tp.models.norm import NORMS
-from zero_tp.models.position import LearnedEmbedding, rotation
+from zero_tp.models.position import LearnedEmbedding, compute_cos_sin
 from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
@@ -42,8 +42,8 @@ class Embedding(nn.Module):
             self.token_type = LearnedEmbedding(make.child("token_type"), spec.token_types, spec.hidden, init=init)
         self.norm: nn.Module = nn.Identity()
         if spec.embedding_norm:
-            part = make.topology.sequence
-            self.norm = NORMS[spec.norm](make.child("norm"), spec.hidden, spec.norm_epsilon, part=part)
+            sharded = make.topology.sequence
+            self.norm = NORMS[spec.norm](make.child("norm"), spec.hidden, spec.norm_epsilon, sharded_input=sharded)
         self.dropout = dropout
 
     def forward(self, tokens: Tensor, positions: Tensor, types: Tensor | None = None, *, sequence: bool) -> Tensor:
@@ -75,10 +75,10 @@ class TransformerLayer(nn.Module):
         self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, dropout: Dropout, number: int
     ):
         super().__init__()
-        norm, part = NORMS[spec.norm], make.topology.sequence
-        self.attention_norm = norm(make.child("attention_norm"), spec.hidden, spec.norm_epsilon, part=part)
+        norm, sharded = NORMS[spec.norm], make.topology.sequence
+        self.attention_norm = norm(make.child("attention_norm"), spec.hidden, spec.norm_epsilon, sharded_input=sharded)
         self.attention = Attention(make.child("attention"), spec, streams, number)
-        self.mlp_norm = norm(make.child("mlp_norm"), spec.hidden, spec.norm_epsilon, part=part)
+        self.mlp_norm = norm(make.child("mlp_norm"), spec.hidden, spec.norm_epsilon, sharded_input=sharded)
         self.mlp = MLPS[spec.mlps[number]](make.child("mlp"), spec)
         self.dropout = dropout
 
@@ -134,7 +134,7 @@ class Transformer(nn.Module):
         self.final_norm: nn.Module = nn.Identity()
         if spec.layer != "post_norm":
             self.final_norm = NORMS[spec.norm](
-                make.child("final_norm"), spec.hidden, spec.norm_epsilon, part=make.topology.sequence
+                make.child("final_norm"), spec.hidden, spec.norm_epsilon, sharded_input=make.topology.sequence
             )
 
     def context(self, length: int, like: Tensor, inputs: ForwardInputs, *, sequence: bool) -> ForwardContext:
@@ -151,15 +151,15 @@ class Transformer(nn.Module):
                 keys, first = cache.get_mask_sizes(length, number) if cache is not None else (length, 0)
                 limits = (inputs.padding, inputs.packed, window, self.spec.causal)
                 masks[window] = build_mask(AttentionMask(length, keys, past, first, *limits), self.spec, like)
-        rotary, rotation_tables = self.spec.rotary, None
+        rotary, cos_sin = self.spec.rotary, None
         if rotary is not None:
             total_length = past + length
             if positions is None:
                 positions = torch.arange(past, total_length, device=like.device)[None]
             elif rotary.by_length:
                 total_length = int(positions.max()) + 1
-            rotation_tables = rotation(rotary, positions, total_length, like.dtype)
-        return ForwardContext(sequence, masks, rotation_tables, cache, inputs.balance)
+            cos_sin = compute_cos_sin(rotary, positions, total_length, like.dtype)
+        return ForwardContext(sequence, masks, cos_sin, cache, inputs.balance)
 
     def forward(self, tokens: Tensor, *, inputs: ForwardInputs, types: Tensor | None = None, sequence: bool) -> Tensor:
         """Return the hidden states after the last norm.

@@ -65,7 +65,7 @@ class TrainState:
         parent: the checkpoint of another run that this run was started from.
         check_owner: raises a UserError on rank 0 if another launch has taken the run directory over.
         requests: set its `stop` or `save` to stop or save after this step; one rank is enough.
-        skipped_in_a_row: the last steps, all skipped because their loss or gradients were not finite.
+        skipped_in_a_row: number of steps up to this one that were skipped because loss or gradients were not finite.
         stop: this step is the last, because a rank requested it.
         failure: ends the run after this step's callbacks; a callback sets it on all ranks.
         error: the exception that ended the run, for `on_end`.
@@ -131,7 +131,7 @@ class TrainState:
         try:
             yield
         except BrokenPipeError:
-            raise  # the reader of the output has gone
+            raise  # the reader of the output has closed it
         except OSError as error:
             self.lost_writes[target] += 1
             if self.lost_writes[target] == 1:

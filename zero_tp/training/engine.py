@@ -180,8 +180,8 @@ class TrainingEngine:
 
         Args:
             micro_batches: one batch, or (input ids [b, s], shifted labels [b, s]), for each accumulation step.
-            guarded: the step's number, to run `guards.check_expert_choices` in its first micro-batch and
-                `guards.check_duplicates` before its update.
+            guarded: number of a guarded step, else None. It runs `guards.check_expert_choices` in its first micro-batch
+                and `guards.check_duplicates` before its update.
             guard_gradients: a guarded step also runs its first micro-batch twice. On CUDA a script without
                 `connect_deepspeed` calls `zero_tp.process.connect.use_deterministic_cublas` first.
 

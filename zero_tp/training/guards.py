@@ -75,10 +75,10 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
     spreads = []
     for tensor in replicas.values():
         local = tensor.float().flatten()
-        ends = torch.stack((local, -local))
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=topology.tensor_group)
+        extremes = torch.stack((local, -local))
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=topology.tensor_group)
         tolerance = 0.0 if tensor.device.type == "cpu" else ACCELERATOR_TOLERANCE[tensor.dtype]
-        spreads.append(torch.stack(((ends[0] + ends[1]).max(), tolerance * ends.max())))
+        spreads.append(torch.stack(((extremes[0] + extremes[1]).max(), tolerance * extremes.max())))
     for name, (difference, allowed) in zip(replicas, _to_host(spreads), strict=True):
         if not difference <= allowed:  # nan is not
             when = f"after step {step}" if step else "at the start"
@@ -136,8 +136,8 @@ def check_duplicates(zero: ZeroEngine, step: int) -> None:
     ZeRO-0, and the weights that stay gathered under ZeRO-3. One all-gather over the world of 8 bytes a tensor.
 
     Raises:
-        UserError: on every rank of the job, naming a tensor and the ranks that differ from the majority of their DP
-            group, or the whole group if there is no majority.
+        UserError: on every rank of the job. It names a tensor and the ranks that differ from the majority of their DP
+            group; without a majority, the whole group.
     """
     topology = zero.topology
     if topology.data == 1:
@@ -198,8 +198,8 @@ def check_reproducible(run: Callable[[], Tensor], model: nn.Module, streams: Any
 def deterministic_algorithms() -> Iterator[None]:
     """Allow only kernels that add in a fixed order; any other raises a RuntimeError.
 
-    With `warn_only=True` the backward of torch's flash and memory-efficient attention keeps no order, and that of
-    cuDNN's never does (`attention_backward.cu`, `sdp_utils.cpp`). On CUDA it needs
+    `warn_only=True` would not suffice: flash and memory-efficient attention ignore it in backward. cuDNN's backward has
+    no fixed order at all (`attention_backward.cu`, `sdp_utils.cpp`). CUDA needs
     `process.connect.use_deterministic_cublas`.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

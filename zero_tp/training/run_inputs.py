@@ -86,14 +86,14 @@ class RunInputs:
     def fingerprints(self) -> dict[str, str]:
         """Return a short value of each input by its name, for ranks to compare."""
         corpora = {
-            # One rank of a node alone has read `content`.
+            # Only one rank of each node reads `content`.
             f"corpus {prefix}": {key: value for key, value in identity.items() if key != "content"}
             for prefix, identity in (self.corpora | self.validation_corpora).items()
         }
         config = self.config.resolved()
         objects = {"config": config, "model": json.loads(self.model_config.to_json_string()), **corpora}
         keys = {f"config: {key}": shown(value) for key, value in leaves(config)}  # the first difference names the key
-        tokenizer = {"tokenizer": self.recorded_tokenizer or "nothing"}  # before "model", which has its tokens
+        tokenizer = {"tokenizer": self.recorded_tokenizer or "nothing"}  # before "model", which holds its token ids
         if self.tokenizer is not None:
             tokenizer[f"tokenizer {self.recorded_tokenizer}"] = f"SHA-256 {files_sha256(self.tokenizer)[:12]}…"
         content = {name: f"SHA-256 {content_hash({'read': value})[:12]}…" for name, value in objects.items()}
@@ -132,7 +132,7 @@ class RunInputs:
         if self.config.pretrained is not None:
             check_unchanged(self.config.pretrained, self.model_config, manifest.model)
         for (prefix, identity), before in zip(self.corpora.items(), manifest.corpora.values(), strict=False):
-            compared = before.keys() & identity.keys()  # one rank of a node alone knows `content`
+            compared = before.keys() & identity.keys()  # only one rank of each node reads `content`
             if any(identity[key] != before[key] for key in compared):
                 raise UserError(
                     f"zero_tp.data.train: {prefix} holds {_describe_corpus(identity, compared)}, but the run of "
@@ -166,8 +166,8 @@ class RunInputs:
     def _model_config(self) -> PretrainedConfig:
         """Return the Hugging Face config, with missing special tokens taken from the tokenizer.
 
-        Ids from the run's file or `from_pretrained` stay. Ids that training depends on come from the config alone: a
-        Llama's padding row gets no gradient from the look-up, and tokenizers often pad with the token that ends a text.
+        Ids from the run's file or `from_pretrained` stay. Ids that training depends on come only from the config. A
+        Llama's padding row gets no gradient from the look-up, and tokenizers often pad with the end-of-text token.
         """
         hf_config: PretrainedConfig = self.config.hf_config()
         tokenizer = self._tokenizer
@@ -183,12 +183,12 @@ class RunInputs:
                 f"zero_tp.model.vocab_size: {hf_config.vocab_size}, but the tokenizer {self.tokenizer} has {size} "
                 f"tokens; set it to {size} or more"
             )
-        trained = fields_of(hf_config.model_type).read
+        used_ids = fields_of(hf_config.model_type).read
         for name, token in tokens.items():
             is_set = name in self.config.zero_tp.model or (
                 self.config.pretrained and getattr(hf_config, name) is not None
             )
-            if not is_set and name not in trained:
+            if not is_set and name not in used_ids:
                 setattr(hf_config, name, token)
         return hf_config
 

@@ -57,7 +57,7 @@ def start_training(
         resume_from: the checkpoint to resume from, instead of the newest.
 
     Raises:
-        UserError: nothing says where the ranks meet, a setting does not work here, or a checkpoint cannot be resumed.
+        UserError: MASTER_ADDR is not set, a setting does not work here, or a checkpoint cannot be resumed.
     """
     environment.export()  # before anything is written
     is_rank_zero, config, block = environment.rank == 0, inputs.config, inputs.config.zero_tp
@@ -66,7 +66,7 @@ def start_training(
         topology, device = connect_deepspeed(config, environment)
         if environment.world > 1:
             watch.connect(environment.store.join())
-        _check_shared(inputs.directory, owner)
+        _check_shared_directory(inputs.directory, owner)
         fingerprints = inputs.fingerprints().items()
         require_same_on_all_ranks({f"the ranks do not read the same {name}": value for name, value in fingerprints})
         check_owner = owner.check if owner is not None else lambda: None
@@ -129,7 +129,7 @@ def _build_engine(
 
 
 def _start_watchdog(watch: Watchdog, timeouts: Timeouts, environment: RankEnvironment) -> None:
-    """Start to watch, with the seconds that each phase may take. A save ends by itself, after two of its limits."""
+    """Start the watchdog. A save fails by itself within twice its limit, so the watchdog allows it more."""
     limits = {
         "start": 60 * timeouts.start if timeouts.start is not None else None,
         "step": 60 * timeouts.step,
@@ -140,7 +140,7 @@ def _start_watchdog(watch: Watchdog, timeouts: Timeouts, environment: RankEnviro
     watch.begin(limits, environment.rank, environment.world, heartbeat)
 
 
-def _check_shared(directory: Path, owner: RunOwner | None) -> None:
+def _check_shared_directory(directory: Path, owner: RunOwner | None) -> None:
     """Check that all ranks see rank 0's run directory: each machine may have one of that name. Collective.
 
     Args:

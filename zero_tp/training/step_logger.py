@@ -29,7 +29,7 @@ class StepTimer:
     """Times steps. Work between `stop` and the next `start` (validation, saving) counts for no step.
 
     Attributes:
-        elapsed: seconds since this start's first step began, with all work between steps.
+        elapsed: seconds from this object's creation to the end of the last step, with all work between steps.
     """
 
     def __init__(self, window: int = WINDOW, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -27,7 +27,7 @@ from zero_tp.architectures import (
     native_class_of,
     weights_of,
 )
-from zero_tp.architectures.configs import CONFIG, MOST_LAYERS, check_numbers, read_config_json
+from zero_tp.architectures.configs import CONFIG, MAX_LAYERS, check_numbers, read_config_json
 from zero_tp.errors import UserError, first_line, shown
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init, SeededInit
@@ -246,7 +246,7 @@ def _check_fields(raw: dict[str, Any], path: Path) -> None:
             raise UserError(f"{path}: {name} {shown(value)}: what it would load is never read; give another model")
         if name.endswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
             raise UserError(f"{path}: {name} {shown(value)}: code from elsewhere is never run; remove it from the file")
-        if name in LAYER_COUNT_FIELDS and isinstance(value, int) and value > MOST_LAYERS:
+        if name in LAYER_COUNT_FIELDS and isinstance(value, int) and value > MAX_LAYERS:
             raise UserError(f"{path}: {name} {shown(value)}: more layers than any model has; mend the file")
 
 
