@@ -34,7 +34,7 @@ def inputs(tmp_path: Path, seed: int) -> list[str | Path]:
     """Five files of three kinds, with records that are no documents; one is empty."""
     chance, paths = random.Random(seed), list[str | Path]()
     for number, name in enumerate(("b.jsonl", "a.jsonl.gz", "c.jsonl")):
-        paths.append(write_jsonl(tmp_path / name, texts_of(chance, 30 + number)))
+        paths.append(write_jsonl(tmp_path / name, [*texts_of(chance, 30 + number), "short"]))
     with open(paths[0], "a") as file:
         file.write('{"text": \n' * 3)
     (tmp_path / "e.jsonl").touch()

@@ -16,7 +16,7 @@ from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.tokenizer_training import (
     EOS,
     LONGEST_WORD,
-    SMALLEST,
+    MIN_SIZES,
     TokenizerSpec,
     suggested_size,
     train_bpe,
@@ -96,7 +96,7 @@ def test_a_wordpiece_vocabulary_is_that_of_tokenizers_and_the_same_each_time(tmp
         assert corpus.document(i).tolist() == tokenizer.encode(text, add_special_tokens=False), "no token ends it"
 
 
-@pytest.mark.parametrize("kind", sorted(SMALLEST))
+@pytest.mark.parametrize("kind", sorted(MIN_SIZES))
 def test_every_trained_tokenizer_has_a_padding_token(kind: str) -> None:
     tokenizer = TokenizerSpec(kind=kind, size=400).train(lambda: iter(SPEECHES))
     assert tokenizer.pad_token_id is not None

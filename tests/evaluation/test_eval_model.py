@@ -139,7 +139,7 @@ def other_texts(directory: Path, folder: Path) -> None:
 
 
 def test_ranks_with_different_requests_are_refused(ranks: Pools, model: Path, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=r"what a task asks of the model: SHA-256 .* on rank 0 "):
+    with pytest.raises(Exception, match=r"the requests of a task: SHA-256 .* on rank 0 "):
         ranks(2).run(other_texts, model, tmp_path)
 
 

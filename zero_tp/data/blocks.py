@@ -33,10 +33,10 @@ _ITEMS_AHEAD = 3  # per process: submitted and not finished
 
 @dataclass(frozen=True)
 class BlockProcessor:
-    """Checks, repairs, hashes and (with a finished tokenizer) tokenizes the records of a block.
+    """Checks, repairs and hashes the records of a block, and tokenizes them if there is an encoder.
 
     Attributes:
-        encoder: of a finished tokenizer.
+        encoder: None if the tokenizer is to be trained on these documents.
         sets: the evaluation sets that documents must not overlap with.
     """
 
@@ -77,7 +77,7 @@ class BlockProcessor:
             facts["content"] = _hashes(texts, "V16")
         if settings.deduplicate == "near":
             minhashes = sketches([document.text for document in documents])
-            facts["sketch"] = list(map(len, minhashes))
+            facts["sketch_bytes"] = list(map(len, minhashes))
             columns["sketches"] = b"".join(minhashes)
         if self.sets is not None:
             facts["contaminated"] = [self.sets.overlap_with(document) for document in documents]

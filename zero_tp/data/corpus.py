@@ -1,7 +1,7 @@
 """`prepare` makes a corpus from documents. Its stages, in the order of this module:
 
 1. `Preparation.read`: the inputs are read once, block by block, in as many processes as there are cores. Each process
-   checks, repairs, hashes and (with a finished tokenizer) tokenizes documents. The results go to a `Spool`.
+   checks, repairs and hashes documents, and tokenizes them if the tokenizer exists. The results go to a `Spool`.
 2. `Preparation.select`: duplicates and contaminated documents are removed, and the validation set is selected.
 3. `Preparation.encode`: a tokenizer is trained, unless it was given, and then the documents are tokenized.
 4. `write_output`: both corpora, the validation texts and the report; then the output replaces an older one.
@@ -86,12 +86,14 @@ def prepare(
     identity = partial(output_identity, sources, spec, settings)
     with name_output_in_errors(output, directory):
         reading = reading_identity(sources, spec, settings)
-        # No output has the empty identity, so it is written again.
+        # --overwrite reads inputs again that may have changed: no output has the empty identity `dict()`.
         current: Callable[[], dict[str, Any]] = identity if can_resume or not overwrite else dict
         if (reused := find_reusable(output, current, overwrite)) is not None:
             clear_partial(real_output, (TOKENIZER,))
             if Spool(directory).identity == reading:  # left by a process that was killed at its end
                 shutil.rmtree(directory, ignore_errors=True)
+            if strict and (problems := reused.report["documents"]["problems"]):
+                raise UserError("{where}: {detail}".format(**problems[0]))
             return reused
         with (
             partial_directory(real_output, (TOKENIZER,)) as staging,

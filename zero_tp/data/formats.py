@@ -20,7 +20,7 @@ from typing import IO, Any
 from zero_tp.data.records import (
     EVERY_STRING,
     HUB,
-    MOST_LINE,
+    MAX_LINE_BYTES,
     TEXT_KEYS,
     TITLE,
     Problem,
@@ -50,21 +50,21 @@ def import_optional(module: str, purpose: str, extra: str = "data") -> ModuleTyp
 
 
 def _limit(content: bytes, unit: str) -> bytes | Problem:
-    """Return the content of a record, or a problem if it has more than `MOST_LINE` bytes."""
-    if len(content) <= MOST_LINE:
+    """Return the content of a record, or a problem if it has more than `MAX_LINE_BYTES` bytes."""
+    if len(content) <= MAX_LINE_BYTES:
         return content
-    return Problem("too long", f"a {unit} of more than {MOST_LINE:,} bytes: split it")
+    return Problem("too long", f"a {unit} of more than {MAX_LINE_BYTES:,} bytes: split it")
 
 
 def _lines(source: Source, file: IO[bytes]) -> Iterator[Record]:
     """Yield the lines that are not blank, with their numbers."""
     number = 0
-    while line := file.readline(MOST_LINE + 1):
+    while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         if line.strip():
             yield Record(number, _limit(line, "line"))
-        while len(line) > MOST_LINE and not line.endswith(b"\n"):
-            line = file.readline(MOST_LINE + 1)
+        while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE_BYTES + 1)
 
 
 def choose_json_key(source: Source, records: Sequence[Record]) -> None:
@@ -90,7 +90,7 @@ def _json(source: Source, file: io.BufferedReader) -> Iterator[Record]:
             yield Record(first, content)
             yield from lines
             return
-        whole = _limit(content + file.read(MOST_LINE + 1), "file")
+        whole = _limit(content + file.read(MAX_LINE_BYTES + 1), "file")
         if isinstance(whole, bytes) and isinstance(object_of(whole), Problem):
             yield from (Record(first - 1 + place, line) for place, line in _lines(source, io.BytesIO(whole)))
         else:
@@ -118,18 +118,18 @@ def _json_array(source: Source, file: io.BufferedReader) -> Iterator[Record]:
 def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
     """Yield the documents of a .txt file: the file, its lines, or its paragraphs between blank lines."""
     if source.documents == "file":
-        yield Record(0, _limit(file.read(MOST_LINE + 1), "document"))
+        yield Record(0, _limit(file.read(MAX_LINE_BYTES + 1), "document"))
     elif source.documents == "line":
         for place, content in _lines(source, file):
             yield Record(place, content.rstrip(b"\r\n") if isinstance(content, bytes) else content)
     else:
-        lines = enumerate(iter(partial(file.readline, MOST_LINE + 1), b""), start=1)
+        lines = enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=1)
         for has_text, paragraph in groupby(lines, lambda line: bool(line[1].strip())):
             if has_text:
                 place, first = next(paragraph)
                 text = bytearray(first)
                 for _, line in paragraph:
-                    text += line if len(text) <= MOST_LINE else b""
+                    text += line if len(text) <= MAX_LINE_BYTES else b""
                 content = _limit(bytes(text), "document")
                 yield Record(place, content.rstrip(b"\r\n") if isinstance(content, bytes) else content)
 
@@ -146,7 +146,7 @@ def _choose_columns(source: Source, fields: Mapping[str, bool]) -> list[str]:
 
 def _csv(source: Source, file: io.BufferedReader) -> Iterator[Record]:
     """Yield the rows of a .csv file: a header, commas, double quotes, and line breaks inside quotes."""
-    csv.field_size_limit(MOST_LINE)
+    csv.field_size_limit(MAX_LINE_BYTES)
     text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n")
     rows = csv.reader(text, strict=True)
     try:

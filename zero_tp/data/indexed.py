@@ -261,7 +261,7 @@ class IndexedCorpus:
         return bisect_right(self._documents, sequence) - 1
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return a copy of tokens `start` … `start + count - 1` of the stream, int64 [count]. Or an IndexError."""
+        """Copy tokens `start` … `start + count - 1` of the stream, int64 [count]. IndexError: out of range."""
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens {start} to {start + count} of {self.tokens} in {self.prefix}")
         return self._data[start : start + count].astype(np.int64)

@@ -63,7 +63,7 @@ class DocumentTable:
     def remove(self, duplicates: str | None) -> Iterator[dict[str, Any]]:
         """Drop exact copies, near ones if `duplicates` is "near", and documents that overlap with an evaluation set.
 
-        Yields each with its reason, and a copy with the document that it copies.
+        Yields a record for removed.jsonl of each: its location, the reason, and the document that it is a copy of.
         """
         if duplicates is not None:
             originals = exact_duplicates(self.facts["content"].copy())
@@ -91,7 +91,7 @@ class DocumentTable:
         return location(self.names[self.blocks[self._block_of(document)].source], int(self.facts["place"][document]))
 
     def _sketches(self, block: int) -> list[bytes]:
-        return split_bytes(self.blocks[block].read("sketches"), self.facts["sketch"][self.slice_of(block)])
+        return split_bytes(self.blocks[block].read("sketches"), self.facts["sketch_bytes"][self.slice_of(block)])
 
     def _sketch(self, document: int) -> bytes:
         block = self._block_of(document)
@@ -171,12 +171,12 @@ def write_output(
     identity: dict[str, Any],
     seconds: dict[str, float],
 ) -> dict[str, Any]:
-    """Write both corpora, the texts of the validation documents and the report beside `tokenizer/`; return the report.
+    """Write both corpora, the texts of the validation documents and the report next to `tokenizer/`; return the report.
 
     Args:
         encoded_blocks: the blocks with the documents' tokens.
         identity: everything that decides the output.
-        seconds: durations of the earlier stages. Tokens/s count "encoding", and "reading" if tokens were encoded there.
+        seconds: durations of the earlier stages. `tokens_per_second` divides by the time of the stages that tokenized.
     """
     started, dtype = time.perf_counter(), token_dtype(encoder.vocabulary_size)
     train, validation = (SplitWriter(directory / split, encoder.vocabulary_size) for split in SPLITS)

@@ -20,10 +20,10 @@ TITLE = "title"
 HUB = "hf:"
 EVERY_STRING = "\0"
 """In place of a field's name: all strings of a record are its text."""
-MOST_LINE = MOST_BYTES
-MOST_TEXT = 2**25
+MAX_LINE_BYTES = MOST_BYTES
+MAX_CHARACTERS = 2**25
 """The longest document, in characters. To encode it, tokenizers needs about 130 bytes of memory a character."""
-MOST_PROBLEMS = 10
+MAX_PROBLEMS = 10
 RecordContent = bytes | dict[str, Any]
 
 
@@ -122,7 +122,7 @@ class RecordCounts:
     def add(self, read: int, dropped: Mapping[str, int], problems: Sequence[DroppedRecord]) -> None:
         self.read += read
         self.dropped.update(dropped)
-        self.problems += problems[: MOST_PROBLEMS - len(self.problems)]
+        self.problems += problems[: MAX_PROBLEMS - len(self.problems)]
 
     @property
     def kept(self) -> int:
@@ -169,8 +169,8 @@ def document_of(content: RecordContent | Problem, key: str | None) -> Document |
         text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     elif isinstance(content.get(TITLE), str | bytes):
         title = next(_strings(content[TITLE]))
-    if len(text) > MOST_TEXT:
-        return Problem("too long", f"a document of {len(text):,} characters, at most {MOST_TEXT:,} are read")
+    if len(text) > MAX_CHARACTERS:
+        return Problem("too long", f"a document of {len(text):,} characters, at most {MAX_CHARACTERS:,} are read")
     return Document(text, title)
 
 

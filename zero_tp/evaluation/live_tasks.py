@@ -75,6 +75,6 @@ class LiveTasks(Callback):
         )
         engine.engine.eval()
         try:
-            return {task.name: task.figures_to_log(task.run(model)) for task in self._tasks}
+            return {task.name: task.metrics_to_log(task.run(model)) for task in self._tasks}
         finally:
             engine.engine.train()

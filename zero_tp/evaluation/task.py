@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from zero_tp.data.documents import document_kind, file_sha256, read_documents, read_objects
+from zero_tp.data.documents import file_format, file_sha256, read_documents, read_objects
 from zero_tp.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -84,17 +84,17 @@ class Task(ABC):
 
     def run(self, model: EvalModel) -> dict[str, Any]:
         """Return the figures as JSON values, the same on all ranks. Collective."""
-        result: dict[str, Any] = as_json(self.figures(model))
+        result: dict[str, Any] = as_json(self.compute_metrics(model))
         return result
 
     @abstractmethod
-    def figures(self, model: EvalModel) -> dict[str, Any]:
+    def compute_metrics(self, model: EvalModel) -> dict[str, Any]:
         """Compute the metrics and counts of the report.
 
         Every task has `data` (its origin), `tokens` (scored) and `tokens_computed` (read by the model without padding).
         """
 
-    def figures_to_log(self, result: Mapping[str, Any]) -> dict[str, float | None]:
+    def metrics_to_log(self, result: Mapping[str, Any]) -> dict[str, float | None]:
         """Return the figures of a result that a training run logs."""
         return {name: result[name] for name in self.logged}
 
@@ -129,7 +129,7 @@ def read_texts(path: Path, text_key: str, limit: int | None = None) -> tuple[lis
 
 def require_fields(task: str, file: Path, wanted: Sequence[str]) -> None:
     """Check that the first record of a file of JSON lines has the fields that the task reads."""
-    if document_kind(file) != "jsonl":
+    if file_format(file) != "jsonl":
         return
     fields = list(next((record for _, record in read_objects(file)), {}))
     if lacking := [field for field in wanted if field not in fields]:
@@ -141,7 +141,7 @@ def require_fields(task: str, file: Path, wanted: Sequence[str]) -> None:
         )
 
 
-def read_hub(task: str, repository: str, name: str, file: str) -> tuple[list[dict[str, Any]], Origin]:
+def read_hub_test_split(task: str, repository: str, name: str, file: str) -> tuple[list[dict[str, Any]], Origin]:
     """Read the test split of a data set from the hub or its cache. The error names `task` and `file` for --data."""
     remedy = f"give the file with --data {task}=FILE ({file})"
     try:
