@@ -201,7 +201,7 @@ def test_the_samples_never_change(tmp_path: Path) -> None:
     ids = np.arange(50)
     vocabulary = MaskingVocabulary(4, 3, 2, 0, None, ids < 5, ids % 3 > 0, ids < 0)
     with IndexedWriter(tmp_path / "c", 50) as writer:
-        writer.add_document(np.arange(200) * 7 % 45 + 5)
+        writer.add_documents(np.arange(200) * 7 % 45 + 5, [200])
         writer.add_documents(np.arange(100) * 11 % 45 + 5, [100], np.isin(np.arange(100), [13, 29, 50, 71]))
     samples = MaskedSamples({str(tmp_path / "c"): 1.0}, MaskedRowBuilder(24, Masking(vocabulary, 0.3, 3), True), 1234)
     for k, pinned in PINNED.items():

@@ -69,12 +69,12 @@ class BlockProcessor:
             columns = self.encoder.columns(list(compress(encodings, is_long)))
         texts = [document.text.encode("utf-8") for document in documents]
         facts, key = np.zeros(len(documents), DOCUMENT_FACTS), settings.seed.to_bytes(8, "little")
-        facts["split"] = _hashes(texts, "<u8", key)
+        facts["split_hash"] = _hashes(texts, "<u8", key)
         facts["place"] = places
         facts["characters"] = [len(document.text) for document in documents]
         facts["bytes"] = list(map(len, texts))
         if settings.deduplicate is not None:
-            facts["content"] = _hashes(texts, "V16")
+            facts["content_hash"] = _hashes(texts, "V16")
         if settings.deduplicate == "near":
             minhashes = sketches([document.text for document in documents])
             facts["sketch_bytes"] = list(map(len, minhashes))

@@ -112,7 +112,7 @@ class TokenizedCorpus(PipelineStep):
         spec = TokenizerSpec.parse(str(tokenizer))
         if spec.directory is None:
             raise UserError(
-                f"tokenizer {tokenizer}: a cluster takes a finished tokenizer: prepare some of the documents with "
+                f"tokenizer {tokenizer}: a cluster takes an existing tokenizer: prepare some of the documents with "
                 "zero-tp prepare first, then pass that output's tokenizer directory"
             )
         options: dict[str, Any] = {"eos": eos, "sentences": sentences, "seed": seed, "min_tokens": min_tokens}

@@ -107,7 +107,7 @@ def _json_array(source: Source, file: io.BufferedReader) -> Iterator[Record]:
         for number, item in enumerate(ijson.items(file, "item"), start=1):
             content = json_object(item)
             try:
-                str(content)  # as `group_records` does
+                str(content)  # fails here and not in `group_records`, which measures its length so
             except RecursionError:
                 content = Problem("malformed", "not valid JSON: nested too deeply")
             yield Record(number, content)
@@ -117,9 +117,9 @@ def _json_array(source: Source, file: io.BufferedReader) -> Iterator[Record]:
 
 def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
     """Yield the documents of a .txt file: the file, its lines, or its paragraphs between blank lines."""
-    if source.documents == "file":
+    if source.document_unit == "file":
         yield Record(0, _limit(file.read(MAX_LINE_BYTES + 1), "document"))
-    elif source.documents == "line":
+    elif source.document_unit == "line":
         for place, content in _lines(source, file):
             yield Record(place, content.rstrip(b"\r\n") if isinstance(content, bytes) else content)
     else:
@@ -185,7 +185,7 @@ def _arrow(source: Source, file: IO[bytes]) -> Iterator[Record]:
                 row += 1
                 yield Record(row, dict(zip(names, values, strict=True)))
     except (pyarrow.ArrowException, OSError, MemoryError, KeyError, UnicodeDecodeError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk; pyarrow's own have no errno
             raise
         detail = f"not a whole {source.kind} file ({one_line(first_line(error), 200)}): the rest of it is lost"
         yield Record(row + 1, Problem("unreadable", detail))

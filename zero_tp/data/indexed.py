@@ -305,11 +305,6 @@ class IndexedWriter:
         self._sizes, self._documents = array("i"), array("q", [0])
         self._file = open(bin_path(prefix), "wb")  # noqa: SIM115 - closed by close() and __exit__
 
-    def add_document(self, ids: npt.ArrayLike) -> None:
-        """Append one document, ids [tokens]. UserError: an id is outside the vocabulary."""
-        values = np.asarray(ids)
-        self.add_documents(values, [values.size])
-
     def add_documents(self, ids: npt.ArrayLike, sizes: npt.ArrayLike, begins: npt.ArrayLike | None = None) -> None:
         """Append documents of `sizes` tokens, with concatenated ids. UserError: an id is outside the vocabulary.
 

@@ -95,7 +95,7 @@ def ngrams(
 
     Args:
         sizes: tokens of each word.
-        follows: whether the next word follows each word but the last, without a special token between.
+        follows: for each word but the last, whether the next one follows without a special token in between.
     """
     cumulative_weights = list(accumulate(1 / n for n in range(1, max_ngram + 1)))
     before, free, count = [0, *accumulate(sizes)], [True] * len(sizes), len(sizes)

@@ -66,7 +66,7 @@ class DocumentTable:
         Yields a record for removed.jsonl of each: its location, the reason, and the document that it is a copy of.
         """
         if duplicates is not None:
-            originals = exact_duplicates(self.facts["content"].copy())
+            originals = exact_duplicates(self.facts["content_hash"].copy())
             for number in np.flatnonzero(originals != np.arange(len(originals))).tolist():
                 yield self._remove(number, "duplicate", copy_of=self._location(int(originals[number])))
         if duplicates == "near":
@@ -103,7 +103,7 @@ class DocumentTable:
         Equal documents have equal hashes, so they are in the same split. Adding a document to the inputs moves at most
         a few others to the other split.
         """
-        total, hashes, dropped = int(self.in_output.sum()), self.facts["split"], ""
+        total, hashes, dropped = int(self.in_output.sum()), self.facts["split_hash"], ""
         count = int(validation) if validation >= 1 else max(1, round(validation * total))
         if self.counts.problems:
             problem = self.counts.problems[0]
@@ -131,7 +131,7 @@ class DocumentTable:
         if most is None or most >= training.sum():
             return training
         numbers = np.flatnonzero(training)
-        order = np.argsort(self.facts["split"][numbers], kind="stable")
+        order = np.argsort(self.facts["split_hash"][numbers], kind="stable")
         sample = np.zeros(len(training), np.bool_)
         sample[numbers[order[-most:]]] = True
         return sample

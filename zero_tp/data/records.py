@@ -34,7 +34,7 @@ class Source:
     Attributes:
         name: for messages; of the hub, hf:NAME[:CONFIGURATION[:SPLIT]].
         kind: a key of `formats.FORMATS`, or "hub".
-        text_key, documents: see `PrepareSettings`.
+        text_key, document_unit: `text_key` and `documents` of `PrepareSettings`.
         path: of the file; None for standard input and the hub.
         size_and_time: of the file when it was found, in bytes and ns; zeros without a file.
         key: the field of the text, set before the first record of a table or block; None for plain text.
@@ -45,7 +45,7 @@ class Source:
     name: str
     kind: str
     text_key: str | None = None
-    documents: str = "file"
+    document_unit: str = "file"
     path: Path | None = None
     size_and_time: tuple[int, int] = (0, 0)
     key: str | None = None

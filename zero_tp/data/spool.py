@@ -24,8 +24,8 @@ COMMIT_SECONDS = 5.0
 """Time between commits; a kill loses the work since the last one."""
 DOCUMENT_FACTS = np.dtype(
     [
-        *(("split", "<u8"), ("place", "<i8"), ("characters", "<i8"), ("bytes", "<i8")),
-        *(("content", "V16"), ("sketch_bytes", "<i4"), ("contaminated", "?")),
+        *(("split_hash", "<u8"), ("place", "<i8"), ("characters", "<i8"), ("bytes", "<i8")),
+        *(("content_hash", "V16"), ("sketch_bytes", "<i4"), ("contaminated", "?")),
     ]
 )
 """The facts of a document: 64 bits by which the split is drawn, its line or row in the input, its sizes, 128 bits of

@@ -73,7 +73,7 @@ class Task(ABC):
 
     Attributes:
         name: as in `--tasks`.
-        logged: the keys of `figures` that a training run logs.
+        logged: the metrics that a training run logs.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Task(ABC):
         """Raise a UserError if the options or the data don't fit a model of `positions` tokens."""
 
     def run(self, model: EvalModel) -> dict[str, Any]:
-        """Return the figures as JSON values, the same on all ranks. Collective."""
+        """Return the metrics as JSON values, the same on all ranks. Collective."""
         result: dict[str, Any] = as_json(self.compute_metrics(model))
         return result
 
@@ -95,7 +95,7 @@ class Task(ABC):
         """
 
     def metrics_to_log(self, result: Mapping[str, Any]) -> dict[str, float | None]:
-        """Return the figures of a result that a training run logs."""
+        """Return the metrics of a result that a training run logs."""
         return {name: result[name] for name in self.logged}
 
 

@@ -260,7 +260,7 @@ def _choose_device(requested: str | None, world: int) -> str:
 
 
 def _timed(task: Task, model: EvalModel) -> dict[str, Any]:
-    """Run the task; return its figures with `seconds`, and tokens scored and computed per second."""
+    """Run the task; return its metrics with `seconds`, and tokens scored and computed per second."""
     started = time.perf_counter()
     result = task.run(model)
     seconds = time.perf_counter() - started
