@@ -28,7 +28,7 @@ from zero_tp.data.tokenizer import DocumentEncoder
 from zero_tp.errors import UserError
 
 Result = TypeVar("Result")
-_ITEMS_AHEAD = 3  # per process: submitted and not finished
+_ITEMS_AHEAD = 3  # submitted items per process
 
 
 @dataclass(frozen=True)

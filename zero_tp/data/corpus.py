@@ -47,7 +47,7 @@ from zero_tp.errors import UserError
 from zero_tp.files import clear_partial, hidden_sibling, partial_directory, put_in_place, remove, sync
 
 TOKENIZER, REMOVED = "tokenizer", "removed.jsonl"
-_SMALL = 4 << 20  # bytes: fewer are read in this process before others would have started
+_SMALL = 4 << 20  # bytes; smaller inputs are read faster than other processes start
 
 
 def prepare(
@@ -79,7 +79,7 @@ def prepare(
     sources = find_sources(inputs, settings.text_key, settings.documents, settings.stdin)
     if processes is not None and processes < 1:
         raise UserError(f"processes {processes}: at least 1")
-    real_output = Path(os.path.realpath(output))  # a symbolic link stays
+    real_output = Path(os.path.realpath(output))  # of a symbolic link, the directory is replaced and not the link
     directory = hidden_sibling(real_output, "progress")
     # Standard input and the hub may give other documents the next time.
     can_resume = all(source.path is not None for source in sources)
@@ -90,7 +90,7 @@ def prepare(
         current: Callable[[], dict[str, Any]] = identity if can_resume or not overwrite else dict
         if (reused := find_reusable(output, current, overwrite)) is not None:
             clear_partial(real_output, (TOKENIZER,))
-            if Spool(directory).identity == reading:  # left by a process that was killed at its end
+            if Spool(directory).identity == reading:  # of a process that was killed after it wrote the output
                 shutil.rmtree(directory, ignore_errors=True)
             if strict and (problems := reused.report["documents"]["problems"]):
                 raise UserError("{where}: {detail}".format(**problems[0]))

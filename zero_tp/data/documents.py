@@ -60,7 +60,7 @@ def file_format(path: Path) -> str:
 def check_files(paths: Iterable[Path]) -> None:
     """Raise a UserError for the first path that is missing, no regular file, or of an unknown kind."""
     for path in paths:
-        if not os.path.lexists(path):  # False for an invalid path
+        if not os.path.lexists(path):  # unlike Path's methods, False for a path with a NUL
             raise UserError(f"{path}: no such file")
         if not os.path.isfile(path):
             raise UserError(f"{path} is not a regular file: name one, or pipe its content to standard input (-)")
@@ -102,7 +102,7 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 def _files(name: str) -> list[Path]:
     """Return the files of a path, a directory or a glob."""
     path = Path(name)
-    if os.path.isdir(path):  # False for an invalid path
+    if os.path.isdir(path):  # unlike Path's methods, False for a path with a NUL
         inside = [file.relative_to(path) for file in path.rglob("*") if file.is_file() and _known_format(file)]
         files = [path / file for file in inside if not any(part.startswith(".") for part in file.parts)]
     elif glob.has_magic(name) and not os.path.lexists(path):

@@ -107,7 +107,7 @@ def _json_array(source: Source, file: io.BufferedReader) -> Iterator[Record]:
         for number, item in enumerate(ijson.items(file, "item"), start=1):
             content = json_object(item)
             try:
-                str(content)  # fails here and not in `group_records`, which measures its length so
+                str(content)  # fails here instead of in `group_records`, which calls it, too
             except RecursionError:
                 content = Problem("malformed", "not valid JSON: nested too deeply")
             yield Record(number, content)

@@ -92,7 +92,7 @@ class IndexedCorpus:
         self.prefix = str(prefix)
         index, data = idx_path(prefix), bin_path(prefix)
         for path in (index, data):
-            if not os.path.isfile(path):  # False for an invalid path
+            if not os.path.isfile(path):  # unlike Path.is_file, False for a path with a NUL
                 raise UserError(f"{path}: no such file; a corpus is named by its prefix, without .bin or .idx")
         try:
             self._open(index, data)

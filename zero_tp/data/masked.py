@@ -37,8 +37,8 @@ from zero_tp.errors import UserError
 
 MASKED, RANDOM = 0.8, 0.1
 """Shares of the selected tokens that become the mask token and a random one; the others stay."""
-_TRIES = 16  # random places for an n-gram before all free ones are listed
-_TRAINING, _VALIDATION = 1, 2  # keys of random numbers
+_TRIES = 16  # random places to try for an n-gram; then all free places are listed
+_TRAINING, _VALIDATION = 1, 2  # in the key of random numbers, so that both draw different ones
 _DOCUMENTS = 1024  # documents whose windows are counted at once
 
 

@@ -88,7 +88,7 @@ class PreparedFile(ConfigModel):
 
 
 PreparedFiles = Annotated[dict[str, PreparedFile], Field(min_length=1)]
-"""By name. An empty table, which nothing writes, would pass as undamaged."""
+"""By name. An empty table is refused, because it would pass as undamaged."""
 
 
 class DocumentCounts(ConfigModel):

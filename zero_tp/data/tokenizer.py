@@ -131,7 +131,7 @@ class DocumentEncoder:
     def encode(self, texts: list[str]) -> list[EncodedDocument]:
         """Return each text's token ids, eos at the end, and the starts of its sentences, if there is a language."""
         self._backend.encode_special_tokens = True  # a pickled tokenizer forgets it
-        encode = self._backend.encode_batch if self.language else self._backend.encode_batch_fast  # has no offsets
+        encode = self._backend.encode_batch if self.language else self._backend.encode_batch_fast  # no offsets
         try:
             encodings = encode(texts, add_special_tokens=False)
         except Exception as error:  # tokenizers raises no other type
