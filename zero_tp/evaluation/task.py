@@ -16,6 +16,7 @@ import numpy as np
 from pydantic_core import to_jsonable_python
 
 from zero_tp.data.documents import file_format, file_sha256, read_documents, read_objects
+from zero_tp.data.formats import import_optional
 from zero_tp.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -143,18 +144,12 @@ def require_fields(task: str, file: Path, wanted: Sequence[str]) -> None:
 
 def read_hub_test_split(task: str, repository: str, name: str, file: str) -> tuple[list[dict[str, Any]], Origin]:
     """Read the test split of a data set from the hub or its cache. The error names `task` and `file` for --data."""
-    remedy = f"give the file with --data {task}=FILE ({file})"
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"{task}: reading from the Hugging Face hub needs datasets (pip install -c constraints.txt -e .[eval]); "
-            f"or {remedy}"
-        ) from error
+    datasets = import_optional("datasets", f"{task} without --data {task}=FILE ({file})", "eval")
     try:
         records = list(datasets.load_dataset(repository, name, split="test"))
     except Exception as error:  # datasets and huggingface_hub raise a dozen types
         raise UserError(
-            f"{task}: {repository} can't be loaded from the Hugging Face hub ({first_line(error)}); {remedy}"
+            f"{task}: {repository} can't be loaded from the Hugging Face hub ({first_line(error)}); give the file with "
+            f"--data {task}=FILE ({file})"
         ) from error
     return records, {"dataset": repository, "name": name, "split": "test", "sha256": hash_records(records)}
