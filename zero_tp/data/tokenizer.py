@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _EOS_NAMES = re.compile(r"[<\[]\W?(/s|eos|eod|end.?of.?(text|document|sentence))\W?[>\]]", re.IGNORECASE)
-MAX_VOCABULARY = 2**24  # larger ids would need tables of GiB
+MAX_ID = 2**24 - 1  # larger ids would need tables of GiB
 _SPACE, *_BREAKS = (chr(256 + byte) for byte in b" \t\n\v\f\r")  # as byte-level BPE writes them: Ġ is the space
 _METASPACE = "\u2581"
 # sentencex 1.0.32 panics at white space of several bytes between a letter and a period; a space changes no boundary.
@@ -50,10 +50,8 @@ def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         raise
     except BaseException as error:  # transformers raises anything from KeyError to its own types, and tokenizers panics
         raise UserError(f"{directory}: its tokenizer can't be read: {first_line(error)}") from error
-    if (largest := max(tokenizer.get_vocab().values(), default=0)) >= MAX_VOCABULARY:
-        raise UserError(
-            f"{directory}: the tokenizer's id {largest:,} is too large; ids go up to {MAX_VOCABULARY - 1:,}"
-        )
+    if (largest := max(tokenizer.get_vocab().values(), default=0)) > MAX_ID:
+        raise UserError(f"{directory}: the tokenizer's id {largest:,} is too large; ids go up to {MAX_ID:,}")
     return tokenizer
 
 
