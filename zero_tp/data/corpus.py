@@ -6,8 +6,8 @@
 3. `Preparation.encode`: a tokenizer is trained, unless it was given, and then the documents are tokenized.
 4. `write_output`: both corpora, the validation texts and the report; then the output replaces an older one.
 
-Spools and the trained tokenizer are in a hidden directory next to the output, from which an interrupted preparation
-resumes: a kill loses only blocks that were not committed. Memory holds 53 bytes a document, a few blocks of 1 MiB a
+An interrupted preparation resumes from a hidden directory next to the output, which holds spools and the trained
+tokenizer: a kill loses only blocks that were not committed. Memory holds 53 bytes a document, a few blocks of 1 MiB a
 process (or one document if that is longer), and nothing of the corpus itself.
 """
 

@@ -47,7 +47,7 @@ class CorpusReader(PipelineStep):
 
     Attributes:
         inputs: the number and the name of each input.
-        counts: of the records of this task.
+        counts: counts of this task's records.
     """
 
     type, name = "📖 - READER", "zero_tp"

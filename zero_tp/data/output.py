@@ -33,8 +33,8 @@ class DocumentTable:
     Attributes:
         facts: what is stored of each document (`DOCUMENT_FACTS`).
         in_output, in_validation: which documents are in the output, and in its validation set, bool [documents].
-        names: of the sources.
-        counts: of the records of all sources.
+        names: the sources' names.
+        counts: counts of the records of all sources.
     """
 
     def __init__(self, blocks: Sequence[StoredBlock], names: Sequence[str], counts: RecordCounts) -> None:

@@ -32,14 +32,14 @@ class Source:
     """A file, standard input, or a data set of the Hugging Face hub.
 
     Attributes:
-        name: for messages; of the hub, hf:NAME[:CONFIGURATION[:SPLIT]].
+        name: the path or "standard input", for messages; on the hub hf:NAME[:CONFIGURATION[:SPLIT]].
         kind: a key of `formats.FORMATS`, or "hub".
         text_key, document_unit: `text_key` and `documents` of `PrepareSettings`.
-        path: of the file; None for standard input and the hub.
-        size_and_time: of the file when it was found, in bytes and ns; zeros without a file.
+        path: the file; None for standard input and the hub.
+        size_and_time: the file's bytes and time of change [ns] before it was read; zeros without a file.
         key: the field of the text, set before the first record of a table or block; None for plain text.
         position: bytes of the file that have been read.
-        sha256: of the bytes as stored, set after all blocks were read.
+        sha256: hash of the bytes as stored, set after all blocks were read.
     """
 
     name: str
@@ -79,7 +79,7 @@ class RecordBlock:
     """Consecutive records of a source.
 
     Attributes:
-        number: of the block in its source, from 0.
+        number: the block's number in its source, from 0.
         key: the field of the text, if records have fields.
     """
 
