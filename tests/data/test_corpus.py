@@ -129,6 +129,16 @@ def test_the_command(tmp_path: Path) -> None:
     assert wrong.stderr.startswith("error: ") and wrong.stderr.count("\n") == 1
 
 
+def test_a_script_without_a_main_guard_is_told(tmp_path: Path) -> None:
+    """Each process imports the script."""
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    call = f"prepare([{str(source)!r}], {str(tmp_path / 'out')!r}, PrepareSettings('bpe:300'), processes=2)"
+    (tmp_path / "main.py").write_text(f"from zero_tp.data import prepare, PrepareSettings\n{call}\n")
+    done = script(str(tmp_path / "main.py"), tmp_path)
+    assert done.returncode == 1 and done.stderr.endswith('calls prepare without if __name__ == "__main__":\n')
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "main.py"]
+
+
 def test_documents_in_are_those_kept_and_those_dropped(tmp_path: Path) -> None:
     good = [f"document {i} of the good ones" for i in range(20)]
     lines = [json.dumps({"text": text}) for text in good]

@@ -127,8 +127,8 @@ def map_in_order(work: Callable[..., Result], items: Iterable[tuple[Any, ...]], 
                 yield pending.popleft().result()
         except BrokenProcessPool as error:
             raise UserError(
-                "a process that prepares documents was killed, perhaps for want of memory: "
-                "start again, with fewer --processes"
+                "a process that prepares documents was killed (out of memory?): start again, with fewer --processes; "
+                'or it could not import a script that calls prepare without if __name__ == "__main__":'
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -50,7 +50,6 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
         self._count = sum(self._packed.windows) if samples is None else samples
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self._count
 
     def __getitem__(self, k: int) -> dict[str, Tensor]:
