@@ -55,7 +55,7 @@ BUCKETS, HASHES = 14, 8
 def parser() -> argparse.ArgumentParser:
     arguments = cli.Parser(description=__doc__)
     arguments.add_argument("--input", nargs="+", required=True, metavar="FILE|DIR|GLOB", help="as for zero-tp prepare")
-    arguments.add_argument("--tokenizer", required=True, metavar="DIR", help="a finished tokenizer")
+    arguments.add_argument("--tokenizer", required=True, metavar="DIR", help="an existing tokenizer")
     arguments.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory to make or replace")
     arguments.add_argument(
         "--tasks", type=int, required=True, metavar="N", help="number of tasks among which the inputs are divided"

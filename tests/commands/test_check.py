@@ -134,7 +134,7 @@ def test_nothing_is_fetched_for_a_wrong_file(tmp_path: Path, monkeypatch: pytest
 def test_a_right_config_without_its_corpora_ends_with_1(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     with IndexedWriter(tmp_path / "mine" / "train", 512) as corpus:
-        corpus.add_document([1, 2, 3] * 200)
+        corpus.add_documents([1, 2, 3] * 200, [600])
     path = written(tmp_path, changed(zero_tp__data__train="mine", zero_tp__data__validation="mine/train"))
     done = check(path, "--world-size", "4")
     assert (done.returncode, done.stderr) == (1, "")

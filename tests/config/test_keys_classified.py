@@ -58,7 +58,7 @@ def bases(key: str) -> list[dict[str, Any]]:
                 config = with_changes(config, {key.rpartition(".")[0]: {"device": "cpu"}})
                 config["optimizer"]["params"].pop("torch_adam", None)
             if key.startswith("scheduler.params."):
-                config["scheduler"] = {"type": "OneCycle", "params": {"cycle_min_lr": 0.0, "cycle_max_lr": 0.1}}
+                config |= one_cycle()
             if key in ("optimizer.params.bias_correction", "optimizer.params.fp32_optimizer_states"):
                 config["optimizer"]["params"] = {"lr": 0.1, "torch_adam": False}
                 if key.endswith("states") and stage == "ZeRO-0":
@@ -117,8 +117,15 @@ def test_a_field_of_deepspeed_has_one_name(tmp_path: Path) -> None:
             loaded(with_changes(config_of(cell(stage="ZeRO-3")), {key: 1}), tmp_path)
 
 
-CYCLE = {"cycle_min_lr": 0.0, "cycle_max_lr": 0.1}
 HOST = {"device": "cpu"}
+
+
+def schedule(kind: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+def one_cycle(**params: Any) -> dict[str, Any]:
+    return schedule("OneCycle", cycle_min_lr=0.0, cycle_max_lr=0.1, **params)
 
 
 @pytest.mark.parametrize(
@@ -154,16 +161,8 @@ HOST = {"device": "cpu"}
         (0, {"prescale_gradients": True, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
         (0, {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "dampening": 0.5}}}, "optimizer.params.dampening"),
         (1, {"zero_allow_untested_optimizer": True}, "zero_allow_untested_optimizer"),
-        (
-            1,
-            {"scheduler": {"type": "OneCycle", "params": {**CYCLE, "cycle_momentum": False, "cycle_min_mom": 0.5}}},
-            "scheduler.params.cycle_min_mom",
-        ),
-        (
-            1,
-            {"scheduler": {"type": "OneCycle", "params": {**CYCLE, "decay_step_size": 5}}},
-            "scheduler.params.decay_step_size",
-        ),
+        (1, one_cycle(cycle_momentum=False, cycle_min_mom=0.5), "scheduler.params.cycle_min_mom"),
+        (1, one_cycle(decay_step_size=5), "scheduler.params.decay_step_size"),
     ],
 )
 def test_keys_without_effect_are_noted(stage: int, changes: dict[str, Any], keys: str, tmp_path: Path) -> None:
@@ -179,26 +178,14 @@ def test_keys_without_effect_are_noted(stage: int, changes: dict[str, Any], keys
 @pytest.mark.parametrize(
     ("changes", "keys"),
     [
-        (
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 1}}},
-            "optimizer.params.lr",
-        ),
-        (
-            {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 2, "warmup_num_steps": 1}}},
-            "scheduler.params.total_num_steps",
-        ),
-        (
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1000}}},
-            "scheduler.type scheduler.params.warmup_num_steps",
-        ),
-        (
-            {"scheduler": {"type": "OneCycle", "params": CYCLE}},
-            "optimizer.params.lr scheduler.type",
-        ),
+        (schedule("WarmupLR", warmup_max_lr=0.5, warmup_num_steps=1), "optimizer.params.lr"),
+        (schedule("WarmupCosineLR", total_num_steps=2, warmup_num_steps=1), "scheduler.params.total_num_steps"),
+        (schedule("WarmupLR", warmup_num_steps=1000), "scheduler.type scheduler.params.warmup_num_steps"),
+        (one_cycle(), "optimizer.params.lr scheduler.type"),
         ({"scheduler.type": "WarmupLR"}, "scheduler.type"),
         ({"comms_logger.enabled": True}, "comms_logger.enabled"),
         ({"flops_profiler.enabled": True}, "flops_profiler.enabled"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1}}}, ""),
+        (schedule("WarmupLR", warmup_num_steps=1), ""),
         ({}, ""),
     ],
 )

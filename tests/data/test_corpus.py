@@ -23,10 +23,12 @@ from zero_tp.commands.prepare import _summary
 from zero_tp.data import PrepareSettings, documents, prepare
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.records import Record, Source
+from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
 
 
 def test_output(tmp_path: Path) -> None:
+    """Its files, counts and entropies, and that the tokenizer saw the training documents alone."""
     prepared = run(tmp_path)
     output, report = prepared.output, prepared.report
     assert report == json.loads((output / "report.json").read_text())
@@ -38,10 +40,14 @@ def test_output(tmp_path: Path) -> None:
     validation = held_out(output)
     train = [text for text in TEXTS if text not in validation]
     assert (len(train), len(validation)) == (36, 4)
+    saved = json.loads((output / "tokenizer" / "tokenizer.json").read_text())
+    assert saved["model"] == json.loads(train_bpe(iter(train), 300).backend_tokenizer.to_str())["model"]
+    frequencies = []
     for split, texts in (("train", train), ("validation", validation)):
         corpus = IndexedCorpus(output / split)
         assert len(corpus) == report["splits"][split]["documents"] == len(texts)
         assert corpus.tokens == report["splits"][split]["tokens"]
+        frequencies.append(np.bincount(corpus.read(0, corpus.tokens), minlength=300))
         assert report["splits"][split]["characters"] == sum(map(len, texts))
         assert report["splits"][split]["bytes"] == sum(len(text.encode()) for text in texts)
         for i, text in enumerate(texts):
@@ -51,25 +57,13 @@ def test_output(tmp_path: Path) -> None:
             assert (ids == tokenizer.eos_token_id).sum() == 1
             assert tokenizer.decode(ids[:-1]) == text
             assert tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True) == ids[:-1].tolist()
+    p, q = frequencies[0] / frequencies[0].sum(), (frequencies[0] + 1) / (frequencies[0] + 1).sum()
+    entropy = -sum(x * np.log(x) for x in p if x > 0)
+    cross = -sum(n * np.log(x) for n, x in zip(frequencies[1], q, strict=True)) / frequencies[1].sum()
+    assert report["unigram"]["train_entropy"] == pytest.approx(entropy, rel=1e-12)
+    assert report["unigram"]["validation_cross_entropy"] == pytest.approx(cross, rel=1e-12)
     # Nothing is left beside the output.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.jsonl"]
-
-
-def test_unigram_figures(tmp_path: Path) -> None:
-    prepared = run(tmp_path)
-    size = prepared.report["vocabulary_size"]
-    train, validation = (
-        np.bincount(
-            IndexedCorpus(prepared.output / split).read(0, prepared.report["splits"][split]["tokens"]), None, size
-        )
-        for split in ("train", "validation")
-    )
-    p = train / train.sum()
-    entropy = -sum(x * np.log(x) for x in p if x > 0)
-    q = (train + 1) / (train + 1).sum()
-    cross = -sum(n * np.log(x) for n, x in zip(validation, q, strict=True)) / validation.sum()
-    assert prepared.report["unigram"]["train_entropy"] == pytest.approx(entropy, rel=1e-12)
-    assert prepared.report["unigram"]["validation_cross_entropy"] == pytest.approx(cross, rel=1e-12)
 
 
 def test_split_does_not_depend_on_order_and_keeps_copies_together(tmp_path: Path) -> None:
@@ -135,6 +129,16 @@ def test_the_command(tmp_path: Path) -> None:
     assert wrong.stderr.startswith("error: ") and wrong.stderr.count("\n") == 1
 
 
+def test_a_script_without_a_main_guard_is_told(tmp_path: Path) -> None:
+    """Each process imports the script."""
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    call = f"prepare([{str(source)!r}], {str(tmp_path / 'out')!r}, PrepareSettings('bpe:300'), processes=2)"
+    (tmp_path / "main.py").write_text(f"from zero_tp.data import prepare, PrepareSettings\n{call}\n")
+    done = script(str(tmp_path / "main.py"), tmp_path)
+    assert done.returncode == 1 and done.stderr.endswith('calls prepare without if __name__ == "__main__":\n')
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "main.py"]
+
+
 def test_documents_in_are_those_kept_and_those_dropped(tmp_path: Path) -> None:
     good = [f"document {i} of the good ones" for i in range(20)]
     lines = [json.dumps({"text": text}) for text in good]
@@ -151,8 +155,9 @@ def test_documents_in_are_those_kept_and_those_dropped(tmp_path: Path) -> None:
         "reason": "malformed",
         "detail": "not valid JSON: Expecting value at line 1 column 10",
     }
-    with pytest.raises(UserError, match=r"a\.jsonl:4: not valid JSON"):
-        prepare(inputs, tmp_path / "strict", given, strict=True)
+    for output in ("strict", "out"):  # the second one is complete
+        with pytest.raises(UserError, match=r"a\.jsonl:4: not valid JSON"):
+            prepare(inputs, tmp_path / output, given, strict=True)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl.gz", "out"]
 
 

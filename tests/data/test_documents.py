@@ -198,8 +198,8 @@ BAD: list[tuple[str, bytes, str, list[str]]] = [
 def test_one_bad_record_costs_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, reason: str, texts: list[str]
 ) -> None:
-    monkeypatch.setattr(formats, "MOST_LINE", 400)
-    monkeypatch.setattr(records, "MOST_TEXT", 300)
+    monkeypatch.setattr(formats, "MAX_LINE_BYTES", 400)
+    monkeypatch.setattr(records, "MAX_CHARACTERS", 300)
     path = tmp_path / name
     path.write_bytes(content)
     found = documents(path)

@@ -110,7 +110,7 @@ def test_a_missing_file_and_an_id_outside_the_vocabulary_are_refused(tmp_path: P
         pytest.raises(UserError, match="token id 100 lies outside the vocabulary of 100"),
         IndexedWriter(tmp_path / "c", 100) as writer,
     ):
-        writer.add_document([1, 100])
+        writer.add_documents([1, 100], [2])
     assert not (tmp_path / "c.idx").exists()
 
 

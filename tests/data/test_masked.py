@@ -17,7 +17,7 @@ from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data import PrepareSettings, masked, prepare
 from zero_tp.data.batch import MaskedBatch
 from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
-from zero_tp.data.masked import DocumentWindows, MaskedSamples, MaskedValidation, Masking, SegmentPairs
+from zero_tp.data.masked import DocumentWindows, MaskedRowBuilder, MaskedSamples, MaskedValidation, Masking
 from zero_tp.data.tokenizer import MaskingVocabulary, load_tokenizer
 from zero_tp.errors import UserError
 
@@ -34,14 +34,14 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"sentences": split, "plain": plain}
 
 
-def pairs_of(corpus: Path, *, length: int = S, order: bool = True) -> SegmentPairs:
+def builder_of(corpus: Path, *, length: int = S, order: bool = True) -> MaskedRowBuilder:
     tokenizer = load_tokenizer(corpus / "tokenizer")
-    vocabulary = MaskingVocabulary.of(tokenizer, corpus, len(tokenizer) + 3)
-    return SegmentPairs(length, Masking(vocabulary, 0.15, 3), order)
+    vocabulary = MaskingVocabulary.from_tokenizer(tokenizer, corpus, len(tokenizer) + 3)
+    return MaskedRowBuilder(length, Masking(vocabulary, 0.15, 3), order)
 
 
 def samples_of(corpus: Path, seed: int, **options: bool | int) -> MaskedSamples:
-    return MaskedSamples({str(corpus / "train"): 1.0}, pairs_of(corpus, **options), seed)  # type: ignore[arg-type]
+    return MaskedSamples({str(corpus / "train"): 1.0}, builder_of(corpus, **options), seed)  # type: ignore[arg-type]
 
 
 def window_of(samples: MaskedSamples, k: int) -> int:
@@ -72,7 +72,7 @@ def segments(row: dict[str, np.ndarray], vocabulary: MaskingVocabulary) -> tuple
 
 def test_every_sample_is_two_segments_of_one_document(corpora: dict[str, Path], seed: int) -> None:
     samples = samples_of(corpora["plain"], seed)
-    vocabulary, corpus = samples.pairs.masking.vocabulary, samples.corpora[0]
+    vocabulary, corpus = samples.row_builder.masking.vocabulary, samples.corpora[0]
     texts, count = documents(samples), samples.windows[0]
     seen = np.zeros(corpus.tokens, np.int64)
     for k in range(count):  # one pass
@@ -91,7 +91,7 @@ def test_every_sample_is_two_segments_of_one_document(corpora: dict[str, Path], 
 def test_segments_are_sentences_of_which_the_longer_is_trimmed(corpora: dict[str, Path], seed: int) -> None:
     """Where the text is cut and what is trimmed is looked for, not computed."""
     samples = samples_of(corpora["sentences"], seed)
-    vocabulary, corpus = samples.pairs.masking.vocabulary, samples.corpora[0]
+    vocabulary, corpus = samples.row_builder.masking.vocabulary, samples.corpora[0]
     texts, count, of_sentences = documents(samples), samples.windows[0], 0
     for k in range(count):
         document, j = samples._windows[0].locate(window_of(samples, k))
@@ -124,7 +124,7 @@ def test_no_full_stop_tells_the_order(corpora: dict[str, Path], seed: int) -> No
     Of 256 tokens: where sentences are half as long as a window, the earlier segment is the shorter one more often.
     """
     samples = samples_of(corpora["sentences"], seed, length=256)
-    vocabulary = samples.pairs.masking.vocabulary
+    vocabulary = samples.row_builder.masking.vocabulary
     stop = load_tokenizer(corpora["sentences"] / "tokenizer").convert_tokens_to_ids(".")
     ends = [[part[-1] == stop for part in segments(samples[k], vocabulary)] for k in range(1500)]
     earlier, later = ends.count([True, False]), ends.count([False, True])
@@ -134,7 +134,7 @@ def test_no_full_stop_tells_the_order(corpora: dict[str, Path], seed: int) -> No
 
 def test_statistics_on_real_text(corpora: dict[str, Path], seed: int) -> None:
     samples = samples_of(corpora["sentences"], seed)
-    vocabulary, count = samples.pairs.masking.vocabulary, 3000
+    vocabulary, count = samples.row_builder.masking.vocabulary, 3000
     rows = [samples[k] for k in range(count)]
     swapped = sum(int(row["next_sentence_label"]) for row in rows)
     assert abs(swapped / count - 0.5) < 5 * 0.5 / np.sqrt(count)
@@ -156,7 +156,7 @@ def test_statistics_on_real_text(corpora: dict[str, Path], seed: int) -> None:
 
 def test_one_segment_without_sentence_order(corpora: dict[str, Path], seed: int) -> None:
     samples = samples_of(corpora["sentences"], seed, order=False)
-    vocabulary, texts = samples.pairs.masking.vocabulary, documents(samples)
+    vocabulary, texts = samples.row_builder.masking.vocabulary, documents(samples)
     for k in range(100):
         row = samples[k]
         assert "next_sentence_label" not in row and not row["token_type_ids"].any()
@@ -171,10 +171,10 @@ def test_every_factoring_of_a_batch_has_the_same_rows(
     corpora: dict[str, Path], micro: int, accumulation: int, data: int, step: int
 ) -> None:
     weights = {str(corpora["sentences"] / "train"): 0.7, str(corpora["plain"] / "train"): 0.3}
-    samples = MaskedSamples(weights, pairs_of(corpora["plain"]), 3)
+    samples = MaskedSamples(weights, builder_of(corpora["plain"]), 3)
     size = micro * accumulation * data
     ranks = [samples.rank_batches(step, size, micro, accumulation, rank, data) for rank in range(data)]
-    again = MaskedSamples(weights, pairs_of(corpora["plain"]), 3)  # as a resumed run, or another rank, has it
+    again = MaskedSamples(weights, builder_of(corpora["plain"]), 3)  # as a resumed run, or another rank, has it
     rows = iter(range(step * size, (step + 1) * size))
     for i, rank in itertools.product(range(accumulation), range(data)):
         batch = ranks[rank][i]
@@ -201,9 +201,9 @@ def test_the_samples_never_change(tmp_path: Path) -> None:
     ids = np.arange(50)
     vocabulary = MaskingVocabulary(4, 3, 2, 0, None, ids < 5, ids % 3 > 0, ids < 0)
     with IndexedWriter(tmp_path / "c", 50) as writer:
-        writer.add_document(np.arange(200) * 7 % 45 + 5)
+        writer.add_documents(np.arange(200) * 7 % 45 + 5, [200])
         writer.add_documents(np.arange(100) * 11 % 45 + 5, [100], np.isin(np.arange(100), [13, 29, 50, 71]))
-    samples = MaskedSamples({str(tmp_path / "c"): 1.0}, SegmentPairs(24, Masking(vocabulary, 0.3, 3), True), 1234)
+    samples = MaskedSamples({str(tmp_path / "c"): 1.0}, MaskedRowBuilder(24, Masking(vocabulary, 0.3, 3), True), 1234)
     for k, pinned in PINNED.items():
         row = samples[k]
         labels = {place: label for place, label in enumerate(row["labels"].tolist()) if label != IGNORE_INDEX}
@@ -241,15 +241,17 @@ def test_windows_are_found_by_counting(tmp_path_factory: pytest.TempPathFactory,
 
 def test_a_token_that_ends_documents_is_in_no_sample(tmp_path: Path, corpora: dict[str, Path]) -> None:
     """As a tokenizer with both, such as RoBERTa's, prepares them; the last window would tell the order by it."""
-    pairs = pairs_of(corpora["plain"])
-    eos = int(np.flatnonzero(~pairs.masking.vocabulary.special)[7])
-    pairs = replace(pairs, masking=replace(pairs.masking, vocabulary=replace(pairs.masking.vocabulary, eos=eos)))
+    builder = builder_of(corpora["plain"])
+    eos = int(np.flatnonzero(~builder.masking.vocabulary.special)[7])
+    builder = replace(
+        builder, masking=replace(builder.masking, vocabulary=replace(builder.masking.vocabulary, eos=eos))
+    )
     sizes = (2, 10, S - 3, S - 2, S - 1, S, 2 * S)
     prefix = write_corpus(tmp_path / "c", [[*([100] * size), eos] for size in sizes], 2000)
-    samples = MaskedSamples({str(prefix): 1.0}, pairs, 1)
+    samples = MaskedSamples({str(prefix): 1.0}, builder, 1)
     assert samples.windows == [1 + 1 + 1 + 1 + 2 + 2 + 3]
     for k in range(200):
-        a, b = segments(samples[k], pairs.masking.vocabulary)
+        a, b = segments(samples[k], builder.masking.vocabulary)
         assert eos not in a + b
 
 
@@ -257,35 +259,37 @@ def test_sentences_longer_than_a_sample_are_cut(tmp_path: Path, corpora: dict[st
     prefix, ids = tmp_path / "c", [*[100] * 30, *range(200, 500), *[100] * 30]
     with IndexedWriter(prefix, 2000) as writer:
         writer.add_documents(ids, [360], np.isin(np.arange(360), [30, 330]))
-    samples = MaskedSamples({str(prefix): 1.0}, pairs_of(corpora["plain"]), 1)
+    samples = MaskedSamples({str(prefix): 1.0}, builder_of(corpora["plain"]), 1)
     seen = set[int]()
     for k in range(samples.windows[0]):
-        a, b = segments(samples[k], samples.pairs.masking.vocabulary)
+        a, b = segments(samples[k], samples.row_builder.masking.vocabulary)
         seen |= {*a, *b}
     assert len(seen & {*range(200, 500)}) > 270, "not only its beginning, each time"
 
 
 def test_what_is_too_short_is_refused(tmp_path: Path, corpora: dict[str, Path]) -> None:
-    pairs, prefix = pairs_of(corpora["plain"]), str(write_corpus(tmp_path / "c", [[7, 8]] * 9, 2000))
-    for make in (lambda: MaskedSamples({prefix: 1.0}, pairs, 1), lambda: MaskedValidation([prefix], pairs)):
+    builder, prefix = builder_of(corpora["plain"]), str(write_corpus(tmp_path / "c", [[7, 8]] * 9, 2000))
+    for make in (lambda: MaskedSamples({prefix: 1.0}, builder, 1), lambda: MaskedValidation([prefix], builder)):
         with pytest.raises(UserError, match=r"c: its 9 documents of 18 tokens are too short for a sample; use"):
             make()
     with pytest.raises(UserError, match=r"sequence_length: 5 tokens, of which .* special ones are 3; use at least 6"):
-        pairs_of(corpora["plain"], length=5)
-    row, prefix = pairs_of(corpora["plain"], length=6), str(write_corpus(tmp_path / "d", [[100, 101, 102]], 2000))
+        builder_of(corpora["plain"], length=5)
+    row, prefix = builder_of(corpora["plain"], length=6), str(write_corpus(tmp_path / "d", [[100, 101, 102]], 2000))
     segments(MaskedSamples({prefix: 1.0}, row, 1)[0], row.masking.vocabulary)
 
 
 def test_validation_has_the_same_masks_on_every_split(corpora: dict[str, Path]) -> None:
-    pairs = pairs_of(corpora["sentences"])
-    validation = MaskedValidation([str(corpora[kind] / "validation") for kind in corpora], pairs)
+    builder = builder_of(corpora["sentences"])
+    validation = MaskedValidation([str(corpora[kind] / "validation") for kind in corpora], builder)
     count = len(validation)
     whole = [{name: part[0] for name, part in batch.items()} for batch in validation.batches(None, 1, 0, 1)]
     assert len(whole) == count and count % 7
     for row in whole:
-        segments({name: part.numpy() for name, part in row.items()}, pairs.masking.vocabulary)
+        segments({name: part.numpy() for name, part in row.items()}, builder.masking.vocabulary)
     ranks = [
-        list(MaskedValidation([str(corpora[kind] / "validation") for kind in corpora], pairs).batches(None, 3, rank, 2))
+        list(
+            MaskedValidation([str(corpora[kind] / "validation") for kind in corpora], builder).batches(None, 3, rank, 2)
+        )
         for rank in range(2)
     ]
     assert len(ranks[0]) == len(ranks[1])
@@ -308,7 +312,7 @@ def test_validation_has_the_same_masks_on_every_split(corpora: dict[str, Path]) 
 def test_what_masking_knows_of_the_tokenizer_is_part_of_a_corpus(corpora: dict[str, Path]) -> None:
     samples = samples_of(corpora["plain"], 1)
     (known,) = samples.identities().values()
-    vocabulary = samples.pairs.masking.vocabulary
+    vocabulary = samples.row_builder.masking.vocabulary
     assert known["vocabulary"] == vocabulary.sha256() and known["tokens"] == samples.corpora[0].tokens
     begins = vocabulary.begins.copy()
     begins[1999] ^= True

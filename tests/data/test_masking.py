@@ -54,7 +54,7 @@ def test_masks_are_those_of_transformers_collators(seed: int) -> None:
     alike: no word in part, and long words as often as short ones. What takes their place is in its collator of tokens,
     as that of words has no random ones."""
     tokenizer = train_wordpiece(lambda: iter(SPEECHES), 1500, cased=False)
-    vocabulary = MaskingVocabulary.of(tokenizer, Path("tokenizer"), len(tokenizer))
+    vocabulary = MaskingVocabulary.from_tokenizer(tokenizer, Path("tokenizer"), len(tokenizer))
     encodings = [
         tokenizer(" ".join(words[at : at + 130]), return_offsets_mapping=True, truncation=True, max_length=256)
         for words in map(str.split, BARE)

@@ -62,7 +62,7 @@ def test_bad_input(tmp_path: Path, name: str, content: bytes, message: str) -> N
         ({"validation": 1.5}, "validation 1.5"),
         ({"validation": 40}, "leaves none to train on"),
         ({"seed": -1}, "seed -1"),
-        ({"min_tokens": 5}, "counts the tokens of a finished tokenizer: prepare without it first"),
+        ({"min_tokens": 5}, "counts the tokens of an existing tokenizer: prepare without it first"),
     ],
 )
 def test_bad_settings(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.support.corpora import TEXTS, held_out, run
 from tests.support.launched import zero_tp
+from tests.support.tiny_models import write_corpus
 from tests.tiers import THOROUGH
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.show import show_corpus
@@ -48,6 +50,16 @@ def test_a_long_text_is_cut(tmp_path: Path) -> None:
     whole = [f"{text}<|endoftext|>" for text in train]
     assert documents == [f"{text[:400]}… {len(text) - 400:,} more characters" for text in whole]
     assert max(map(len, lines)) < 450
+
+
+def test_ids_may_have_gaps(tmp_path: Path) -> None:
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 9}, "a"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a").save_pretrained(str(tmp_path / "tokenizer"))
+    write_corpus(tmp_path / "train", [[0, 9]], 10)
+    assert "a b" in list(show_corpus(tmp_path, 1, 2))
+    write_corpus(tmp_path / "train", [[0, 10]], 11)
+    with pytest.raises(UserError, match="holds token id 10, outside"):
+        list(show_corpus(tmp_path, 1, 2))
 
 
 @THOROUGH

@@ -67,7 +67,7 @@ def suffixed() -> PreTrainedTokenizerFast:
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> MaskingVocabulary:
-    return MaskingVocabulary.of(tokenizer, Path("tokenizer"), len(tokenizer))
+    return MaskingVocabulary.from_tokenizer(tokenizer, Path("tokenizer"), len(tokenizer))
 
 
 MADE: list[tuple[Callable[[], PreTrainedTokenizerFast], list[str]]] = [
@@ -100,7 +100,7 @@ def test_a_first_token_and_one_after_a_special_one_begin_a_word() -> None:
 
 def test_a_tokenizer_that_cannot_mask_is_refused() -> None:
     with pytest.raises(UserError, match=r"tokenizer has it: it has no mask_token and no sep_token and no cls_token, "):
-        MaskingVocabulary.of(train_bpe(iter(BARE), 300), Path("has it"), 300)
+        MaskingVocabulary.from_tokenizer(train_bpe(iter(BARE), 300), Path("has it"), 300)
     words = {token: i for i, token in enumerate([*SPECIAL.values(), "a", "b"])}
     plain = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     with pytest.raises(UserError, match="does not mark where words begin"):

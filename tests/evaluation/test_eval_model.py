@@ -80,20 +80,22 @@ def test_own_tasks_are_the_same_on_every_grid(ranks: Pools, model: Path, files: 
         assert_close(found[0], expected)
 
 
+def deepspeed_settings(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+    }
+
+
 def live_model(directory: Path, tensor: int, stage: int, scorer: Callable[[Any], Any]) -> EvalModel:
     """Return the model of a DeepSpeed engine before its first step; `scorer` takes the engine."""
     from zero_tp.training.engine import TrainingEngine
     from zero_tp.weights.load import PretrainedSource
 
-    opened = open_directory(directory)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
-    }
-    topology = grid(tensor)
-    source = PretrainedSource(directory, opened.config)
-    engine = TrainingEngine(opened.config, topology, config, seed=1, source=source, model=ZeroTPForCausalLM)
+    opened, topology = open_directory(directory), grid(tensor)
+    source, settings = PretrainedSource(directory, opened.config), deepspeed_settings(stage)
+    engine = TrainingEngine(opened.config, topology, settings, seed=1, source=source, model=ZeroTPForCausalLM)
     engine.engine.eval()
     return EvalModel(
         scorer(engine),
@@ -139,7 +141,7 @@ def other_texts(directory: Path, folder: Path) -> None:
 
 
 def test_ranks_with_different_requests_are_refused(ranks: Pools, model: Path, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=r"what a task asks of the model: SHA-256 .* on rank 0 "):
+    with pytest.raises(Exception, match=r"the requests of a task: SHA-256 .* on rank 0 "):
         ranks(2).run(other_texts, model, tmp_path)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config
 
+from tests.evaluation.test_eval_model import deepspeed_settings
 from tests.support.launched import launch, metrics_of, run, script
 from tests.support.lm_eval_tasks import task_file
 from tests.support.pool_rank import cached
@@ -58,17 +59,8 @@ def losses(directory: Path, settings: dict[str, Any], stage: int, live: bool) ->
     topology = cached(("live tasks", 2), lambda: Topology(2, sequence=True))
     config = GPT2Config.from_pretrained(str(directory), attn_implementation="sdpa")
     tasks = LiveTasks(Evaluation(**settings), directory, config, 32)
-    engine = TrainingEngine(
-        config,
-        topology,
-        {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-            "zero_optimization": {"stage": stage},
-        },
-        seed=3,
-        model=ZeroTPForCausalLM if live else CausalLM,
-    )
+    model = ZeroTPForCausalLM if live else CausalLM
+    engine = TrainingEngine(config, topology, deepspeed_settings(stage), seed=3, model=model)
     found, figures = [], []
     for step in range(3):
         generator = torch.Generator().manual_seed(100 * step + topology.data_rank)

@@ -162,16 +162,24 @@ def test_chat_templates_and_samples_are_lm_evals(model: Path, tasks: Path, tmp_p
         make_tasks(["lambada"], {}, TaskOptions(log_samples=True))
 
 
-@pytest.mark.parametrize(("world", "expected"), [(1, UserError), (2, RuntimeError)])
-def test_a_lost_peer_is_no_fault_of_the_task(
-    model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, world: int, expected: type[Exception]
+@pytest.mark.parametrize(
+    ("world", "error", "expected"),
+    [
+        (1, RuntimeError("Connection closed by peer"), UserError),
+        (2, RuntimeError("Connection closed by peer"), RuntimeError),
+        (1, torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError),
+        (1, MemoryError("out of memory"), MemoryError),
+    ],
+)
+def test_a_lost_peer_or_full_memory_is_no_fault_of_the_task(
+    model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, world: int, error: Exception, expected: type[Exception]
 ) -> None:
-    def lost(*_: object) -> None:
-        raise RuntimeError("Connection closed by peer")
+    def failing(*_: object) -> None:
+        raise error
 
     (task,) = make_tasks(["generate_local"], {}, TaskOptions(include_path=tasks, limit=2))
-    monkeypatch.setattr(EvalModel, "map_batches", lost)
-    with pytest.raises(expected, match="Connection closed by peer") as raised:
+    monkeypatch.setattr(EvalModel, "map_batches", failing)
+    with pytest.raises(expected, match=str(error)) as raised:
         task.run(replace(native_model(model), topology=Topology(world=world)))
     assert raised.type is expected
 

@@ -122,7 +122,7 @@ def test_tasks_of_a_tag_or_of_a_group_without_a_mean_are_logged(
         (tmp_path / f"{name}.yaml").write_text(file)
     (tmp_path / "all.yaml").write_text("group: all\ntask: [one, two]")
     for task in make_tasks(["both", "all"], {}, TaskOptions(include_path=tmp_path, limit=2)):
-        assert task.figures_to_log(task.run(native_model(model))).keys() == {"one/acc", "two/acc"}, task.name
+        assert task.metrics_to_log(task.run(native_model(model))).keys() == {"one/acc", "two/acc"}, task.name
 
 
 CODE = "task: mine\ndataset_path: json\noutput_type: loglikelihood\ndoc_to_text: !function code.text\n"

@@ -38,7 +38,7 @@ def write_corpus(prefix: Path, documents: Iterable[Any], vocabulary: int) -> Pat
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with IndexedWriter(prefix, vocabulary) as writer:
         for document in documents:
-            writer.add_document(document)
+            writer.add_documents(document, [len(document)])
     return prefix
 
 

@@ -53,14 +53,14 @@ def test_a_run_has_the_samples_that_its_file_says(tmp_path: Path, corpus: Path) 
     objective = {"type": "masked", "mask_probability": 0.4, "max_ngram": 1, "sentence_order": False}
     run = run_of(tmp_path, corpus, objective=objective)
     assert isinstance(run.samples, MaskedSamples) and isinstance(run.validation, MaskedValidation)
-    masking = run.samples.pairs.masking
-    assert (masking.probability, masking.max_ngram, run.samples.pairs.sentence_order) == (0.4, 1, False)
+    masking = run.samples.row_builder.masking
+    assert (masking.probability, masking.max_ngram, run.samples.row_builder.sentence_order) == (0.4, 1, False)
     assert masking.vocabulary.mask == 4 and len(masking.vocabulary.special) == 400
     (batch,) = run.samples.rank_batches(0, 2, 2, 1, 0, 1)
     assert "next_sentence_label" not in batch and batch["input_ids"].shape == (2, 32)
     defaults = run_of(tmp_path, corpus).samples
-    assert isinstance(defaults, MaskedSamples) and defaults.pairs.sentence_order
-    assert (defaults.pairs.masking.probability, defaults.pairs.masking.max_ngram) == (0.15, 3)
+    assert isinstance(defaults, MaskedSamples) and defaults.row_builder.sentence_order
+    assert (defaults.row_builder.masking.probability, defaults.row_builder.masking.max_ngram) == (0.15, 3)
 
 
 def test_a_corpus_without_its_tokenizer_cannot_be_masked(tmp_path: Path, corpus: Path) -> None:

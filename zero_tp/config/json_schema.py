@@ -9,7 +9,7 @@ from pydantic import BaseModel, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
 from zero_tp.config.deepspeed import REFUSED_KEYS
-from zero_tp.config.model_block import FROM
+from zero_tp.config.model_block import FROM_PRETRAINED
 from zero_tp.config.optimizer import OPTIMIZERS, SGD, CPUAdam, FusedAdam, OptimizerBlock, TorchAdam
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
 from zero_tp.config.run_config import SCHEMA
@@ -52,7 +52,7 @@ def json_schema() -> Json:
     types: Json = {"anyOf": [{"enum": list(OPTIMIZERS)}, {"pattern": f"^{ANY_ADAM}$"}]}
     definitions["OptimizerBlock"]["properties"]["type"] = types
     _add_cases(definitions["OptimizerBlock"], "type", optimizers)
-    model_block["properties"] = {"model_type": {"enum": list(ARCHITECTURES)}, FROM: {"type": "string"}}
+    model_block["properties"] = {"model_type": {"enum": list(ARCHITECTURES)}, FROM_PRETRAINED: {"type": "string"}}
     _add_cases(model_block, "model_type", {name: _with_fields(name) for name in ARCHITECTURES})
     schema["properties"][SCHEMA] = {"type": "string", "description": "The path of this schema, for editors."}
     return {

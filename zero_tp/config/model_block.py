@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from zero_tp.architectures.spec import TransformerSpec
 
-FROM = "from_pretrained"
+FROM_PRETRAINED = "from_pretrained"
 BALANCING_LOSS_FIELDS = ("output_router_logits", "router_aux_loss_coef")
 """Fields of the load-balancing loss, which may be given with `from_pretrained`: published configs omit them."""
 SET_BY_OTHER_KEYS = {
@@ -52,12 +52,12 @@ def model_config(model: dict[str, Any], saved: dict[str, Any] | None = None) -> 
     from zero_tp.architectures import ARCHITECTURES
     from zero_tp.architectures.configs import config_from_block
 
-    if not {"model_type", FROM} & model.keys():
-        remedy = f'supported: {", ".join(ARCHITECTURES)}; or give {{"{FROM}": DIR}}'
+    if not {"model_type", FROM_PRETRAINED} & model.keys():
+        remedy = f'supported: {", ".join(ARCHITECTURES)}; or give {{"{FROM_PRETRAINED}": DIR}}'
         raise ConfigError(f"{MODEL_KEY}.model_type", "required, but not given", remedy)
     for name in model.keys() & SET_BY_OTHER_KEYS.keys():
         raise ConfigError(f"{MODEL_KEY}.{name}", "is not a field of a model", f"use {SET_BY_OTHER_KEYS[name]}")
-    return config_from_block(model) if FROM not in model else _pretrained_config(model, saved)
+    return config_from_block(model) if FROM_PRETRAINED not in model else _pretrained_config(model, saved)
 
 
 def _check_objective(zero_tp: ZeroTP, spec: TransformerSpec, config: PreTrainedConfig) -> None:
@@ -82,15 +82,15 @@ def _pretrained_config(model: dict[str, Any], saved: dict[str, Any] | None) -> P
     from zero_tp.architectures import ARCHITECTURES
     from zero_tp.architectures.configs import config_from_directory, config_from_json
 
-    directory, key = model[FROM], f"{MODEL_KEY}.{FROM}"
+    directory, key = model[FROM_PRETRAINED], f"{MODEL_KEY}.{FROM_PRETRAINED}"
     if not isinstance(directory, str) or not directory:
         raise ConfigError(key, f"expected a string, got {shown(directory)}", "give a Hugging Face model directory")
-    changes = {name: value for name, value in model.items() if name != FROM}
+    changes = {name: value for name, value in model.items() if name != FROM_PRETRAINED}
     allowed = dict.fromkeys(name for entry in ARCHITECTURES.values() for name in entry.fields.dropouts)
     allowed |= dict.fromkeys(BALANCING_LOSS_FIELDS)
     for name in changes:
         if name not in allowed:
-            problem = f"given with {FROM}, but {directory} decides it"
+            problem = f"given with {FROM_PRETRAINED}, but {directory} decides it"
             raise ConfigError(f"{MODEL_KEY}.{name}", problem, f"leave it out; only {', '.join(allowed)} can be given")
     if saved is not None and not Path(directory).exists():
         return config_from_json(saved, Path(directory), **changes)
@@ -102,7 +102,7 @@ def _check_length(zero_tp: ZeroTP, positions: int, config: PreTrainedConfig) -> 
     if length > positions:
         problem = f"{length} tokens, but the model has {positions} positions"
         name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-        longer = "use another model" if FROM in zero_tp.model else f"raise {MODEL_KEY}.{name}"
+        longer = "use another model" if FROM_PRETRAINED in zero_tp.model else f"raise {MODEL_KEY}.{name}"
         raise ConfigError(key, problem, f"shorten it, or {longer}")
     if zero_tp.parallel.sequence and length % tensor:
         inequality = f"{length} ≠ tensor {tensor} × {length / tensor:.4g} tokens a rank"

@@ -38,7 +38,7 @@ REFUSED_OPTIMIZERS = {
 class Adam(ConfigModel):
     """Arguments of every Adam class, and the two arguments by which DeepSpeed chooses the class.
 
-    The engine passes each constructor a `weight_decay`, 0 if the file has none, whatever its own default is.
+    The engine always passes `weight_decay`: the file's or 0, and never the constructor's default.
     """
 
     lr: NonNegative

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.config.deepspeed import MONITORS
-from zero_tp.config.model_block import FROM, check_model, model_config
+from zero_tp.config.model_block import FROM_PRETRAINED, check_model, model_config
 from zero_tp.config.optimizer import choose_implementation
 from zero_tp.config.resolve import (
     BATCH_FIELDS,
@@ -82,7 +82,7 @@ class RunConfig:
             ConfigErrors: all keys that are wrong by themselves or, if there are none, all refused combinations.
         """
         path = Path(path)
-        suggestion = "" if path.exists() else did_you_mean(str(path), config_names())  # a question, or a list of names
+        suggestion = "" if path.exists() else did_you_mean(str(path), config_names())  # lists them if none is similar
         remedy = "give the path of a JSON config, or a name of ds_configs"
         remedy += f": {suggestion}" if "?" in suggestion else ""
         values = read_json(path, remedy)
@@ -164,7 +164,7 @@ class RunConfig:
     @property
     def hub_names(self) -> dict[str, bool]:
         """Return the hub names that a run reads, and whether it reads their weights."""
-        names = {self.zero_tp.tokenizer: False, self.zero_tp.model.get(FROM): True}
+        names = {self.zero_tp.tokenizer: False, self.zero_tp.model.get(FROM_PRETRAINED): True}
         return {name: weights for name, weights in names.items() if name is not None and is_hub_name(name)}
 
     @property
@@ -198,7 +198,7 @@ class RunConfig:
     @property
     def pretrained(self) -> Path | None:
         """Return the initial weights' Hugging Face directory, or hub name with commit; None for random weights."""
-        return Path(self.zero_tp.model[FROM]) if FROM in self.zero_tp.model else None
+        return Path(self.zero_tp.model[FROM_PRETRAINED]) if FROM_PRETRAINED in self.zero_tp.model else None
 
     def hf_config(self) -> PreTrainedConfig:
         """Return a new Hugging Face config of `zero_tp.model` with `zero_tp.attention`.
@@ -241,7 +241,7 @@ def _check_keys(
         with collector:
             batch = resolve_batch(values, data)
     model = look_up(block, "model")
-    from_hub = isinstance(model, dict) and is_hub_name(model.get(FROM, ""))
+    from_hub = isinstance(model, dict) and is_hub_name(model.get(FROM_PRETRAINED, ""))
     if not (collector.errors and from_hub):  # with other errors, a download would be in vain
         with collector:
             if zero_tp is not None:
@@ -267,13 +267,13 @@ def _check_block(block: Any) -> ZeroTP:
 
 def _pin_and_check_model(zero_tp: ZeroTP, saved: SavedStart | None) -> tuple[ZeroTP, PreTrainedConfig]:
     """Pin hub names to the commits of the run's first start; return the block and the model's config."""
-    model, key = zero_tp.model, f"{MODEL_KEY}.{FROM}"
+    model, key = zero_tp.model, f"{MODEL_KEY}.{FROM_PRETRAINED}"
     earlier = None if saved is None else saved.config
-    if FROM in model:
-        model[FROM] = pin_to_first_start(model[FROM], look_up(earlier, key))
+    if FROM_PRETRAINED in model:
+        model[FROM_PRETRAINED] = pin_to_first_start(model[FROM_PRETRAINED], look_up(earlier, key))
     hf_config = check_model(zero_tp, None if saved is None else saved.model)
-    if FROM in model:
-        model[FROM] = pin_commit(model[FROM], key)
+    if FROM_PRETRAINED in model:
+        model[FROM_PRETRAINED] = pin_commit(model[FROM_PRETRAINED], key)
     if zero_tp.tokenizer is not None:
         tokenizer = pin_to_first_start(zero_tp.tokenizer, look_up(earlier, TOKENIZER_KEY))
         zero_tp = zero_tp.model_copy(update={"tokenizer": tokenizer})

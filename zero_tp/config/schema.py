@@ -12,7 +12,7 @@ from zero_tp.validation import ConfigModel, Positive
 
 Name = Annotated[str, Field(min_length=1)]
 Minutes = Annotated[float, Field(gt=0, le=10_000_000)]
-"""At most 19 years: torch's clocks count nanoseconds in 64 bits, and a limit beyond their range is over at once."""
+"""At most 19 years: torch counts nanoseconds in 64 bits, so a longer limit would overflow and expire at once."""
 
 
 def _as_weights(value: Any) -> Any:

@@ -32,7 +32,7 @@ class TypedConfig:
     Attributes:
         values: DeepSpeed's part of the file, with "auto" and batch sizes filled in.
         complete: the same, converted to its types, with a default for every other key.
-        zero_tp: the `zero_tp` block; of a config without one, its `parallel` and `recompute` alone.
+        zero_tp: the `zero_tp` block; if the config has none, only `parallel` and `recompute` are set.
         entry_point: the interface that the config was passed to.
         layers: number of the model's layers, if the config has a model.
     """

@@ -35,7 +35,7 @@ class Batch(NamedTuple):
     document_ids: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """Move the batch to a device asynchronously. Document numbers stay on the host, which alone reads them."""
+        """Move the batch to a device asynchronously. Document numbers stay on the host, where they are read."""
         positions = None if self.position_ids is None else _move(self.position_ids, device)
         return Batch(_move(self.input_ids, device), _move(self.labels, device), positions, self.document_ids)
 

@@ -28,15 +28,15 @@ from zero_tp.data.tokenizer import DocumentEncoder
 from zero_tp.errors import UserError
 
 Result = TypeVar("Result")
-_ITEMS_AHEAD = 3  # per process: submitted and not finished
+_ITEMS_AHEAD = 3  # submitted items per process
 
 
 @dataclass(frozen=True)
 class BlockProcessor:
-    """Checks, repairs, hashes and (with a finished tokenizer) tokenizes the records of a block.
+    """Checks, repairs and hashes the records of a block, and tokenizes them if there is an encoder.
 
     Attributes:
-        encoder: of a finished tokenizer.
+        encoder: None if the tokenizer is to be trained on these documents.
         sets: the evaluation sets that documents must not overlap with.
     """
 
@@ -69,15 +69,15 @@ class BlockProcessor:
             columns = self.encoder.columns(list(compress(encodings, is_long)))
         texts = [document.text.encode("utf-8") for document in documents]
         facts, key = np.zeros(len(documents), DOCUMENT_FACTS), settings.seed.to_bytes(8, "little")
-        facts["split"] = _hashes(texts, "<u8", key)
+        facts["split_hash"] = _hashes(texts, "<u8", key)
         facts["place"] = places
         facts["characters"] = [len(document.text) for document in documents]
         facts["bytes"] = list(map(len, texts))
         if settings.deduplicate is not None:
-            facts["content"] = _hashes(texts, "V16")
+            facts["content_hash"] = _hashes(texts, "V16")
         if settings.deduplicate == "near":
             minhashes = sketches([document.text for document in documents])
-            facts["sketch"] = list(map(len, minhashes))
+            facts["sketch_bytes"] = list(map(len, minhashes))
             columns["sketches"] = b"".join(minhashes)
         if self.sets is not None:
             facts["contaminated"] = [self.sets.overlap_with(document) for document in documents]
@@ -127,8 +127,8 @@ def map_in_order(work: Callable[..., Result], items: Iterable[tuple[Any, ...]], 
                 yield pending.popleft().result()
         except BrokenProcessPool as error:
             raise UserError(
-                "a process that prepares documents was killed, perhaps for want of memory: "
-                "start again, with fewer --processes"
+                "a process that prepares documents was killed (out of memory?): start again, with fewer --processes; "
+                'or it could not import a script that calls prepare without if __name__ == "__main__":'
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -1,13 +1,13 @@
 """`prepare` makes a corpus from documents. Its stages, in the order of this module:
 
 1. `Preparation.read`: the inputs are read once, block by block, in as many processes as there are cores. Each process
-   checks, repairs, hashes and (with a finished tokenizer) tokenizes documents. The results go to a `Spool`.
+   checks, repairs and hashes documents, and tokenizes them if the tokenizer exists. The results go to a `Spool`.
 2. `Preparation.select`: duplicates and contaminated documents are removed, and the validation set is selected.
 3. `Preparation.encode`: a tokenizer is trained, unless it was given, and then the documents are tokenized.
 4. `write_output`: both corpora, the validation texts and the report; then the output replaces an older one.
 
-Spools and the trained tokenizer are in a hidden directory next to the output, from which an interrupted preparation
-resumes: a kill loses only blocks that were not committed. Memory holds 53 bytes a document, a few blocks of 1 MiB a
+An interrupted preparation resumes from a hidden directory next to the output, which holds spools and the trained
+tokenizer: a kill loses only blocks that were not committed. Memory holds 53 bytes a document, a few blocks of 1 MiB a
 process (or one document if that is longer), and nothing of the corpus itself.
 """
 
@@ -47,7 +47,7 @@ from zero_tp.errors import UserError
 from zero_tp.files import clear_partial, hidden_sibling, partial_directory, put_in_place, remove, sync
 
 TOKENIZER, REMOVED = "tokenizer", "removed.jsonl"
-_SMALL = 4 << 20  # bytes: fewer are read in this process before others would have started
+_SMALL = 4 << 20  # bytes; smaller inputs are read faster than other processes start
 
 
 def prepare(
@@ -79,19 +79,21 @@ def prepare(
     sources = find_sources(inputs, settings.text_key, settings.documents, settings.stdin)
     if processes is not None and processes < 1:
         raise UserError(f"processes {processes}: at least 1")
-    real_output = Path(os.path.realpath(output))  # a symbolic link stays
+    real_output = Path(os.path.realpath(output))  # of a symbolic link, the directory is replaced and not the link
     directory = hidden_sibling(real_output, "progress")
     # Standard input and the hub may give other documents the next time.
     can_resume = all(source.path is not None for source in sources)
     identity = partial(output_identity, sources, spec, settings)
     with name_output_in_errors(output, directory):
         reading = reading_identity(sources, spec, settings)
-        # No output has the empty identity, so it is written again.
+        # --overwrite reads inputs again that may have changed: no output has the empty identity `dict()`.
         current: Callable[[], dict[str, Any]] = identity if can_resume or not overwrite else dict
         if (reused := find_reusable(output, current, overwrite)) is not None:
             clear_partial(real_output, (TOKENIZER,))
-            if Spool(directory).identity == reading:  # left by a process that was killed at its end
+            if Spool(directory).identity == reading:  # of a process that was killed after it wrote the output
                 shutil.rmtree(directory, ignore_errors=True)
+            if strict and (problems := reused.report["documents"]["problems"]):
+                raise UserError("{where}: {detail}".format(**problems[0]))
             return reused
         with (
             partial_directory(real_output, (TOKENIZER,)) as staging,

@@ -30,8 +30,8 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
         sequence_length: s.
         seed: seed of the order.
         samples: the length, also beyond one pass; None: one pass over all corpora.
-        separate: add `position_ids`, which restart with each document, for attention to packed rows; a document's first
-            token is no label.
+        separate: add `position_ids`, which restart with each document: transformers' attention then separates the
+            documents. A document's first token is no label.
     """
 
     def __init__(
@@ -50,7 +50,6 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
         self._count = sum(self._packed.windows) if samples is None else samples
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self._count
 
     def __getitem__(self, k: int) -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ class CorpusReader(PipelineStep):
 
     Attributes:
         inputs: the number and the name of each input.
-        counts: of the records of this task.
+        counts: counts of this task's records.
     """
 
     type, name = "📖 - READER", "zero_tp"
@@ -63,7 +63,7 @@ class CorpusReader(PipelineStep):
     def run(self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents of an earlier reader, then those of this task, in order."""
         self.counts = RecordCounts()
-        yield from data or ()  # of a reader before this one
+        yield from data or ()
         for number, _ in self.inputs[rank::world_size]:
             yield from self._documents(number)
 
@@ -112,7 +112,7 @@ class TokenizedCorpus(PipelineStep):
         spec = TokenizerSpec.parse(str(tokenizer))
         if spec.directory is None:
             raise UserError(
-                f"tokenizer {tokenizer}: a cluster takes a finished tokenizer: prepare some of the documents with "
+                f"tokenizer {tokenizer}: a cluster takes an existing tokenizer: prepare some of the documents with "
                 "zero-tp prepare first, then pass that output's tokenizer directory"
             )
         options: dict[str, Any] = {"eos": eos, "sentences": sentences, "seed": seed, "min_tokens": min_tokens}
@@ -141,6 +141,7 @@ class TokenizedCorpus(PipelineStep):
             if self.reader is not None:
                 counts = copy.deepcopy(self.reader.counts)
                 filtered = counts.kept - spool.counts.read
+                # If later steps added documents, `filtered` is negative: they count as read, and Counter's + drops it.
                 counts.add(max(0, -filtered), Counter(filtered=filtered) + spool.counts.dropped, spool.counts.problems)
             manifest = {
                 **{"part": rank, "tasks": world_size, "settings": self.settings},

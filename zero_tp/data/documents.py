@@ -40,31 +40,31 @@ COMPRESSIONS: dict[str, Callable[[], Any]] = {
 """Ending of a file → a decompressor of one frame."""
 
 
-def _kind(path: Path) -> str | None:
+def _known_format(path: Path) -> str | None:
     """Return a file's format by its name, a key of `FORMATS`; None: unknown."""
     is_compressed = path.suffix in COMPRESSIONS
     kind = Path(path.stem if is_compressed else path.name).suffix.removeprefix(".")
     return kind if kind in (STREAMS if is_compressed else FORMATS) else None
 
 
-def document_kind(path: Path) -> str:
+def file_format(path: Path) -> str:
     """Return a file's format by its name, a key of `FORMATS`. UserError: unknown, or compressed twice."""
-    if (kind := _kind(path)) is None:
+    if (name := _known_format(path)) is None:
         raise UserError(
             f"{path}: unknown kind of file: the name must end with one of .{', .'.join(FORMATS)}; all but "
             f".{' and .'.join(TABLES)}, which are compressed inside, may have {', '.join(COMPRESSIONS)} after it"
         )
-    return kind
+    return name
 
 
 def check_files(paths: Iterable[Path]) -> None:
     """Raise a UserError for the first path that is missing, no regular file, or of an unknown kind."""
     for path in paths:
-        if not os.path.lexists(path):  # False for an invalid path
+        if not os.path.lexists(path):  # unlike Path's methods, False for a path with a NUL
             raise UserError(f"{path}: no such file")
         if not os.path.isfile(path):
             raise UserError(f"{path} is not a regular file: name one, or pipe its content to standard input (-)")
-        document_kind(path)
+        file_format(path)
 
 
 def find_sources(
@@ -86,7 +86,7 @@ def find_sources(
             check_files(paths)
             for path in paths:
                 name = os.fsencode(path).decode("utf-8", "backslashreplace")  # file names may hold any bytes
-                sources.append(Source(name, document_kind(path), text_key, documents, path, _size_and_time(path)))
+                sources.append(Source(name, file_format(path), text_key, documents, path, _size_and_time(path)))
     if sum(source.path is None and source.kind != "hub" for source in sources) > 1:
         raise UserError("standard input can be read once: give - once")
     if not sources:
@@ -102,8 +102,8 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 def _files(name: str) -> list[Path]:
     """Return the files of a path, a directory or a glob."""
     path = Path(name)
-    if os.path.isdir(path):  # False for an invalid path
-        inside = [file.relative_to(path) for file in path.rglob("*") if file.is_file() and _kind(file)]
+    if os.path.isdir(path):  # unlike Path's methods, False for a path with a NUL
+        inside = [file.relative_to(path) for file in path.rglob("*") if file.is_file() and _known_format(file)]
         files = [path / file for file in inside if not any(part.startswith(".") for part in file.parts)]
     elif glob.has_magic(name) and not os.path.lexists(path):
         files = [Path(file) for file in glob.glob(name, recursive=True) if os.path.isfile(file)]

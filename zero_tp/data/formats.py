@@ -20,7 +20,7 @@ from typing import IO, Any
 from zero_tp.data.records import (
     EVERY_STRING,
     HUB,
-    MOST_LINE,
+    MAX_LINE_BYTES,
     TEXT_KEYS,
     TITLE,
     Problem,
@@ -50,21 +50,21 @@ def import_optional(module: str, purpose: str, extra: str = "data") -> ModuleTyp
 
 
 def _limit(content: bytes, unit: str) -> bytes | Problem:
-    """Return the content of a record, or a problem if it has more than `MOST_LINE` bytes."""
-    if len(content) <= MOST_LINE:
+    """Return the content of a record, or a problem if it has more than `MAX_LINE_BYTES` bytes."""
+    if len(content) <= MAX_LINE_BYTES:
         return content
-    return Problem("too long", f"a {unit} of more than {MOST_LINE:,} bytes: split it")
+    return Problem("too long", f"a {unit} of more than {MAX_LINE_BYTES:,} bytes: split it")
 
 
 def _lines(source: Source, file: IO[bytes]) -> Iterator[Record]:
     """Yield the lines that are not blank, with their numbers."""
     number = 0
-    while line := file.readline(MOST_LINE + 1):
+    while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         if line.strip():
             yield Record(number, _limit(line, "line"))
-        while len(line) > MOST_LINE and not line.endswith(b"\n"):
-            line = file.readline(MOST_LINE + 1)
+        while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE_BYTES + 1)
 
 
 def choose_json_key(source: Source, records: Sequence[Record]) -> None:
@@ -90,7 +90,7 @@ def _json(source: Source, file: io.BufferedReader) -> Iterator[Record]:
             yield Record(first, content)
             yield from lines
             return
-        whole = _limit(content + file.read(MOST_LINE + 1), "file")
+        whole = _limit(content + file.read(MAX_LINE_BYTES + 1), "file")
         if isinstance(whole, bytes) and isinstance(object_of(whole), Problem):
             yield from (Record(first - 1 + place, line) for place, line in _lines(source, io.BytesIO(whole)))
         else:
@@ -107,7 +107,7 @@ def _json_array(source: Source, file: io.BufferedReader) -> Iterator[Record]:
         for number, item in enumerate(ijson.items(file, "item"), start=1):
             content = json_object(item)
             try:
-                str(content)  # as `group_records` does
+                str(content)  # fails here instead of in `group_records`, which calls it, too
             except RecursionError:
                 content = Problem("malformed", "not valid JSON: nested too deeply")
             yield Record(number, content)
@@ -117,19 +117,19 @@ def _json_array(source: Source, file: io.BufferedReader) -> Iterator[Record]:
 
 def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
     """Yield the documents of a .txt file: the file, its lines, or its paragraphs between blank lines."""
-    if source.documents == "file":
-        yield Record(0, _limit(file.read(MOST_LINE + 1), "document"))
-    elif source.documents == "line":
+    if source.document_unit == "file":
+        yield Record(0, _limit(file.read(MAX_LINE_BYTES + 1), "document"))
+    elif source.document_unit == "line":
         for place, content in _lines(source, file):
             yield Record(place, content.rstrip(b"\r\n") if isinstance(content, bytes) else content)
     else:
-        lines = enumerate(iter(partial(file.readline, MOST_LINE + 1), b""), start=1)
+        lines = enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=1)
         for has_text, paragraph in groupby(lines, lambda line: bool(line[1].strip())):
             if has_text:
                 place, first = next(paragraph)
                 text = bytearray(first)
                 for _, line in paragraph:
-                    text += line if len(text) <= MOST_LINE else b""
+                    text += line if len(text) <= MAX_LINE_BYTES else b""
                 content = _limit(bytes(text), "document")
                 yield Record(place, content.rstrip(b"\r\n") if isinstance(content, bytes) else content)
 
@@ -146,7 +146,7 @@ def _choose_columns(source: Source, fields: Mapping[str, bool]) -> list[str]:
 
 def _csv(source: Source, file: io.BufferedReader) -> Iterator[Record]:
     """Yield the rows of a .csv file: a header, commas, double quotes, and line breaks inside quotes."""
-    csv.field_size_limit(MOST_LINE)
+    csv.field_size_limit(MAX_LINE_BYTES)
     text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n")
     rows = csv.reader(text, strict=True)
     try:
@@ -185,7 +185,7 @@ def _arrow(source: Source, file: IO[bytes]) -> Iterator[Record]:
                 row += 1
                 yield Record(row, dict(zip(names, values, strict=True)))
     except (pyarrow.ArrowException, OSError, MemoryError, KeyError, UnicodeDecodeError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk; pyarrow's own have no errno
             raise
         detail = f"not a whole {source.kind} file ({one_line(first_line(error), 200)}): the rest of it is lost"
         yield Record(row + 1, Problem("unreadable", detail))

@@ -92,7 +92,7 @@ class IndexedCorpus:
         self.prefix = str(prefix)
         index, data = idx_path(prefix), bin_path(prefix)
         for path in (index, data):
-            if not os.path.isfile(path):  # False for an invalid path
+            if not os.path.isfile(path):  # unlike Path.is_file, False for a path with a NUL
                 raise UserError(f"{path}: no such file; a corpus is named by its prefix, without .bin or .idx")
         try:
             self._open(index, data)
@@ -261,7 +261,7 @@ class IndexedCorpus:
         return bisect_right(self._documents, sequence) - 1
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return a copy of tokens `start` … `start + count - 1` of the stream, int64 [count]. Or an IndexError."""
+        """Copy tokens `start` … `start + count - 1` of the stream, int64 [count]. IndexError: out of range."""
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens {start} to {start + count} of {self.tokens} in {self.prefix}")
         return self._data[start : start + count].astype(np.int64)
@@ -304,11 +304,6 @@ class IndexedWriter:
         self.dtype, self.tokens = token_dtype(vocabulary_size), 0
         self._sizes, self._documents = array("i"), array("q", [0])
         self._file = open(bin_path(prefix), "wb")  # noqa: SIM115 - closed by close() and __exit__
-
-    def add_document(self, ids: npt.ArrayLike) -> None:
-        """Append one document, ids [tokens]. UserError: an id is outside the vocabulary."""
-        values = np.asarray(ids)
-        self.add_documents(values, [values.size])
 
     def add_documents(self, ids: npt.ArrayLike, sizes: npt.ArrayLike, begins: npt.ArrayLike | None = None) -> None:
         """Append documents of `sizes` tokens, with concatenated ids. UserError: an id is outside the vocabulary.

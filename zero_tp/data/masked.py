@@ -37,8 +37,8 @@ from zero_tp.errors import UserError
 
 MASKED, RANDOM = 0.8, 0.1
 """Shares of the selected tokens that become the mask token and a random one; the others stay."""
-_TRIES = 16  # random places for an n-gram before all free ones are listed
-_TRAINING, _VALIDATION = 1, 2  # keys of random numbers
+_TRIES = 16  # random places to try for an n-gram; then all free places are listed
+_TRAINING, _VALIDATION = 1, 2  # in the key of random numbers, so that both draw different ones
 _DOCUMENTS = 1024  # documents whose windows are counted at once
 
 
@@ -95,7 +95,7 @@ def ngrams(
 
     Args:
         sizes: tokens of each word.
-        follows: whether the next word follows each word but the last, without a special token between.
+        follows: for each word but the last, whether the next one follows without a special token in between.
     """
     cumulative_weights = list(accumulate(1 / n for n in range(1, max_ngram + 1)))
     before, free, count = [0, *accumulate(sizes)], [True] * len(sizes), len(sizes)
@@ -169,7 +169,7 @@ class DocumentWindows:
 
 
 @dataclass(frozen=True)
-class SegmentPairs:
+class MaskedRowBuilder:
     """Makes rows of the masked objective from windows.
 
     Attributes:
@@ -182,7 +182,7 @@ class SegmentPairs:
     sentence_order: bool
 
     def __post_init__(self) -> None:
-        """Check the length. UserError: no segment fits in beside the special tokens."""
+        """Check the length. UserError: the special tokens leave too little room for segments."""
         if self.sequence_length < 2 * self.special_count:
             raise UserError(
                 f"zero_tp.data.sequence_length: {self.sequence_length} tokens, of which the masked objective's special "
@@ -195,7 +195,7 @@ class SegmentPairs:
         return 3 if self.sentence_order else 2
 
     def windows(self, corpus: IndexedCorpus) -> DocumentWindows:
-        """Return the windows of a corpus. The shortest has one token a segment, and the eos token."""
+        """Return the windows of a corpus, the shortest with the eos token and one token for each segment."""
         return DocumentWindows(corpus, self.sequence_length - self.special_count, self.special_count)
 
     def row(self, windows: DocumentWindows, w: int, randoms: Iterator[float]) -> dict[str, npt.NDArray[np.int64]]:
@@ -239,7 +239,8 @@ class SegmentPairs:
         first, size = corpus.extent(document)
         start = j * length
         if start:
-            lowest = start - length // 2  # no earlier: windows of a long sentence must not repeat its beginning
+            # At most half a window earlier: else every window of a long sentence would begin where the sentence does.
+            lowest = start - length // 2
             starts = corpus.sequences(first + lowest, start - lowest + 1)
             start = lowest + int(starts[-1]) if len(starts) else start
         stop = min(start + length, size)
@@ -248,7 +249,7 @@ class SegmentPairs:
             after = corpus.sequences(first + stop, min(length, size - stop))
             if len(after) or stop + length >= size:
                 stop = stop + int(after[0]) if len(after) else size
-            else:  # a long sentence is cut at the window's end, which would reveal the later segment
+            else:  # it ends inside a long sentence; starts of sentences would reveal the order, so `row` cuts at a word
                 begins = begins[:0]
         tokens = corpus.read(first + start, stop - start)
         if stop == size and tokens[-1] == self.masking.vocabulary.eos:
@@ -266,20 +267,20 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
     The start of the second segment, the segments' order and the masks are drawn from (seed, number of the sample).
     """
 
-    def __init__(self, prefixes: Mapping[str, float], pairs: SegmentPairs, seed: int) -> None:
+    def __init__(self, prefixes: Mapping[str, float], row_builder: MaskedRowBuilder, seed: int) -> None:
         corpora = [IndexedCorpus(prefix) for prefix in prefixes]
-        self.pairs, self._windows = pairs, [pairs.windows(corpus) for corpus in corpora]
+        self.row_builder, self._windows = row_builder, [row_builder.windows(corpus) for corpus in corpora]
         super().__init__(prefixes, corpora, [len(windows) for windows in self._windows], seed)
 
     def identities(self, *, whole: bool = True) -> dict[str, dict[str, Any]]:
         """Return prefix → `IndexedCorpus.identity`, and `vocabulary`: the hash of the masking vocabulary."""
-        vocabulary = {"vocabulary": self.pairs.masking.vocabulary.sha256()}
+        vocabulary = {"vocabulary": self.row_builder.masking.vocabulary.sha256()}
         return {prefix: identity | vocabulary for prefix, identity in super().identities(whole=whole).items()}
 
     def __getitem__(self, k: int) -> dict[str, npt.NDArray[np.int64]]:
         """Return sample k as a row of a batch, int64 [s] each and `next_sentence_label` []."""
         corpus, _, window = (int(part[0]) for part in self.locate(np.array([k])))
-        return self.pairs.row(self._windows[corpus], window, uniforms(self.seed, _TRAINING, k))
+        return self.row_builder.row(self._windows[corpus], window, uniforms(self.seed, _TRAINING, k))
 
     def _batch(self, numbers: range) -> MaskedBatch:
         return _batch([self[k] for k in numbers])
@@ -288,14 +289,14 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
 class MaskedValidation(FixedSamples[MaskedBatch]):
     """Validation samples of the masked objective: all windows of held-out corpora, with the same masks each time."""
 
-    def __init__(self, prefixes: Iterable[str], pairs: SegmentPairs) -> None:
+    def __init__(self, prefixes: Iterable[str], row_builder: MaskedRowBuilder) -> None:
         corpora = [IndexedCorpus(prefix) for prefix in prefixes]
-        self.pairs, self._windows = pairs, [pairs.windows(corpus) for corpus in corpora]
+        self.row_builder, self._windows = row_builder, [row_builder.windows(corpus) for corpus in corpora]
         super().__init__(corpora, [len(windows) for windows in self._windows])
 
     def _batch(self, numbers: list[int], rows: int) -> MaskedBatch:
-        batch = [self.pairs.empty()] * rows
+        batch = [self.row_builder.empty()] * rows
         for i, n in enumerate(numbers):
             corpus, w = self._locate(n)
-            batch[i] = self.pairs.row(self._windows[corpus], w, uniforms(_VALIDATION, n))
+            batch[i] = self.row_builder.row(self._windows[corpus], w, uniforms(_VALIDATION, n))
         return _batch(batch)

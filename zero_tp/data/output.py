@@ -33,8 +33,8 @@ class DocumentTable:
     Attributes:
         facts: what is stored of each document (`DOCUMENT_FACTS`).
         in_output, in_validation: which documents are in the output, and in its validation set, bool [documents].
-        names: of the sources.
-        counts: of the records of all sources.
+        names: the sources' names.
+        counts: counts of the records of all sources.
     """
 
     def __init__(self, blocks: Sequence[StoredBlock], names: Sequence[str], counts: RecordCounts) -> None:
@@ -63,10 +63,10 @@ class DocumentTable:
     def remove(self, duplicates: str | None) -> Iterator[dict[str, Any]]:
         """Drop exact copies, near ones if `duplicates` is "near", and documents that overlap with an evaluation set.
 
-        Yields each with its reason, and a copy with the document that it copies.
+        Yields a record for removed.jsonl of each: its location, the reason, and the document that it is a copy of.
         """
         if duplicates is not None:
-            originals = exact_duplicates(self.facts["content"].copy())
+            originals = exact_duplicates(self.facts["content_hash"].copy())
             for number in np.flatnonzero(originals != np.arange(len(originals))).tolist():
                 yield self._remove(number, "duplicate", copy_of=self._location(int(originals[number])))
         if duplicates == "near":
@@ -91,7 +91,7 @@ class DocumentTable:
         return location(self.names[self.blocks[self._block_of(document)].source], int(self.facts["place"][document]))
 
     def _sketches(self, block: int) -> list[bytes]:
-        return split_bytes(self.blocks[block].read("sketches"), self.facts["sketch"][self.slice_of(block)])
+        return split_bytes(self.blocks[block].read("sketches"), self.facts["sketch_bytes"][self.slice_of(block)])
 
     def _sketch(self, document: int) -> bytes:
         block = self._block_of(document)
@@ -103,7 +103,7 @@ class DocumentTable:
         Equal documents have equal hashes, so they are in the same split. Adding a document to the inputs moves at most
         a few others to the other split.
         """
-        total, hashes, dropped = int(self.in_output.sum()), self.facts["split"], ""
+        total, hashes, dropped = int(self.in_output.sum()), self.facts["split_hash"], ""
         count = int(validation) if validation >= 1 else max(1, round(validation * total))
         if self.counts.problems:
             problem = self.counts.problems[0]
@@ -131,7 +131,7 @@ class DocumentTable:
         if most is None or most >= training.sum():
             return training
         numbers = np.flatnonzero(training)
-        order = np.argsort(self.facts["split"][numbers], kind="stable")
+        order = np.argsort(self.facts["split_hash"][numbers], kind="stable")
         sample = np.zeros(len(training), np.bool_)
         sample[numbers[order[-most:]]] = True
         return sample
@@ -171,12 +171,12 @@ def write_output(
     identity: dict[str, Any],
     seconds: dict[str, float],
 ) -> dict[str, Any]:
-    """Write both corpora, the texts of the validation documents and the report beside `tokenizer/`; return the report.
+    """Write both corpora, the texts of the validation documents and the report next to `tokenizer/`; return the report.
 
     Args:
         encoded_blocks: the blocks with the documents' tokens.
         identity: everything that decides the output.
-        seconds: durations of the earlier stages. Tokens/s count "encoding", and "reading" if tokens were encoded there.
+        seconds: durations of the earlier stages. `tokens_per_second` divides by the time of the stages that tokenized.
     """
     started, dtype = time.perf_counter(), token_dtype(encoder.vocabulary_size)
     train, validation = (SplitWriter(directory / split, encoder.vocabulary_size) for split in SPLITS)

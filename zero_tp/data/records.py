@@ -20,10 +20,10 @@ TITLE = "title"
 HUB = "hf:"
 EVERY_STRING = "\0"
 """In place of a field's name: all strings of a record are its text."""
-MOST_LINE = MAX_FILE_BYTES
-MOST_TEXT = 2**25
+MAX_LINE_BYTES = MAX_FILE_BYTES
+MAX_CHARACTERS = 2**25
 """The longest document, in characters. To encode it, tokenizers needs about 130 bytes of memory a character."""
-MOST_PROBLEMS = 10
+MAX_PROBLEMS = 10
 RecordContent = bytes | dict[str, Any]
 
 
@@ -32,20 +32,20 @@ class Source:
     """A file, standard input, or a data set of the Hugging Face hub.
 
     Attributes:
-        name: for messages; of the hub, hf:NAME[:CONFIGURATION[:SPLIT]].
+        name: the path or "standard input", for messages; on the hub hf:NAME[:CONFIGURATION[:SPLIT]].
         kind: a key of `formats.FORMATS`, or "hub".
-        text_key, documents: see `PrepareSettings`.
-        path: of the file; None for standard input and the hub.
-        size_and_time: of the file when it was found, in bytes and ns; zeros without a file.
+        text_key, document_unit: `text_key` and `documents` of `PrepareSettings`.
+        path: the file; None for standard input and the hub.
+        size_and_time: the file's bytes and time of change [ns] before it was read; zeros without a file.
         key: the field of the text, set before the first record of a table or block; None for plain text.
         position: bytes of the file that have been read.
-        sha256: of the bytes as stored, set after all blocks were read.
+        sha256: hash of the bytes as stored, set after all blocks were read.
     """
 
     name: str
     kind: str
     text_key: str | None = None
-    documents: str = "file"
+    document_unit: str = "file"
     path: Path | None = None
     size_and_time: tuple[int, int] = (0, 0)
     key: str | None = None
@@ -79,7 +79,7 @@ class RecordBlock:
     """Consecutive records of a source.
 
     Attributes:
-        number: of the block in its source, from 0.
+        number: the block's number in its source, from 0.
         key: the field of the text, if records have fields.
     """
 
@@ -122,7 +122,7 @@ class RecordCounts:
     def add(self, read: int, dropped: Mapping[str, int], problems: Sequence[DroppedRecord]) -> None:
         self.read += read
         self.dropped.update(dropped)
-        self.problems += problems[: MOST_PROBLEMS - len(self.problems)]
+        self.problems += problems[: MAX_PROBLEMS - len(self.problems)]
 
     @property
     def kept(self) -> int:
@@ -169,8 +169,8 @@ def document_of(content: RecordContent | Problem, key: str | None) -> Document |
         text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     elif isinstance(content.get(TITLE), str | bytes):
         title = next(_strings(content[TITLE]))
-    if len(text) > MOST_TEXT:
-        return Problem("too long", f"a document of {len(text):,} characters, at most {MOST_TEXT:,} are read")
+    if len(text) > MAX_CHARACTERS:
+        return Problem("too long", f"a document of {len(text):,} characters, at most {MAX_CHARACTERS:,} are read")
     return Document(text, title)
 
 

@@ -25,7 +25,6 @@ from zero_tp.data.permutation import Permutation
 from zero_tp.errors import UserError
 
 BatchType = TypeVar("BatchType", Batch, MaskedBatch)
-"""The batches of an objective."""
 
 BLEND_PERIOD = 10_000
 """The schedule's length in samples; a corpus gets its share of them to within 0.01 %."""

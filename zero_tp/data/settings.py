@@ -88,7 +88,7 @@ class PreparedFile(ConfigModel):
 
 
 PreparedFiles = Annotated[dict[str, PreparedFile], Field(min_length=1)]
-"""By name. An empty table, which nothing writes, would pass as undamaged."""
+"""By name. An empty table is refused, because it would pass as undamaged."""
 
 
 class DocumentCounts(ConfigModel):
@@ -174,7 +174,7 @@ def check_settings(settings: PrepareSettings) -> None:
         "deduplicate": (settings.deduplicate in (None, "exact", "near"), "exact or near"),
         "min_tokens": (
             settings.min_tokens == 0 or (settings.min_tokens > 0 and not trains_tokenizer),
-            "at least 0; it counts the tokens of a finished tokenizer: prepare without it first, and then give that "
+            "at least 0; it counts the tokens of an existing tokenizer: prepare without it first, and then give that "
             "output's tokenizer directory",
         ),
         "eos": (

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from zero_tp.data.indexed import IndexedCorpus, idx_path
-from zero_tp.data.tokenizer import find_tokenizer, open_tokenizer
+from zero_tp.data.tokenizer import find_tokenizer, open_tokenizer, vocabulary_size
 from zero_tp.errors import UserError
 
 SPLITS = ("train", "validation")
-MOST_CHARACTERS = 400
+MAX_SHOWN_CHARACTERS = 400
 """Longer texts are cut: whole documents would fill the terminal."""
 
 
@@ -35,7 +35,7 @@ def show_corpus(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
     tokenizer = open_tokenizer(directory)
     for prefix in prefixes:
         corpus, name = IndexedCorpus(prefix), prefix.name
-        corpus.check_vocabulary(len(tokenizer))
+        corpus.check_vocabulary(vocabulary_size(tokenizer))
         documents, tokens = len(corpus), corpus.tokens
         yield f"=== {name}: {documents:,} documents, {tokens:,} tokens"
         count = min(sample, documents)
@@ -58,5 +58,5 @@ def show_corpus(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
 
 
 def _shorten(text: str) -> str:
-    more = len(text) - MOST_CHARACTERS
-    return f"{text[:MOST_CHARACTERS]}… {more:,} more characters" if more > 0 else text
+    more = len(text) - MAX_SHOWN_CHARACTERS
+    return f"{text[:MAX_SHOWN_CHARACTERS]}… {more:,} more characters" if more > 0 else text

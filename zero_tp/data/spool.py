@@ -24,12 +24,12 @@ COMMIT_SECONDS = 5.0
 """Time between commits; a kill loses the work since the last one."""
 DOCUMENT_FACTS = np.dtype(
     [
-        *(("split", "<u8"), ("place", "<i8"), ("characters", "<i8"), ("bytes", "<i8")),
-        *(("content", "V16"), ("sketch", "<i4"), ("contaminated", "?")),
+        *(("split_hash", "<u8"), ("place", "<i8"), ("characters", "<i8"), ("bytes", "<i8")),
+        *(("content_hash", "V16"), ("sketch_bytes", "<i4"), ("contaminated", "?")),
     ]
 )
-"""The facts of a document: 64 bits by which the split is drawn, its line or row in the input, its sizes, 128 bits of
-its content if duplicates are removed, its sketch's length in bytes, and whether it overlaps with an evaluation set."""
+"""The facts of a document: a hash that decides its split, its line or row in the input, its sizes, a hash of its text
+if duplicates are removed, the length of its sketch, and whether it overlaps with an evaluation set."""
 BLOCKS, COMMITTED = "blocks", "committed"
 COLUMNS = ("documents", "texts", "sketches", "sizes", "tokens", "sentences")
 """A block's columns: its documents' `DOCUMENT_FACTS`, compressed texts and sketches; once they are tokenized, the
@@ -40,7 +40,7 @@ class ProcessedBlock(NamedTuple):
     """The columns of a block of a source, and the counts of its records.
 
     Attributes:
-        sha256: of the source; only in the empty block that marks its end.
+        sha256: the source's hash, only in the empty block that marks its end.
     """
 
     source: int

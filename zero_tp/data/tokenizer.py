@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _EOS_NAMES = re.compile(r"[<\[]\W?(/s|eos|eod|end.?of.?(text|document|sentence))\W?[>\]]", re.IGNORECASE)
-MOST_IDS = 2**24  # larger ids would need tables of GiB
+MAX_ID = 2**24 - 1  # larger ids would need tables of GiB
 _SPACE, *_BREAKS = (chr(256 + byte) for byte in b" \t\n\v\f\r")  # as byte-level BPE writes them: Ġ is the space
 _METASPACE = "\u2581"
 # sentencex 1.0.32 panics at white space of several bytes between a letter and a period; a space changes no boundary.
@@ -50,8 +50,8 @@ def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         raise
     except BaseException as error:  # transformers raises anything from KeyError to its own types, and tokenizers panics
         raise UserError(f"{directory}: its tokenizer can't be read: {first_line(error)}") from error
-    if (largest := max(tokenizer.get_vocab().values(), default=0)) >= MOST_IDS:
-        raise UserError(f"{directory}: the tokenizer's id {largest:,} is too large; ids go up to {MOST_IDS - 1:,}")
+    if (largest := max(tokenizer.get_vocab().values(), default=0)) > MAX_ID:
+        raise UserError(f"{directory}: the tokenizer's id {largest:,} is too large; ids go up to {MAX_ID:,}")
     return tokenizer
 
 
@@ -129,7 +129,7 @@ class DocumentEncoder:
     def encode(self, texts: list[str]) -> list[EncodedDocument]:
         """Return each text's token ids, eos at the end, and the starts of its sentences, if there is a language."""
         self._backend.encode_special_tokens = True  # a pickled tokenizer forgets it
-        encode = self._backend.encode_batch if self.language else self._backend.encode_batch_fast  # has no offsets
+        encode = self._backend.encode_batch if self.language else self._backend.encode_batch_fast  # no offsets
         try:
             encodings = encode(texts, add_special_tokens=False)
         except Exception as error:  # tokenizers raises no other type
@@ -186,7 +186,7 @@ class MaskingVocabulary:
     ends: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerFast, directory: Path, size: int) -> MaskingVocabulary:
+    def from_tokenizer(cls, tokenizer: PreTrainedTokenizerFast, directory: Path, size: int) -> MaskingVocabulary:
         """Read a tokenizer with ids below v = `size`. UserError: it lacks special tokens, or marks of words."""
         if missing := missing_for_masking(tokenizer):
             raise UserError(

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 EOS = "<|endoftext|>"
-SMALLEST = {"bpe": 257, "wordpiece": 6, "wordpiece-cased": 6}
+MIN_SIZES = {"bpe": 257, "wordpiece": 6, "wordpiece-cased": 6}
 """Kind → smallest vocabulary: the special tokens and 256 bytes, or the special tokens and one other."""
-LARGEST = 2**24  # about 60 times the largest known vocabulary
+MAX_SIZE = 2**24  # about 60 times the largest known vocabulary
 LONGEST_WORD = 1024
 """In bytes (WordPiece: characters). Training splits longer words, because its time grows with the square of a word's
 length: a word of a million letters would take hours."""
@@ -33,7 +33,7 @@ WORDPIECE_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """A tokenizer to train, of a `kind` (see `SMALLEST`) and `size`, or the `directory` of a finished one."""
+    """A tokenizer to train, of a `kind` (see `MIN_SIZES`) and `size`, or the `directory` of an existing one."""
 
     kind: str | None = None
     size: int = 0
@@ -42,14 +42,14 @@ class TokenizerSpec:
     @classmethod
     def parse(cls, text: str) -> TokenizerSpec:
         """Parse `KIND:SIZE`, a directory, or a name on the hub."""
-        if match := re.fullmatch(rf"({'|'.join(SMALLEST)}):([0-9]{{1,20}})", text):
+        if match := re.fullmatch(rf"({'|'.join(MIN_SIZES)}):([0-9]{{1,20}})", text):
             kind, size = match[1], int(match[2])
-            if not SMALLEST[kind] <= size <= LARGEST:
-                raise UserError(f"tokenizer {text}: at least {SMALLEST[kind]} and at most {LARGEST:,} tokens")
+            if not MIN_SIZES[kind] <= size <= MAX_SIZE:
+                raise UserError(f"tokenizer {text}: at least {MIN_SIZES[kind]} and at most {MAX_SIZE:,} tokens")
             return cls(kind, size)
         path = resolve(text, f"tokenizer {text!r}", weights=False)
         if not os.path.isdir(path):
-            kinds = ", ".join(f"{kind}:SIZE" for kind in SMALLEST)
+            kinds = ", ".join(f"{kind}:SIZE" for kind in MIN_SIZES)
             raise UserError(f"tokenizer {text!r}: neither a directory nor {kinds} such as bpe:8192")
         if not has_tokenizer(path):
             raise UserError(f"tokenizer {text}: the directory holds neither {' nor '.join(TOKENIZER_FILES[:2])}")

@@ -151,7 +151,7 @@ class EvalModel:
             digest = hashlib.sha256()
             for request in requests:
                 digest.update(len(request).to_bytes(8) + request)
-            require_same_on_all_ranks({"what a task asks of the model": f"SHA-256 {digest.hexdigest()[:12]}…"})
+            require_same_on_all_ranks({"the requests of a task": f"SHA-256 {digest.hexdigest()[:12]}…"})
 
     def map_batches(
         self, function: Callable[[T], R], batches: Sequence[T], size: Callable[[T], int], title: str

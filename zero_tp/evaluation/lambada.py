@@ -11,11 +11,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.data.documents import document_kind, read_documents, read_objects
+from zero_tp.data.documents import file_format, read_documents, read_objects
 from zero_tp.data.records import text_of
 from zero_tp.errors import UserError
 from zero_tp.evaluation.rows import check_continuations, continuation_rows, encode_pair
-from zero_tp.evaluation.task import Origin, Task, TaskOptions, file_origin, read_hub
+from zero_tp.evaluation.task import Origin, Task, TaskOptions, file_origin, read_hub_test_split
 from zero_tp.training.metrics import perplexity
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class LambadaTask(Task):
     def check(self, positions: int, tokenizer: Any) -> None:
         check_continuations(self.name, self.passages, positions, tokenizer)
 
-    def figures(self, model: EvalModel) -> dict[str, Any]:
+    def compute_metrics(self, model: EvalModel) -> dict[str, Any]:
         """Compute the metrics; `truncated` counts passages longer than the model's positions."""
         encoded = (encode_pair(model.tokenizer, *passage) for passage in self.passages)
         rows, truncated = continuation_rows(encoded, model.positions)
@@ -64,9 +64,9 @@ def lambada_passages(path: Path | None, text_key: str, limit: int | None) -> tup
     A file has JSON lines with `context` and `continuation`, or whole passages: one per record, or line of a .txt file.
     """
     if path is None:
-        records, origin = read_hub("lambada", "EleutherAI/lambada_openai", "default", "lambada_test.jsonl")
+        records, origin = read_hub_test_split("lambada", "EleutherAI/lambada_openai", "default", "lambada_test.jsonl")
         return [_passage_of_text(record["text"], "EleutherAI/lambada_openai") for record in records[:limit]], origin
-    if document_kind(path) == "jsonl":
+    if file_format(path) == "jsonl":
         passages = [_passage_of_record(record, where, text_key) for where, record in islice(read_objects(path), limit)]
     else:
         texts = (text for text in read_documents(path, text_key, "line") if text.strip())

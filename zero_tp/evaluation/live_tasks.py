@@ -52,10 +52,10 @@ class LiveTasks(Callback):
 
     def on_evaluate(self, state: TrainState) -> None:
         results = self.evaluate(state.engine, state.config.micro_batch)
-        for task, figures in results.items():
-            values = ", ".join(f"{name} {format_number(value)}" for name, value in figures.items() if value is not None)
+        for task, metrics in results.items():
+            values = ", ".join(f"{name} {format_number(value)}" for name, value in metrics.items() if value is not None)
             state.print(f"{task} at step {state.step}: {values}")
-        flat = {f"{task}/{name}": value for task, figures in results.items() for name, value in figures.items()}
+        flat = {f"{task}/{name}": value for task, metrics in results.items() for name, value in metrics.items()}
         state.log({"step": state.step, **flat})
         gc.collect()  # thousands of lm-eval requests in reference cycles
 
@@ -75,6 +75,6 @@ class LiveTasks(Callback):
         )
         engine.engine.eval()
         try:
-            return {task.name: task.figures_to_log(task.run(model)) for task in self._tasks}
+            return {task.name: task.metrics_to_log(task.run(model)) for task in self._tasks}
         finally:
             engine.engine.train()

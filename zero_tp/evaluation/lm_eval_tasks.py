@@ -32,7 +32,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager, _factory, _yaml_loader
 from lm_eval.tasks._index import Entry, TaskIndex
 
-from zero_tp.data.documents import document_kind
+from zero_tp.data.documents import file_format
 from zero_tp.errors import UserError, first_line, one_line, shown
 from zero_tp.evaluation.eval_model import EvalModel
 from zero_tp.evaluation.lm_eval_model import LMEvalModel
@@ -181,9 +181,9 @@ class LMEvalTask(Task):
                 self.loaded = manager.load([name]) if file is None else _load_with_file(name, manager, file)
                 if not self.loaded["tasks"]:
                     raise UserError("a group without tasks; write its tasks as a list: task: [NAME, ...]")
-                self.pairs: list[tuple[str, str]] = []
+                self.likelihood_requests: list[tuple[str, str]] = []
                 for task in self.loaded["tasks"].values():
-                    self.pairs += _check_documents(task, options.limit)
+                    self.likelihood_requests += _check_documents(task, options.limit)
                     self._set_fewshot(task)
                 self.generated_tokens = max(map(_generated_tokens, self.loaded["tasks"].values()))
         except UserError as error:
@@ -197,7 +197,7 @@ class LMEvalTask(Task):
             ) from error
 
     def check(self, positions: int, tokenizer: Any) -> None:
-        check_continuations(self.name, self.pairs, positions, tokenizer)
+        check_continuations(self.name, self.likelihood_requests, positions, tokenizer)
         if self.generated_tokens >= positions:
             raise UserError(
                 f"{self.name}: it generates {self.generated_tokens:,} tokens, and the model's {positions:,} positions "
@@ -212,7 +212,7 @@ class LMEvalTask(Task):
         elif in_task_file is None:
             task.set_config(key="num_fewshot", value=0)
 
-    def figures(self, model: EvalModel) -> dict[str, Any]:
+    def compute_metrics(self, model: EvalModel) -> dict[str, Any]:
         """Compute the metrics, under lm-eval's names. `lm_eval` has the results for its `make_table`."""
         chat = self.options.apply_chat_template
         if chat and not model.tokenizer.chat_template:
@@ -231,7 +231,7 @@ class LMEvalTask(Task):
                     apply_chat_template=chat,
                     fewshot_as_multiturn=chat,
                 )
-            except UserError:
+            except (UserError, MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # jinja, metrics, filters and a task's own code raise anything
                 # A RuntimeError may be a lost peer; the failing rank reports the cause.
@@ -258,7 +258,7 @@ class LMEvalTask(Task):
             **({"samples": results["samples"]} if self.options.log_samples else {}),
         }
 
-    def figures_to_log(self, result: Mapping[str, Any]) -> dict[str, float | None]:
+    def metrics_to_log(self, result: Mapping[str, Any]) -> dict[str, float | None]:
         """Return every metric but standard errors. `acc,none` becomes `acc`; other filters stay in the name."""
         return {
             metric.removesuffix(",none"): value
@@ -281,7 +281,7 @@ def _load_with_file(name: str, manager: TaskManager, file: Path) -> dict[str, An
     split = next((key for key in ("test_split", "validation_split") if config.get(key)), None)
     if not isinstance(config.get("task"), str) or split is None:  # in a group, `task` is a list
         raise UserError("a group of tasks takes no file; give --data for its tasks")
-    kind = document_kind(file)
+    kind = file_format(file)
     loader = {"jsonl": "json", "txt": "text"}.get(kind, kind)  # of the datasets library
     data = {"dataset_path": loader, "dataset_name": None, "dataset_kwargs": {"data_files": {config[split]: str(file)}}}
     others = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))

@@ -19,7 +19,7 @@ import numpy as np
 
 from zero_tp.errors import UserError
 from zero_tp.evaluation.rows import Row, Tokens, prefix_token
-from zero_tp.evaluation.task import Origin, Task, TaskOptions, read_hub, read_texts, require_lm_eval
+from zero_tp.evaluation.task import Origin, Task, TaskOptions, read_hub_test_split, read_texts, require_lm_eval
 from zero_tp.training import metrics
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class PerplexityTask(Task):
         if self.overlap is not None and not 1 <= self.overlap <= positions:
             raise UserError(f"--overlap {self.overlap}: from 1 to the window's {positions:,} tokens")
 
-    def figures(self, model: EvalModel) -> dict[str, Any]:
+    def compute_metrics(self, model: EvalModel) -> dict[str, Any]:
         result = perplexity(self.documents, model, overlap=self.overlap, title=self.name)
         return {"data": self.origin, "overlap": self.overlap or model.positions, **result}
 
@@ -135,7 +135,7 @@ def wikitext_split(path: Path | None, text_key: str) -> tuple[str, Origin]:
                 "wiki.test.tokens renamed to .txt"
             )
         return texts[0], origin
-    records, origin = read_hub("wikitext103", "Salesforce/wikitext", "wikitext-103-v1", "wiki.test.tokens")
+    records, origin = read_hub_test_split("wikitext103", "Salesforce/wikitext", "wikitext-103-v1", "wiki.test.tokens")
     # The hub's lines are the file's, except that blank lines lack their space.
     text = "".join(record["text"] or " \n" for record in records)
     if original_tokens(text) != WIKITEXT_TEST_TOKENS:
@@ -163,8 +163,8 @@ class WikitextTask(PerplexityTask):
         self.documents, self.original_tokens = [detokenize(text)], original_tokens(text)
         self.overlap = options.overlap or WIKITEXT_OVERLAP
 
-    def figures(self, model: EvalModel) -> dict[str, Any]:
-        result = super().figures(model)
+    def compute_metrics(self, model: EvalModel) -> dict[str, Any]:
+        result = super().compute_metrics(model)
         divisors = {
             "perplexity": self.original_tokens,
             "perplexity_released_code": self.original_tokens - 1,

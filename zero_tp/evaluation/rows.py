@@ -57,8 +57,7 @@ def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[i
 def check_continuations(task: str, pairs: Iterable[tuple[str, str]], positions: int, tokenizer: Any) -> None:
     """Raise a UserError if a model of `positions` tokens can't score a continuation; see `continuation_rows`.
 
-    Only continuations that may be empty or too long are tokenized: a token has at least one of the up to 4 bytes of a
-    character.
+    Only continuations that may be empty or too long are tokenized: a character has at most 4 bytes, a token at least 1.
     """
     doubtful = (
         (context, continuation)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from zero_tp.data.documents import document_kind, file_sha256, read_documents, read_objects
+from zero_tp.data.documents import file_format, file_sha256, read_documents, read_objects
+from zero_tp.data.formats import import_optional
 from zero_tp.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Task(ABC):
 
     Attributes:
         name: as in `--tasks`.
-        logged: the keys of `figures` that a training run logs.
+        logged: the metrics that a training run logs.
     """
 
     name: str
@@ -83,19 +84,19 @@ class Task(ABC):
         """Raise a UserError if the options or the data don't fit a model of `positions` tokens."""
 
     def run(self, model: EvalModel) -> dict[str, Any]:
-        """Return the figures as JSON values, the same on all ranks. Collective."""
-        result: dict[str, Any] = as_json(self.figures(model))
+        """Return the metrics as JSON values, the same on all ranks. Collective."""
+        result: dict[str, Any] = as_json(self.compute_metrics(model))
         return result
 
     @abstractmethod
-    def figures(self, model: EvalModel) -> dict[str, Any]:
+    def compute_metrics(self, model: EvalModel) -> dict[str, Any]:
         """Compute the metrics and counts of the report.
 
         Every task has `data` (its origin), `tokens` (scored) and `tokens_computed` (read by the model without padding).
         """
 
-    def figures_to_log(self, result: Mapping[str, Any]) -> dict[str, float | None]:
-        """Return the figures of a result that a training run logs."""
+    def metrics_to_log(self, result: Mapping[str, Any]) -> dict[str, float | None]:
+        """Return the metrics of a result that a training run logs."""
         return {name: result[name] for name in self.logged}
 
 
@@ -129,7 +130,7 @@ def read_texts(path: Path, text_key: str, limit: int | None = None) -> tuple[lis
 
 def require_fields(task: str, file: Path, wanted: Sequence[str]) -> None:
     """Check that the first record of a file of JSON lines has the fields that the task reads."""
-    if document_kind(file) != "jsonl":
+    if file_format(file) != "jsonl":
         return
     fields = list(next((record for _, record in read_objects(file)), {}))
     if lacking := [field for field in wanted if field not in fields]:
@@ -141,20 +142,14 @@ def require_fields(task: str, file: Path, wanted: Sequence[str]) -> None:
         )
 
 
-def read_hub(task: str, repository: str, name: str, file: str) -> tuple[list[dict[str, Any]], Origin]:
+def read_hub_test_split(task: str, repository: str, name: str, file: str) -> tuple[list[dict[str, Any]], Origin]:
     """Read the test split of a data set from the hub or its cache. The error names `task` and `file` for --data."""
-    remedy = f"give the file with --data {task}=FILE ({file})"
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"{task}: reading from the Hugging Face hub needs datasets (pip install -c constraints.txt -e .[eval]); "
-            f"or {remedy}"
-        ) from error
+    datasets = import_optional("datasets", f"{task} without --data {task}=FILE ({file})", "eval")
     try:
         records = list(datasets.load_dataset(repository, name, split="test"))
     except Exception as error:  # datasets and huggingface_hub raise a dozen types
         raise UserError(
-            f"{task}: {repository} can't be loaded from the Hugging Face hub ({first_line(error)}); {remedy}"
+            f"{task}: {repository} can't be loaded from the Hugging Face hub ({first_line(error)}); give the file with "
+            f"--data {task}=FILE ({file})"
         ) from error
     return records, {"dataset": repository, "name": name, "split": "test", "sha256": hash_records(records)}

@@ -60,13 +60,13 @@ OWN_TASKS: dict[str, Callable[[Path | None, TaskOptions], Task]] = {
 }
 """zero_tp's own tasks, made in this order: the last ones import lm-eval."""
 TASK_NAMES = f"{', '.join(OWN_TASKS)} and all of lm-eval's"
-LM_EVAL_OPTIONS = ("num_fewshot", "apply_chat_template", "log_samples")
-"""Options that apply to lm-eval's tasks only."""
-OWN_OPTIONS = {
+ANY_LM_EVAL_TASK = "tasks of lm-eval"
+OPTION_TASKS = {
+    **dict.fromkeys(("num_fewshot", "apply_chat_template", "log_samples"), (ANY_LM_EVAL_TASK,)),
     "overlap": (PerplexityTask.name, WikitextTask.name),
     "text_key": (PerplexityTask.name, WikitextTask.name, LambadaTask.name),
 }
-"""Options that apply to some of zero_tp's own tasks only."""
+"""Options that apply to some tasks only, and these tasks."""
 PACKAGES = ("torch", "transformers", "tokenizers", "lm-eval", "datasets")
 """Packages whose versions the report has."""
 COMPARED = 1024
@@ -148,13 +148,11 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
 
         directory = open_task_directory(options.include_path)
     own = [name for name in OWN_TASKS if name in names and not (directory and name in directory.task_index)]
-    for_lm_eval = ("tasks of lm-eval", set(names) - (set(own) - {MULTIPLE_CHOICE}))
-    tasks_of_option = dict.fromkeys(LM_EVAL_OPTIONS, for_lm_eval)
-    tasks_of_option |= {name: (" and ".join(readers), set(own) & set(readers)) for name, readers in OWN_OPTIONS.items()}
-    for option, (description, readers) in tasks_of_option.items():
-        if not readers and getattr(options, option) not in (0, getattr(TaskOptions, option)):
+    kinds = {name if name in own and name != MULTIPLE_CHOICE else ANY_LM_EVAL_TASK for name in names}
+    for option, allowed in OPTION_TASKS.items():
+        if kinds.isdisjoint(allowed) and getattr(options, option) not in (0, getattr(TaskOptions, option)):
             flag = f"--{option.replace('_', '-')}"
-            raise UserError(f"{flag}: {', '.join(names)}: for {description} only; leave it out")
+            raise UserError(f"{flag}: {', '.join(names)}: for {' and '.join(allowed)} only; leave it out")
     tasks = {name: OWN_TASKS[name](data.get(name), options) for name in own}
     if others := [name for name in names if name not in own]:
         require_lm_eval("a task other than zero_tp's own")
@@ -262,7 +260,7 @@ def _choose_device(requested: str | None, world: int) -> str:
 
 
 def _timed(task: Task, model: EvalModel) -> dict[str, Any]:
-    """Run the task; return its figures with `seconds`, and tokens scored and computed per second."""
+    """Run the task; return its metrics with `seconds`, and tokens scored and computed per second."""
     started = time.perf_counter()
     result = task.run(model)
     seconds = time.perf_counter() - started

@@ -16,7 +16,7 @@ from zero_tp.checkpoint.manifest import Manifest, content_hash
 from zero_tp.config import RunConfig
 from zero_tp.config.resolve import leaves
 from zero_tp.data.documents import file_sha256
-from zero_tp.data.masked import MaskedSamples, MaskedValidation, Masking, SegmentPairs
+from zero_tp.data.masked import MaskedRowBuilder, MaskedSamples, MaskedValidation, Masking
 from zero_tp.data.read_ahead import ReadAhead
 from zero_tp.data.samples import FixedSamples, PackedSamples, TrainingSamples, ValidationSamples
 from zero_tp.data.tokenizer import (
@@ -153,11 +153,11 @@ class RunInputs:
                 "zero_tp.tokenizer: the masked objective needs the tokenizer that the corpus was prepared with; set it "
                 "to its directory"
             )
-        vocabulary = MaskingVocabulary.of(self._tokenizer, self.tokenizer, self.model_config.vocab_size)
+        vocabulary = MaskingVocabulary.from_tokenizer(self._tokenizer, self.tokenizer, self.model_config.vocab_size)
         masking = Masking(vocabulary, objective.mask_probability, objective.max_ngram)
-        pairs = SegmentPairs(length, masking, objective.sentence_order)
-        masked_validation = MaskedValidation(data.validation, pairs) if data.validation else None
-        return MaskedSamples(data.train, pairs, seed), masked_validation
+        row_builder = MaskedRowBuilder(length, masking, objective.sentence_order)
+        masked_validation = MaskedValidation(data.validation, row_builder) if data.validation else None
+        return MaskedSamples(data.train, row_builder, seed), masked_validation
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast | None:
