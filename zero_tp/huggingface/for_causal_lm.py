@@ -64,15 +64,17 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
         All ranks sample with the random numbers of the group's first rank, so they return the same tokens.
 
         Raises:
-            UserError: on every rank, if the ranks' prompts differ or one rank has none, or for an unsupported cache.
+            UserError: on every rank, if the ranks' prompts differ or one rank has none; an unsupported cache, or `max_time`.
         """
+        settings = generation_config or self.generation_config
+        if self.topology.tensor > 1 and (options.get("max_time") or settings.max_time):
+            raise UserError("generate: max_time would end each rank at another token; use max_new_tokens")
         group = self.topology.tensor_group
         prompt = inputs if inputs is not None else options.get("input_ids")
         if prompt is None:
             prompt = torch.empty(0, dtype=torch.long, device=self.device)
         if not agree_on_tokens(group, prompt):
             raise UserError("generate: the tensor parallel ranks have different prompts; give all of them the same")
-        settings = generation_config or self.generation_config
         cache = options.get("cache_implementation") or settings.cache_implementation or ""
         if cache.startswith("offloaded") and self.device.type == "cpu":
             raise UserError(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from zero_tp.architectures import architecture_of
+from zero_tp.architectures import aliases_of, architecture_of
 from zero_tp.errors import UserError
 from zero_tp.huggingface.for_causal_lm import ZeroTPForCausalLM
 from zero_tp.huggingface.for_pretraining import ZeroTPForPreTraining
@@ -27,7 +27,8 @@ def parallel_model(
         native: the same on every rank, without PEFT adapters; an instance of its model_type's `native_class`.
 
     Raises:
-        UserError: another class, adapters, a config that our layers cannot compute, or a weight that is frozen in part.
+        UserError: another class, adapters or added weights, a config that our layers cannot compute, or a weight that
+            is frozen in part.
     """
     if getattr(native, "peft_config", None):
         raise UserError(
@@ -47,18 +48,23 @@ def parallel_model(
     native.config.architectures = [class_name]  # as its save_pretrained does; it decides about the sentence head
     model_class = ZeroTPForCausalLM if architecture.causal else ZeroTPForPreTraining
     source = LiveSource(native)
+    native_names = {
+        weight.our_name: {weight.in_memory} if weight.in_memory else set(weight.names)
+        for weight in source.weights.values()
+    }
+    parameters = dict(native.named_parameters(remove_duplicate=False))
+    if added := parameters.keys() - aliases_of(native.config).keys() - set().union(*native_names.values()):
+        raise UserError(f"model: {class_name} has no {min(added)}, which would be lost; give a model without it")
     model: HuggingFaceModel = model_class(
         native.config, topology, source=source, seed=seed, dtype=native.dtype, device=device
     )
-    parameters = native.named_parameters(remove_duplicate=False)
-    frozen = {name for name, parameter in parameters if not parameter.requires_grad}
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
     for our_name, parameter in model.named_parameters():
-        weight = source.weights[our_name]
-        native_names = {weight.in_memory} if weight.in_memory else set(weight.names)
-        if frozen & native_names and not native_names <= frozen:
-            listed = ", ".join(sorted(native_names))
+        names = native_names[our_name]
+        if frozen & names and not names <= frozen:
+            listed = ", ".join(sorted(names))
             raise UserError(
                 f"model: {listed} are one weight here, of which a part is frozen; freeze all of them or none"
             )
-        parameter.requires_grad_(not frozen & native_names)
+        parameter.requires_grad_(not frozen & names)
     return model

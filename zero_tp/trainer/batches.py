@@ -32,11 +32,11 @@ def pad_for_sequence_parallelism(inputs: Mapping[str, Any], topology: Topology, 
         causal: rows with `document_ids` or `position_ids` may be packed documents, and get no attention mask: a mask
             would join documents that only restarting positions separate (`CausalLM.forward`).
     """
-    ids = inputs["input_ids"]
+    ids = inputs.get("input_ids")
+    if ids is None or not topology.sequence or ids.shape[1] % topology.tensor == 0:
+        return dict(inputs)  # without `input_ids` the forward refuses the other arguments by name
     length = ids.shape[1]
-    missing = -length % topology.tensor if topology.sequence else 0
-    if not missing:
-        return dict(inputs)
+    missing = -length % topology.tensor
     arguments = {name: value for name, value in inputs.items() if value is not None}
     if not causal or ("position_ids" not in arguments and "document_ids" not in arguments):
         arguments.setdefault("attention_mask", torch.ones_like(ids))

@@ -263,6 +263,11 @@ def _check(args: TrainingArguments) -> None:
         raise UserError(
             'TrainingArguments.train_sampling_strategy: "batch_rebalance" gives each rank other samples; use "random"'
         )
+    if getattr(args, "lr_scheduler_type", None) in ("reduce_lr_on_plateau", "greedy") and args.save_strategy != "no":
+        raise UserError(
+            "TrainingArguments.lr_scheduler_type: a checkpoint cannot hold the state of a schedule that follows a "
+            'metric; use another, or save_strategy="no"'
+        )
     args.device  # noqa: B018 - connects the ranks
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if args.world_size != world:

@@ -73,9 +73,10 @@ def resolve(model: str | Path, key: str = "", *, weights: bool = True, allow_pic
     from huggingface_hub import snapshot_download
 
     try:
-        # Files of subdirectories are other formats of the same model.
+        # Files of subdirectories, and Mistral's consolidated ones, are other formats of the same model.
+        ignored = ["*/*", "consolidated*"]
         return Path(
-            snapshot_download(name, revision=revision or None, allow_patterns=patterns, ignore_patterns=["*/*"], **hub)
+            snapshot_download(name, revision=revision or None, allow_patterns=patterns, ignore_patterns=ignored, **hub)
         )
     except Exception as error:  # huggingface_hub's own, its HTTP client's, or the system's
         option = f" --revision {revision}" if revision else ""
@@ -89,12 +90,15 @@ def resolve(model: str | Path, key: str = "", *, weights: bool = True, allow_pic
 
 
 def is_cached(name: str, *, weights: bool) -> bool:
-    """Return whether the cache has a hub model's tokenizer, and with `weights` all files. Does not use the network."""
+    """Return whether the cache has a hub model's weights, or else its tokenizer. Does not use the network."""
     try:
-        resolve(name, weights=weights, local_files_only=True)
-    except ConfigError:
+        directory = resolve(name, weights=weights, local_files_only=True)  # it exists once any file was fetched
+        if not weights:
+            return has_tokenizer(directory)
+        path = find_weights(directory)
+        return path.name == SINGLE or all(is_regular(directory / file) for file in _weight_map(path).values())
+    except UserError:
         return False
-    return True
 
 
 def has_commit(model: str) -> bool:
