@@ -124,7 +124,7 @@ def test_a_time_limit_needs_a_whole_model(directory: Path, options: Any) -> None
     """Each rank would stop by its own clock, and the others would wait for it."""
     assert opened(directory).generate(TOKENS, max_length=5, **options).shape == (2, 5)
     split = ZeroTPForCausalLM.from_pretrained(directory, Topology(2, True, world=2, rank=0))
-    with pytest.raises(UserError, match="^generate: max_time would end each rank at another token; use max_new"):
+    with pytest.raises(UserError, match=r"^generate: max_time would end each rank at another token; use max_new"):
         split.generate(TOKENS, **options)
 
 
@@ -190,7 +190,7 @@ def test_weights_added_to_a_live_model_are_refused(name: str, tied: bool) -> Non
     live_model(native, Topology(world=1))
     native.base_model.adapter = torch.nn.Linear(8, 8, bias=False)
     with pytest.raises(
-        UserError, match=rf"^model: {name} has no \w+\.adapter\.weight, which would be lost; give a model"
+        UserError, match=rf"^model: {name} has no \w+\.adapter\.weight, which would be lost; give a"
     ):
         live_model(native, Topology(world=1))
 
