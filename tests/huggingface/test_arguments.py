@@ -189,9 +189,7 @@ def test_weights_added_to_a_live_model_are_refused(name: str, tied: bool) -> Non
     native = native_class(native_class.config_class(**SIZES, tie_word_embeddings=tied))
     live_model(native, Topology(world=1))
     native.base_model.adapter = torch.nn.Linear(8, 8, bias=False)
-    with pytest.raises(
-        UserError, match=rf"^model: {name} has no \w+\.adapter\.weight, which would be lost; give a"
-    ):
+    with pytest.raises(UserError, match=rf"^model: {name} has no \w+\.adapter\.weight, which would be lost; give a"):
         live_model(native, Topology(world=1))
 
 

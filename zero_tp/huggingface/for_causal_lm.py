@@ -64,7 +64,8 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
         All ranks sample with the random numbers of the group's first rank, so they return the same tokens.
 
         Raises:
-            UserError: on every rank, if the ranks' prompts differ or one rank has none; an unsupported cache, or `max_time`.
+            UserError: on every rank, if the ranks' prompts differ or one has none; for an unsupported cache, or a
+                `max_time` with TP.
         """
         settings = generation_config or self.generation_config
         if self.topology.tensor > 1 and (options.get("max_time") or settings.max_time):
