@@ -102,8 +102,11 @@ FROM_PRETRAINED: list[tuple[dict[str, Any], str]] = [
 ]
 GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"cache_implementation": "paged"}, 'generate: a paged cache .* is not built; leave it out, or use "static"'),
-    ({"cache_implementation": "offloaded"}, "offloaded.* moves it from an accelerator; leave it out on a CPU"),
-    ({"generation_config": GenerationConfig(cache_implementation="offloaded_static")}, "moves it from an accelerator"),
+    ({"cache_implementation": "offloaded"}, "offloaded.* needs an accelerator; leave it out on a CPU"),
+    (
+        {"generation_config": GenerationConfig(cache_implementation="offloaded_static")},
+        "offloaded_static.* needs an accelerator",
+    ),
     ({"output_attentions": True, "return_dict_in_generate": True}, "forward: output_attentions is not supported"),
 ]
 TIMES: list[dict[str, Any]] = [{"max_time": 9.0}, {"generation_config": GenerationConfig(max_time=9.0)}]

@@ -25,7 +25,7 @@ from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 from zero_tp.trainer import TensorParallel, ZeroTPTrainer, checkpoints
 from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator, _sharded_optimizer, finalized_config
-from zero_tp.trainer.trainer import REFUSED, _check, _check_batch
+from zero_tp.trainer.trainer import REFUSED, _check_arguments, _check_batch
 
 SCRIPT = """
 import sys
@@ -94,16 +94,16 @@ def test_training_arguments_that_are_not_exact_are_refused() -> None:
     for name in REFUSED:
         assert name in TrainingArguments.__dataclass_fields__, name
         with pytest.raises(UserError, match=rf"^TrainingArguments\.{name}: .*; leave it out$"):
-            _check(cast(Any, SimpleNamespace(**{name: True})))
+            _check_arguments(cast(Any, SimpleNamespace(**{name: True})))
 
 
 @pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
 def test_a_schedule_that_a_checkpoint_cannot_hold_is_refused(schedule: str) -> None:
     args: Any = SimpleNamespace(lr_scheduler_type=SchedulerType(schedule), save_strategy="no", device=0, world_size=1)
-    _check(args)
+    _check_arguments(args)
     args.save_strategy = "steps"
     with pytest.raises(UserError, match=r"^TrainingArguments\.lr_scheduler_type: .*; use another, or save_strategy"):
-        _check(args)
+        _check_arguments(args)
 
 
 def test_a_schedule_of_torch_is_restored_and_one_of_deepspeed_refused(monkeypatch: pytest.MonkeyPatch) -> None:

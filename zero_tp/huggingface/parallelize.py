@@ -27,8 +27,7 @@ def parallel_model(
         native: the same on every rank, without PEFT adapters; an instance of its model_type's `native_class`.
 
     Raises:
-        UserError: another class, adapters or added weights, a config that our layers cannot compute, or a weight that
-            is frozen in part.
+        UserError: another class, adapters, added weights, a config that our layers can't compute, a half-frozen weight.
     """
     if getattr(native, "peft_config", None):
         raise UserError(
@@ -48,23 +47,20 @@ def parallel_model(
     native.config.architectures = [class_name]  # as its save_pretrained does; it decides about the sentence head
     model_class = ZeroTPForCausalLM if architecture.causal else ZeroTPForPreTraining
     source = LiveSource(native)
-    native_names = {
-        weight.our_name: {weight.in_memory} if weight.in_memory else set(weight.names)
-        for weight in source.weights.values()
-    }
-    parameters = dict(native.named_parameters(remove_duplicate=False))
-    if added := parameters.keys() - aliases_of(native.config).keys() - set().union(*native_names.values()):
-        raise UserError(f"model: {class_name} has no {min(added)}, which would be lost; give a model without it")
     model: HuggingFaceModel = model_class(
         native.config, topology, source=source, seed=seed, dtype=native.dtype, device=device
     )
+    parameters = dict(native.named_parameters(remove_duplicate=False))
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    added = parameters.keys() - aliases_of(native.config).keys()
     for our_name, parameter in model.named_parameters():
-        names = native_names[our_name]
-        if frozen & names and not names <= frozen:
-            listed = ", ".join(sorted(names))
-            raise UserError(
-                f"model: {listed} are one weight here, of which a part is frozen; freeze all of them or none"
-            )
-        parameter.requires_grad_(not frozen & names)
+        weight = source.weights[our_name]
+        native_names = {weight.in_memory} if weight.in_memory else set(weight.names)
+        added -= native_names
+        if frozen & native_names and not native_names <= frozen:
+            problem = f"model: {', '.join(sorted(native_names))} are one weight here, of which a part is frozen"
+            raise UserError(f"{problem}; freeze all of them or none")
+        parameter.requires_grad_(not frozen & native_names)
+    if added:
+        raise UserError(f"model: {class_name} has no {min(added)}, which would be lost; give a model without it")
     return model

@@ -57,9 +57,9 @@ class SampleComparison:
     after the forward has been enqueued: the device then computes the forward while the host waits. The cost is one such
     wait a micro-batch, and a host that runs ahead of the device by one forward at most.
 
-    Rows of different lengths would make the forward's collectives hang. The result arrives all the same, because the
-    comparison's all-reduce comes first on the device. If a forward fills the driver's launch queue, the host waits in
-    it, and NCCL's time-out ends the job. CPU collectives block the host: there call `require_same` before the forward.
+    Rows of different lengths make the forward's collectives hang. The device runs the comparison before them, so
+    `require_same` still raises. If a forward fills the driver's launch queue, the host waits before `require_same`, and
+    NCCL's time-out ends the job. CPU collectives block the host: there call `require_same` before the forward.
     """
 
     def __init__(self, inputs: Mapping[str, Any], topology: Topology):
@@ -93,15 +93,15 @@ def count_labels(
     *,
     shifted: bool,
     over_data_parallel: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """Return (labelled tokens, labelled rows) of a step's micro-batches, or None where they have no labels.
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return (labelled tokens, labelled rows) of a step's micro-batches; None for both without labels.
 
     Args:
         shifted: the first token of a row is no label, as a causal model shifts them.
         over_data_parallel: count on all data-parallel ranks, with an all-reduce of two numbers.
     """
     if not batches or "labels" not in batches[0]:
-        return None
+        return None, None
     tokens = rows = torch.zeros((), dtype=torch.int64, device=device)
     for batch in batches:
         labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"]
