@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.pools import Pools
-from tests.support.settings import fp16_supported
+from tests.support.settings import engine_of, fp16_supported
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.directory import LATEST, checkpoints_directory, complete_steps, prune, step_directory
@@ -82,20 +82,8 @@ def batch_of(step: int) -> Tensor:
 def build(path: str | Path) -> tuple[Any, RunConfig]:
     import torch.distributed as dist
 
-    from zero_tp.topology import Topology
-    from zero_tp.training.engine import TrainingEngine
-    from zero_tp.weights.load import PretrainedSource
-
     config = RunConfig.load(path, world_size=dist.get_world_size())
-    parallel, hf_config = config.zero_tp.parallel, config.hf_config()
-    engine = TrainingEngine(
-        hf_config,
-        Topology(parallel.tensor, parallel.sequence),
-        config.deepspeed_config(),
-        seed=config.zero_tp.training.seed,
-        source=None if config.pretrained is None else PretrainedSource(config.pretrained, hf_config),
-    )
-    return engine, config
+    return engine_of(config), config
 
 
 def steps_of(engine: Any, first: int, last: int) -> list[tuple[float, float]]:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from tests.support.checkpoints import drawn, flip_bit, rewritten, write_checkpoint
 from tests.support.native import to_ours, to_theirs
+from tests.support.settings import gpt2_config
 from zero_tp import commands
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.directory import MANIFEST, find_checkpoint, incomplete_after
@@ -28,19 +29,10 @@ from zero_tp.errors import UserError
 from zero_tp.evaluation import model_directory
 from zero_tp.huggingface import ZeroTPForCausalLM
 
-VOCABULARY = 61  # no TP size divides it
-SIZES: dict[str, Any] = {
-    "n_layer": 2,
-    "n_head": 8,
-    "n_embd": 32,
-    "n_positions": 16,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-
 
 def config(**changes: Any) -> GPT2Config:
-    return GPT2Config(**{**SIZES, "vocab_size": VOCABULARY, **changes})
+    """Return a config that TP 8 divides, but for its 61 tokens, which no TP size divides."""
+    return gpt2_config(**{"n_head": 8, "n_embd": 32, **changes})
 
 
 def expected(of: GPT2Config) -> dict[str, Tensor]:

@@ -102,10 +102,14 @@ FROM_PRETRAINED: list[tuple[dict[str, Any], str]] = [
 ]
 GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"cache_implementation": "paged"}, 'generate: a paged cache .* is not built; leave it out, or use "static"'),
-    ({"cache_implementation": "offloaded"}, "offloaded.* moves it from an accelerator; leave it out on a CPU"),
-    ({"generation_config": GenerationConfig(cache_implementation="offloaded_static")}, "moves it from an accelerator"),
+    ({"cache_implementation": "offloaded"}, "offloaded.* needs an accelerator; leave it out on a CPU"),
+    (
+        {"generation_config": GenerationConfig(cache_implementation="offloaded_static")},
+        "offloaded_static.* needs an accelerator",
+    ),
     ({"output_attentions": True, "return_dict_in_generate": True}, "forward: output_attentions is not supported"),
 ]
+TIMES: list[dict[str, Any]] = [{"max_time": 9.0}, {"generation_config": GenerationConfig(max_time=9.0)}]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +120,15 @@ def test_unsupported_arguments_are_refused(directory: Path, options: Any, messag
     with pytest.raises(UserError, match=message) as caught:
         opened(directory).generate(TOKENS, max_new_tokens=2, **options) if generates else opened(directory, **options)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("options", TIMES)
+def test_a_time_limit_needs_a_whole_model(directory: Path, options: Any) -> None:
+    """Each rank would stop by its own clock, and the others would wait for it."""
+    assert opened(directory).generate(TOKENS, max_length=5, **options).shape == (2, 5)
+    split = ZeroTPForCausalLM.from_pretrained(directory, Topology(2, True, world=2, rank=0))
+    with pytest.raises(UserError, match=r"^generate: max_time would end each rank at another token; use max_new"):
+        split.generate(TOKENS, **options)
 
 
 def test_what_changes_nothing_is_taken(directory: Path) -> None:
@@ -169,6 +182,18 @@ def test_live_models_with_other_heads_are_refused(name: str) -> None:
         live_model(native, Topology(world=1))
     with pytest.raises(UserError, match=r"^model: Linear is no model of transformers; give one"):
         live_model(torch.nn.Linear(1, 1), Topology(world=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"), [("LlamaForCausalLM", False), ("LlamaForCausalLM", True), ("BertForPreTraining", True)]
+)
+def test_weights_added_to_a_live_model_are_refused(name: str, tied: bool) -> None:
+    native_class = getattr(transformers, name)
+    native = native_class(native_class.config_class(**SIZES, tie_word_embeddings=tied))
+    live_model(native, Topology(world=1))
+    native.base_model.adapter = torch.nn.Linear(8, 8, bias=False)
+    with pytest.raises(UserError, match=rf"^model: {name} has no \w+\.adapter\.weight, which would be lost; give a"):
+        live_model(native, Topology(world=1))
 
 
 def test_the_class_of_a_live_encoder_decides_about_its_sentence_head() -> None:

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from transformers import GPT2LMHeadModel, TrainingArguments
+from transformers.trainer_utils import SchedulerType
 
 from tests.support.launched import free_port, run
 from tests.support.settings import gpt2_config
@@ -24,7 +25,7 @@ from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 from zero_tp.trainer import TensorParallel, ZeroTPTrainer, checkpoints
 from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator, _sharded_optimizer, finalized_config
-from zero_tp.trainer.trainer import REFUSED, _check, _check_batch
+from zero_tp.trainer.trainer import REFUSED, _check_arguments, _check_batch
 
 SCRIPT = """
 import sys
@@ -93,7 +94,35 @@ def test_training_arguments_that_are_not_exact_are_refused() -> None:
     for name in REFUSED:
         assert name in TrainingArguments.__dataclass_fields__, name
         with pytest.raises(UserError, match=rf"^TrainingArguments\.{name}: .*; leave it out$"):
-            _check(cast(Any, SimpleNamespace(**{name: True})))
+            _check_arguments(cast(Any, SimpleNamespace(**{name: True})))
+
+
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_that_a_checkpoint_cannot_hold_is_refused(schedule: str) -> None:
+    args: Any = SimpleNamespace(lr_scheduler_type=SchedulerType(schedule), save_strategy="no", device=0, world_size=1)
+    _check_arguments(args)
+    args.save_strategy = "steps"
+    with pytest.raises(UserError, match=r"^TrainingArguments\.lr_scheduler_type: .*; use another, or save_strategy"):
+        _check_arguments(args)
+
+
+def test_a_schedule_of_torch_is_restored_and_one_of_deepspeed_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "resume", mock.Mock())
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    zero: Any = SimpleNamespace(
+        states=lambda: SimpleNamespace(optimizer=optimizer), scheduler=None, optimizer=optimizer
+    )
+    saved, after = (torch.optim.lr_scheduler.StepLR(optimizer, 3) for _ in range(2))
+    saved.last_epoch = 7
+    for schedule in (saved.state_dict(), {"last_batch_iteration": 7}):
+        progress = SimpleNamespace(schedule=schedule, learning_rates=[0.5])
+        manifest: Any = SimpleNamespace(kinds=["master"], progress=progress)
+        point = ResumePoint(Path("checkpoint-2"), manifest)
+        monkeypatch.setattr(checkpoints, "broadcast_resume_point", lambda _, point=point: point)
+        refused = pytest.raises(UserError, match="its learning rate came from a scheduler of DeepSpeed's config")
+        with refused if schedule.keys() == {"last_batch_iteration"} else contextlib.nullcontext():
+            checkpoints.resume_states(zero, after, Path("checkpoint-2"), 1)
+        assert after.last_epoch == 7 and optimizer.param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize("total", [None, "auto", 16])

@@ -50,6 +50,12 @@ def test_a_byte_in_another_place_or_tensor_gives_another_checksum() -> None:
     assert len({int(number) for number in sums}) == 24
 
 
+def test_rows_without_tokens_reach_the_forward() -> None:
+    """It refuses their arguments by name."""
+    inputs = {"inputs_embeds": torch.ones(1, 3, 8)}
+    assert pad_for_sequence_parallelism(inputs, Topology(2, True, world=2, rank=0), causal=True) == inputs
+
+
 def packed_losses(lengths: list[list[int]], numbered: bool) -> list[tuple[float, float]]:
     """(our loss, that of transformers' model on each document by itself) of rows of documents of these lengths."""
     fields = dict(CAUSAL)

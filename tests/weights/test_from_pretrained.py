@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from tests.checkpoint.test_checkpoint import OFFLOADS, build
 from tests.models.test_model import NO_DROPOUT
@@ -21,6 +21,7 @@ from tests.support.compare import grid
 from tests.support.launched import pretrain, run, script
 from tests.support.native import native_tensors, perturbed
 from tests.support.pools import Pools
+from tests.support.settings import gpt2_config
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.directory import read_manifest, step_directory
@@ -28,12 +29,11 @@ from zero_tp.checkpoint.inspect import inspect
 from zero_tp.huggingface import ZeroTPForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 32, "vocab_size": 509}
 
 
-def random_model(**changes: Any) -> Any:
+def random_model() -> Any:
     torch.manual_seed(4)
-    model = GPT2LMHeadModel(GPT2Config(**{**SIZES, **NO_DROPOUT, "bos_token_id": 0, "eos_token_id": 0, **changes}))
+    model = GPT2LMHeadModel(gpt2_config(n_embd=64, n_positions=32, vocab_size=509))
     return perturbed(model, 0.02).eval()
 
 

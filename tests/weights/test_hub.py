@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 
 from tests.support.tiny_models import tiny_gpt2
 from tests.tiers import THOROUGH
-from zero_tp.weights.weight_files import is_hub_name, pin_commit, pin_to_first_start
+from zero_tp.weights.weight_files import is_cached, is_hub_name, pin_commit, pin_to_first_start
 
 NAME, COMMIT = "somebody/tiny", "0123456789abcdef0123456789abcdef01234567"
 TEXTS = ["the cat sat on the mat and looked at the moon"] * 20
@@ -72,6 +73,24 @@ def test_a_run_that_goes_on_keeps_its_commit() -> None:
     assert pin_commit("a/directory/of/mine", "key") == "a/directory/of/mine"
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_cache_has_all_files_or_not_the_model(cache: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
+    """huggingface_hub returns the directory of a commit once it has fetched any file of it."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache / "hub"))
+    snapshot = cache / "hub" / "models--somebody--tiny" / "snapshots" / COMMIT
+    weights = snapshot / "model.safetensors"
+    if sharded:
+        weights = weights.rename(snapshot / "model-00001-of-00001.safetensors")
+        index = {"weight_map": {"transformer.wte.weight": weights.name}}
+        (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert is_cached(NAME, weights=True) and is_cached(f"{NAME}@{COMMIT}", weights=False)
+    weights.unlink()
+    assert not is_cached(NAME, weights=True) and is_cached(NAME, weights=False)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (snapshot / file).unlink(missing_ok=True)
+    assert not is_cached(NAME, weights=False) and not is_cached("somebody/else", weights=False)
+
+
 @THOROUGH
 def test_a_cache_serves_without_a_network(model: Path, cache: Path) -> None:
     words = ("sample", "--prompt", "the cat", "--tokens", "5", "--temperature", "0", "--model")
@@ -119,6 +138,9 @@ def test_the_model_in_python_and_in_a_config(model: Path, cache: Path, tmp_path:
     assert name == f"{NAME}@{COMMIT}"
 
 
+OTHER_FORMATS = ("onnx/model.onnx", "consolidated.safetensors", "consolidated.safetensors.index.json")
+
+
 class Hub(http.server.BaseHTTPRequestHandler):
     """What huggingface_hub asks of its server to fetch a repository."""
 
@@ -136,11 +158,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path.startswith(f"/api/models/{NAME}/tree/"):
             files = [{"type": "file", "path": each.name, "size": each.stat().st_size} for each in self.model.iterdir()]
-            files.append({"type": "file", "path": "onnx/model.onnx", "size": 1})
+            files += [{"type": "file", "path": path, "size": 1} for path in OTHER_FORMATS]
             return self._send(json.dumps([{**each, "oid": "0" * 40} for each in files]).encode())
         if path.startswith(f"/api/models/{NAME}"):
             siblings = [{"rfilename": file.name} for file in self.model.iterdir()]
-            siblings.append({"rfilename": "onnx/model.onnx"})
+            siblings += [{"rfilename": path} for path in OTHER_FORMATS]
             return self._send(json.dumps({"id": NAME, "sha": COMMIT, "siblings": siblings}).encode())
         file = self.model / path.rpartition("/")[2]
         if path.startswith(f"/{NAME}/resolve/{COMMIT}/") and file.is_file():
@@ -174,7 +196,7 @@ def test_a_server_is_asked_once(model: Path, endpoint: str, tmp_path: Path) -> N
     fetched = run(*words, **given)
     assert fetched.returncode == 0, fetched.stderr
     assert fetched.stdout == run(*words[:2], str(model), *words[3:]).stdout
-    assert not [path for path in Hub.asked if "onnx" in path]
+    assert not [path for path in Hub.asked if path.endswith(OTHER_FORMATS)]
     snapshot = tmp_path / "hub" / "models--somebody--tiny" / "snapshots" / COMMIT
     assert torch.equal(*(_tensor(each) for each in (snapshot, model)))
     count = len(Hub.asked)

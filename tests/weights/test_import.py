@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from tests.support.native import perturbed, to_theirs
+from tests.support.settings import gpt2_config
 from zero_tp.architectures.configs import config_from_directory
 from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
@@ -26,13 +27,11 @@ from zero_tp.topology import Topology
 from zero_tp.weights.load import PretrainedSource
 
 ROOT = Path(__file__).parents[2]
-SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 8, "n_embd": 32, "n_positions": 16, "vocab_size": 61}
-IDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
 
 
 def native(**changes: Any) -> Any:
     torch.manual_seed(3)
-    return perturbed(GPT2LMHeadModel(GPT2Config(**{**SIZES, **IDS, **changes})))
+    return perturbed(GPT2LMHeadModel(gpt2_config(n_head=8, n_embd=32, n_positions=16, **changes)))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import shutil
@@ -20,6 +19,7 @@ from tests.checkpoint.test_checkpoint import build
 from tests.support.compare import grid
 from tests.support.pools import Pools
 from tests.support.smollm2 import with_heads
+from tests.support.tiny_models import speeches
 from tests.tiers import THOROUGH
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.evaluation import zero_shot
@@ -28,15 +28,8 @@ from zero_tp.evaluation.perplexity import perplexity
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
-CORPUS = Path(__file__).resolve().parents[2] / "launch" / "corpus" / "sotu.jsonl.gz"
 LENGTH = 96  # tokens; 2 and 3 divide it
 GREATEST = 1e-4  # difference of any logit; they reach 30
-
-
-def speeches(count: int, characters: int) -> list[str]:
-    """The beginnings of the first speeches."""
-    with gzip.open(CORPUS, "rt") as lines:
-        return [json.loads(next(lines))["text"][:characters] for _ in range(count)]
 
 
 @pytest.fixture(scope="module")

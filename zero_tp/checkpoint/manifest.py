@@ -254,7 +254,7 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
         moved = [[prefix, weight] for prefix, weight in zip(manifest.corpora, train.values(), strict=False)]
         has_moved = key == "zero_tp.data.train" and len(moved) == len(train) and before == moved
         if before != value and not has_moved:
-            # `_differing` takes null for absent; in a model's block the two differ.
+            # `_differing` finds nothing if a key of the model is null in one and absent in the other.
             key, now, old = next(_differing(key, value, before), (key, shown(value), shown(before)))
             raise UserError(
                 f"{key}: {now}, but the run of {checkpoint} was started with {old}; "

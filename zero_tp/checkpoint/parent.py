@@ -48,12 +48,12 @@ def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) 
     """Check that the fields that differ do not change what a weight means."""
     saved, known = manifest.model, fields_of(model.model_type)
     rotary = "rope_parameters" in known.known()
-    free = {*known.dropouts, *known.irrelevant, *TOKEN_IDS, *ROPE, *WINDOWS, "initializer_range"}
-    free |= {"max_position_embeddings"} if rotary else set()
+    may_differ = {*known.dropouts, *known.irrelevant, *TOKEN_IDS, *ROPE, *WINDOWS, "initializer_range"}
+    may_differ |= {"max_position_embeddings"} if rotary else set()
     names = ("model_type", *inspect.get_annotations(type(model)), *known.undeclared)
     for name in names:
         value, before = getattr(model, name, None), saved.get(name)
-        if name not in free and value != before:
+        if name not in may_differ and value != before:
             allowed = ["dropout", *(["rope", "max_position_embeddings", "windows"] if rotary else [])]
             problem = f"{shown(value)}, but the model of {checkpoint} has {shown(before)}"
             raise ConfigError(f"{MODEL_KEY}.{name}", problem, f"--from allows changes of {', '.join(allowed)}")
@@ -74,7 +74,7 @@ def _check_optimizer(checkpoint: Path, manifest: Manifest, config: RunConfig) ->
 
 
 def check_child(source: Path, run: Path, manifest: Manifest) -> None:
-    """Check that a resumed run was started from `source`, which `--from` names again."""
+    """Check that a run that resumes with `--from source` was started from that source."""
     if manifest.parent is None:
         raise UserError(
             f"--from {source}: {run} is already at step {manifest.step} and was not started from it; give another "

@@ -27,7 +27,7 @@ from zero_tp.strict_json import parse_json
 from zero_tp.topology import Topology
 from zero_tp.zero.states import MASTER
 
-STARTS = "starts"  # metadata of a file: the first element in the TP shard of each parameter's fragment
+STARTS = "starts"  # key of a file's metadata: parameter → index in its TP shard of the fragment's first element
 RANDOM = "random"  # prefix of the random streams' names
 
 
@@ -74,7 +74,7 @@ class StatesFile:
             raise Damaged(path, f"cannot be read ({first_line(error)})") from error
 
     def elements(self, parameter: str, kind: str, start: int, stop: int) -> Tensor:
-        """Return the elements of the TP shard's [start, stop) that this file has; empty if it lacks `start`."""
+        """Return the TP shard's elements from `start` to `stop` or to the fragment's end; empty without `start`."""
         first = self.starts.get(parameter)
         if first is None or start < first:
             return torch.empty(0)
@@ -107,7 +107,7 @@ class CheckpointReader:
         self.parameters = {name: ParameterLayout.from_manifest(entry) for name, entry in manifest.parameters.items()}
         self._preferred_rank = min(data_rank, self.data - 1)
         self._files: dict[tuple[int, int], StatesFile] = {}
-        self._holders: dict[int, dict[str, list[tuple[int, StatesFile]]]] = {}
+        self._fragments: dict[int, dict[str, list[tuple[int, StatesFile]]]] = {}
 
     def _file(self, tensor_rank: int, data_rank: int) -> StatesFile:
         ranks = tensor_rank, data_rank
@@ -115,17 +115,17 @@ class CheckpointReader:
             self._files[ranks] = StatesFile(self.directory / states_file(*ranks))
         return self._files[ranks]
 
-    def _holders_of(self, name: str, tensor_rank: int) -> list[tuple[int, StatesFile]]:
+    def _fragments_of(self, name: str, tensor_rank: int) -> list[tuple[int, StatesFile]]:
         """Return (first element, file) of each fragment of a TP rank's shard, in order. It opens all its files."""
-        if tensor_rank not in self._holders:
-            holders: dict[str, list[tuple[int, StatesFile]]] = {}
+        if tensor_rank not in self._fragments:
+            of_rank: dict[str, list[tuple[int, StatesFile]]] = {}
             for file in (self._file(tensor_rank, data_rank) for data_rank in range(self.data)):
                 for parameter, first in file.starts.items():
-                    holders.setdefault(parameter, []).append((first, file))
-            for fragments in holders.values():
+                    of_rank.setdefault(parameter, []).append((first, file))
+            for fragments in of_rank.values():
                 fragments.sort(key=itemgetter(0))
-            self._holders[tensor_rank] = holders
-        return self._holders[tensor_rank].get(name, [])
+            self._fragments[tensor_rank] = of_rank
+        return self._fragments[tensor_rank].get(name, [])
 
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
@@ -167,26 +167,26 @@ class CheckpointReader:
         offset = outer.start * rows * inner
         low, high = (0, rows) if len(outer) > 1 else ((start - offset) // inner, -(-(start + numel - offset) // inner))
         block = torch.zeros(len(outer), high - low, inner)  # padding stays zero
-        for holder in range(1 if isinstance(saved.layout, Replicated) else self.tensor):
-            for saved_start, saved_stop, saved_first in _row_ranges(saved, dim, holder, self.tensor):
+        for saved_rank in range(1 if isinstance(saved.layout, Replicated) else self.tensor):
+            for saved_start, saved_stop, saved_first in _row_ranges(saved, dim, saved_rank, self.tensor):
                 for own_start, own_stop, own_first in _row_ranges(wanted, dim, rank, size):
                     shift = own_first - own_start - low  # from a row of the whole parameter to a row of the block
                     first = max(saved_start, own_start, -shift)
                     last = min(saved_stop, own_stop, high - low - shift)
                     if first < last:
                         source = saved_first + first - saved_start
-                        values = self._rows(name, kind, holder, dim, outer, source, last - first)
+                        values = self._rows(name, kind, saved_rank, dim, outer, source, last - first)
                         block[:, first + shift : last + shift].copy_(values)
         return block.flatten()[start - offset - low * inner :][:numel]
 
-    def _rows(self, name: str, kind: str, holder: int, dim: int, outer: range, first: int, count: int) -> Tensor:
+    def _rows(self, name: str, kind: str, saved_rank: int, dim: int, outer: range, first: int, count: int) -> Tensor:
         """Return rows [first, first + count) of a saved shard for these outer indices → [outer, count, inner]."""
         saved = self.parameters[name]
         shape = saved.layout.local_shape(saved.shape, self.tensor)
         inner = math.prod(shape[dim + 1 :])
         step, length = shape[dim] * inner, count * inner
         start = outer.start * step + first * inner
-        elements = self._elements(name, kind, holder, start, (len(outer) - 1) * step + length)
+        elements = self._elements(name, kind, saved_rank, start, (len(outer) - 1) * step + length)
         return elements.as_strided((len(outer), count, inner), (step, inner, 1))
 
     def whole(self, name: str, kind: str = MASTER) -> Tensor:
@@ -199,10 +199,10 @@ class CheckpointReader:
         stop = start + numel
         pieces = [self._file(tensor_rank, self._preferred_rank).elements(name, kind, start, stop)]
         position = start + len(pieces[0])
-        holders = self._holders_of(name, tensor_rank) if position < stop else []
+        fragments = self._fragments_of(name, tensor_rank) if position < stop else []
         while position < stop:
-            index = bisect_right(holders, position, key=itemgetter(0)) - 1
-            pieces.append(holders[max(index, 0)][1].elements(name, kind, position, stop) if holders else torch.empty(0))
+            index = max(bisect_right(fragments, position, key=itemgetter(0)) - 1, 0)
+            pieces.append(fragments[index][1].elements(name, kind, position, stop) if fragments else torch.empty(0))
             if not len(pieces[-1]):
                 problem = f"the files lack elements [{position}, {stop}) of {name} ({kind})"
                 raise Damaged(self.directory / MANIFEST, problem)

@@ -142,8 +142,8 @@ def find_intact_resume_point(
 
     def fall_back(damage: Damaged) -> str:
         problem = f"{damage.file}: {damage.problem}"
-        owner = damage.checkpoint.absolute().parent.parent  # another run's, if resume_from names it
-        complete = [directory.step_directory(owner, step) for step in directory.complete_steps(owner)]
+        its_run = damage.checkpoint.absolute().parent.parent  # another run if resume_from names a checkpoint of it
+        complete = [directory.step_directory(its_run, step) for step in directory.complete_steps(its_run)]
         before = [checkpoint for checkpoint in complete if checkpoint.name < damage.checkpoint.name]
         if not before:
             raise UserError(

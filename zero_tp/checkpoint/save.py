@@ -82,13 +82,13 @@ class Saver:
         self._count, self._step, self._is_reported, self.removed = self._count + 1, step, False, []
         if self.topology.rank == 0:
             self._post("begin", self._attempt(self._begin))
-        begin = self._collect("begin", self._deadline())
-        if "error" in begin:  # on every rank
+        message = self._collect("begin", self._deadline())
+        if "error" in message:  # on every rank
             if self.topology.rank == 0:
-                self._post("outcome", begin)
+                self._post("outcome", message)
             return
         name = states_file(self.topology.tensor_rank, self.topology.data_rank)
-        self._file = directory.checkpoints_directory(self.run) / directory.TEMPORARY / begin["directory"] / name
+        self._file = directory.checkpoints_directory(self.run) / directory.TEMPORARY / message["directory"] / name
         entries, metadata = own_entries(self.zero)
         background = self._settings is not None and self._settings.async_
         if background:

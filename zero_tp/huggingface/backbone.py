@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from zero_tp.errors import UserError
+from zero_tp.huggingface.arguments import UNSUPPORTED_IN_FORWARD, refuse_arguments
 from zero_tp.models.causal_lm import CausalLM
 
 
@@ -29,13 +30,12 @@ class Backbone:
     ) -> BaseModelOutputWithPast:
         """Return the input of the output layer, [b, s, h]. A split model and other arguments are refused."""
         model = self._model
-        if unsupported := sorted(name for name, value in refused.items() if value is not None and value is not False):
-            raise UserError(f"a forward that returns hidden states alone does not take {', '.join(unsupported)}")
+        refuse_arguments("base_model", refused, ("input_ids", "attention_mask", "position_ids"), UNSUPPORTED_IN_FORWARD)
         if model.topology.tensor > 1:
             raise UserError(
-                "a loss that multiplies hidden states by the whole output layer (trl's trainers) needs a model that is "
-                f"not split; of this one each of {model.topology.tensor} ranks has a shard: give ZeroTPTrainer rows "
-                "that a chat template has made, with labels of -100 where there is no loss"
+                "a loss that multiplies hidden states by the output layer (trl's trainers) needs the whole layer, but "
+                f"this model is split over {model.topology.tensor} ranks; give ZeroTPTrainer rows that a chat template "
+                "has made, with labels of -100 where there is no loss"
             )
         hidden, _ = model.hidden_states(input_ids, attention_mask, position_ids)
         return BaseModelOutputWithPast(last_hidden_state=hidden.transpose(0, 1))

@@ -42,7 +42,7 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
         return attention_mask
 
     def _get_static_cache_init_shape(self) -> None:
-        """Return None, so that a static cache takes its shape from the first keys, which are this rank's heads."""
+        """Return None: a static cache then takes its shape from the first keys, which have this rank's heads only."""
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         """Refuse the paged cache of `generate_batch` and of `cache_implementation="paged"`."""
@@ -64,20 +64,20 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
         All ranks sample with the random numbers of the group's first rank, so they return the same tokens.
 
         Raises:
-            UserError: on every rank, if the ranks' prompts differ or one rank has none, or for an unsupported cache.
+            UserError: on every rank: the ranks' prompts differ or one has none; an unsupported cache or time limit.
         """
+        settings = generation_config or self.generation_config
+        if self.topology.tensor > 1 and (options.get("max_time") or settings.max_time):
+            raise UserError("generate: max_time would end each rank at another token; use max_new_tokens")
         group = self.topology.tensor_group
         prompt = inputs if inputs is not None else options.get("input_ids")
         if prompt is None:
             prompt = torch.empty(0, dtype=torch.long, device=self.device)
         if not agree_on_tokens(group, prompt):
             raise UserError("generate: the tensor parallel ranks have different prompts; give all of them the same")
-        settings = generation_config or self.generation_config
         cache = options.get("cache_implementation") or settings.cache_implementation or ""
         if cache.startswith("offloaded") and self.device.type == "cpu":
-            raise UserError(
-                f'generate: cache_implementation="{cache}" moves it from an accelerator; leave it out on a CPU'
-            )
+            raise UserError(f'generate: cache_implementation="{cache}" needs an accelerator; leave it out on a CPU')
         options.setdefault("disable_compile", True)  # with a static cache, generate would compile the forward on CUDA
         with broadcast_rng_state(group, self.device):
             output: Any = super().generate(inputs, generation_config, *arguments, **options)  # type: ignore[misc]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from zero_tp.architectures import architecture_of
+from zero_tp.architectures import aliases_of, architecture_of
 from zero_tp.errors import UserError
 from zero_tp.huggingface.for_causal_lm import ZeroTPForCausalLM
 from zero_tp.huggingface.for_pretraining import ZeroTPForPreTraining
@@ -27,7 +27,7 @@ def parallel_model(
         native: the same on every rank, without PEFT adapters; an instance of its model_type's `native_class`.
 
     Raises:
-        UserError: another class, adapters, a config that our layers cannot compute, or a weight that is frozen in part.
+        UserError: another class, adapters, added weights, a config that our layers can't compute, a half-frozen weight.
     """
     if getattr(native, "peft_config", None):
         raise UserError(
@@ -50,15 +50,17 @@ def parallel_model(
     model: HuggingFaceModel = model_class(
         native.config, topology, source=source, seed=seed, dtype=native.dtype, device=device
     )
-    parameters = native.named_parameters(remove_duplicate=False)
-    frozen = {name for name, parameter in parameters if not parameter.requires_grad}
+    parameters = dict(native.named_parameters(remove_duplicate=False))
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    added = parameters.keys() - aliases_of(native.config).keys()
     for our_name, parameter in model.named_parameters():
         weight = source.weights[our_name]
         native_names = {weight.native_name} if weight.native_name else set(weight.names)
+        added -= native_names
         if frozen & native_names and not native_names <= frozen:
-            listed = ", ".join(sorted(native_names))
-            raise UserError(
-                f"model: {listed} are one weight here, of which a part is frozen; freeze all of them or none"
-            )
+            problem = f"model: {', '.join(sorted(native_names))} are one weight here, of which a part is frozen"
+            raise UserError(f"{problem}; freeze all of them or none")
         parameter.requires_grad_(not frozen & native_names)
+    if added:
+        raise UserError(f"model: {class_name} has no {min(added)}, which would be lost; give a model without it")
     return model

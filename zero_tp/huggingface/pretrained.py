@@ -17,7 +17,7 @@ from zero_tp.errors import UserError, shown
 from zero_tp.huggingface.arguments import UNSUPPORTED_IN_FROM_PRETRAINED, append_revision, refuse_arguments
 from zero_tp.models.parallel_model import ParallelModel, parse_dtype
 from zero_tp.topology import Topology
-from zero_tp.weights.export import MAX_SHARD_SIZE, save_pretrained, save_tensors
+from zero_tp.weights.export import MAX_SHARD_SIZE, save_pretrained, save_state_dict
 from zero_tp.weights.live_weights import load_native
 from zero_tp.weights.load import PretrainedSource
 from zero_tp.weights.weight_files import resolve
@@ -112,9 +112,9 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
     ) -> None:
         """Write the native Hugging Face model.
 
-        By default every rank calls it, and global rank 0 writes while the others wait. Trainer and accelerate pass
-        `is_main_process` or `state_dict`; then only the calling rank writes, if it has all weights. Without a
-        `state_dict`, every rank must call it if the weights are split (TP) or partitioned (ZeRO-3).
+        Every rank calls it, and global rank 0 writes. With `is_main_process` or `state_dict`, which Trainer and
+        accelerate pass, one rank may call it alone and write, unless the weights must be gathered first: without a
+        `state_dict`, from the ranks of TP or ZeRO-3.
 
         Args:
             is_main_process: whether this rank writes.
@@ -122,12 +122,10 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
                 config.
             max_shard_size: such as "5GB". dtype: of the written weights; by default the model's.
         """
-        for name in IGNORED_SAVE_OPTIONS:
-            options.pop(name, None)
         refused = {"variant": variant, "safe_serialization": not safe_serialization, **options}
         refused |= {"distributed_checkpoint": distributed_checkpoint, "push_to_hub": push_to_hub, "token": token}
         for name, value in refused.items():
-            if value:
+            if value and name not in IGNORED_SAVE_OPTIONS:
                 raise UserError(f"save_pretrained: {name} is not built: it writes one directory of safetensors")
         parameters = dict(self.named_parameters())
         shared: dict[str, Any] = {"generation": self.generation_config, "max_shard_size": str(max_shard_size)}
@@ -144,4 +142,4 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         elif is_main_process is not False and state_dict == {}:  # DeepSpeed's own checkpoint has the weights
             self.config.save_pretrained(directory)
         elif is_main_process is not False:
-            save_tensors(directory, self.config, state_dict or parameters, **shared)
+            save_state_dict(directory, self.config, state_dict or parameters, **shared)

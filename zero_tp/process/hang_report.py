@@ -76,7 +76,7 @@ def describe_hang(
 
 
 def describe_frame(thread: int) -> tuple[str, bool]:
-    """Return a thread's function with its caller in this library, and whether the function waits for other ranks."""
+    """Return the function that a thread runs, with its caller in this library, and whether it waits for other ranks."""
     collects = gc.isenabled()
     gc.disable()  # Python 3.11 hangs in a collection that begins while frames are listed (CPython's issue 106883)
     frame = sys._current_frames().get(thread)

@@ -78,8 +78,8 @@ class NodeWatch:
             is_lowest = all(rank in ended or rank > self._environment.rank for rank in list(self._ranks))
             for rank, status in ended.items():
                 is_first = rank == next(iter(ended))
-                is_known = status is not None or (include_unknown and is_first and not self._deepspeed_has_ended())
-                if is_known and rank not in self._reported:
+                prints_unknown = include_unknown and is_first and not self._deepspeed_has_ended()
+                if (status is not None or prints_unknown) and rank not in self._reported:
                     self._reported.add(rank)
                     text = describe_killed(rank, status)
                     if text and is_lowest:

@@ -130,7 +130,7 @@ class Watchdog:
     def _describe_hang(self, limit: float) -> str:
         """Return the report of all ranks, or "" if another rank's limit has passed before and that rank reports."""
         recorder = dump_flight_recorder(self._rank)
-        order = None if self._store is None else self._ask(partial(self._store.add, "limits", 1))
+        order = None if self._store is None else self._ask(partial(self._store.add, "hangs", 1))
         is_first = order in (None, 1)
         ranks: Sequence[int] = range(self._world) if is_first else ()
         before, statuses = dict[int, RankStatus](), dict[int, RankStatus]()
@@ -182,7 +182,7 @@ class Watchdog:
         return self._read(ranks)
 
     def _read(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
-        """Return the statuses of those ranks that have written one: two requests if all have, else one more a rank."""
+        """Return the statuses of those ranks that have written one. If one has not, each rank costs a request more."""
         if not self._store.check([str(rank) for rank in ranks]):
             ranks = [rank for rank in ranks if self._store.check([str(rank)])]
         values = self._store.multi_get([str(rank) for rank in ranks]) if ranks else []

@@ -32,11 +32,11 @@ def pad_for_sequence_parallelism(inputs: Mapping[str, Any], topology: Topology, 
         causal: rows with `document_ids` or `position_ids` may be packed documents, and get no attention mask: a mask
             would join documents that only restarting positions separate (`CausalLM.forward`).
     """
-    ids = inputs["input_ids"]
+    ids = inputs.get("input_ids")
+    if ids is None or not topology.sequence or ids.shape[1] % topology.tensor == 0:
+        return dict(inputs)  # without `input_ids` the forward refuses the other arguments by name
     length = ids.shape[1]
-    missing = -length % topology.tensor if topology.sequence else 0
-    if not missing:
-        return dict(inputs)
+    missing = -length % topology.tensor
     arguments = {name: value for name, value in inputs.items() if value is not None}
     if not causal or ("position_ids" not in arguments and "document_ids" not in arguments):
         arguments.setdefault("attention_mask", torch.ones_like(ids))
@@ -57,9 +57,9 @@ class SampleComparison:
     after the forward has been enqueued: the device then computes the forward while the host waits. The cost is one such
     wait a micro-batch, and a host that runs ahead of the device by one forward at most.
 
-    Rows of different lengths would make the forward's collectives hang. The result arrives all the same, because the
-    comparison's all-reduce comes first on the device. If a forward fills the driver's launch queue, the host waits in
-    it, and NCCL's time-out ends the job. CPU collectives block the host: there call `require_same` before the forward.
+    Rows of different lengths make the forward's collectives hang. The device runs the comparison before them, so
+    `require_same` still raises. If a forward fills the driver's launch queue, the host waits before `require_same`, and
+    NCCL's time-out ends the job. CPU collectives block the host: there call `require_same` before the forward.
     """
 
     def __init__(self, inputs: Mapping[str, Any], topology: Topology):
@@ -93,15 +93,15 @@ def count_labels(
     *,
     shifted: bool,
     over_data_parallel: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """Return (labelled tokens, labelled rows) of a step's micro-batches, or None where they have no labels.
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return (labelled tokens, labelled rows) of a step's micro-batches; None for both without labels.
 
     Args:
         shifted: the first token of a row is no label, as a causal model shifts them.
         over_data_parallel: count on all data-parallel ranks, with an all-reduce of two numbers.
     """
     if not batches or "labels" not in batches[0]:
-        return None
+        return None, None
     tokens = rows = torch.zeros((), dtype=torch.int64, device=device)
     for batch in batches:
         labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"]

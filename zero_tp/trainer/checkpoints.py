@@ -69,7 +69,7 @@ def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> 
     resume(zero, point.checkpoint, seed)
     progress = point.manifest.progress
     if zero.scheduler is None and progress.schedule is not None:
-        if "lr_lambdas" not in progress.schedule:
+        if "last_batch_iteration" in progress.schedule:  # of each scheduler of DeepSpeed, and of none of torch
             raise UserError(
                 f"{point.checkpoint}: its learning rate came from a scheduler of DeepSpeed's config, which this run "
                 "does not have; give the block again"

@@ -49,7 +49,7 @@ REFUSED = {
 """Training arguments that are not exact here, and why."""
 
 
-Base: Any = object  # untyped: the mixin uses attributes of the Trainer after it
+Base: Any = object  # untyped, because the mixin uses attributes of the Trainer that follows it in the MRO
 
 
 class TensorParallel(Base):
@@ -99,7 +99,7 @@ class TensorParallel(Base):
                 f"ZeroTPTrainer: tensor_parallel is {tensor_parallel}, but the model has TP {model.topology.tensor}; "
                 "leave tensor_parallel out"
             )
-        _check(args)
+        _check_arguments(args)
         ignore_deprecated_collectives()
         if isinstance(model, ParallelModel):
             self.topology = model.topology
@@ -158,15 +158,11 @@ class TensorParallel(Base):
 
     def _get_num_items_in_batch(self, batch_samples: Sequence[Mapping[str, Any]], device: Any) -> Tensor | None:
         """Return the labelled tokens of a step on all data-parallel ranks; keep its labelled rows."""
-        counts = count_labels(
-            batch_samples,
-            self.topology,
-            device,
-            shifted=self._loss_shifts_labels,
-            over_data_parallel=self.args.average_tokens_across_devices,
+        over_data = self.args.average_tokens_across_devices
+        tokens, self._labelled_rows = count_labels(
+            batch_samples, self.topology, device, shifted=self._loss_shifts_labels, over_data_parallel=over_data
         )
-        self._labelled_rows = counts[1] if counts is not None else None
-        return counts[0] if counts is not None else None
+        return tokens
 
     def compute_loss(
         self,
@@ -178,10 +174,9 @@ class TensorParallel(Base):
         comparison = SampleComparison(inputs, self.topology)
         if self.args.device.type == "cpu":
             comparison.require_same()
-        causal = self.model.spec.causal
-        arguments = (
-            pad_for_sequence_parallelism(inputs, self.topology, causal=causal) if self.model.training else dict(inputs)
-        )
+        arguments = dict(inputs)
+        if self.model.training:
+            arguments = pad_for_sequence_parallelism(inputs, self.topology, causal=self.model.spec.causal)
         if "next_sentence_label" in arguments and self._labelled_rows is not None:
             arguments["num_rows_in_batch"] = self._labelled_rows
         loss = super().compute_loss(
@@ -231,7 +226,7 @@ class TensorParallel(Base):
         """Write the native Hugging Face model and the tokenizer. Collective over all ranks."""
         loading, self.is_distributed_loading_by_transformers = self.is_distributed_loading_by_transformers, True
         try:
-            self._save(output_dir)  # every rank gathers the weights; without the flag only one would call it
+            self._save(output_dir)  # the flag makes `_save` call the model's save_pretrained on every rank
         finally:
             self.is_distributed_loading_by_transformers = loading
         if self.args.push_to_hub and not _internal_call:
@@ -254,7 +249,7 @@ class ZeroTPTrainer(TensorParallel, Trainer):  # type: ignore[misc]
     """transformers' Trainer on TP × DP ranks with SP and ZeRO 0-3; see `TensorParallel`."""
 
 
-def _check(args: TrainingArguments) -> None:
+def _check_arguments(args: TrainingArguments) -> None:
     """Refuse arguments that are not exact on tensor-parallel ranks; connect the ranks and check their number."""
     for name, why in REFUSED.items():
         if getattr(args, name, None):
@@ -262,6 +257,11 @@ def _check(args: TrainingArguments) -> None:
     if getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
         raise UserError(
             'TrainingArguments.train_sampling_strategy: "batch_rebalance" gives each rank other samples; use "random"'
+        )
+    if getattr(args, "lr_scheduler_type", None) in ("reduce_lr_on_plateau", "greedy") and args.save_strategy != "no":
+        raise UserError(
+            "TrainingArguments.lr_scheduler_type: a checkpoint cannot hold the state of a schedule that follows a "
+            'metric; use another, or save_strategy="no"'
         )
     args.device  # noqa: B018 - connects the ranks
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

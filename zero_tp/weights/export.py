@@ -24,14 +24,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from zero_tp.architectures import (
-    Weight,
-    aliases_of,
-    architecture_of,
-    native_class_of,
-    to_hf,
-    weights_of,
-)
+from zero_tp.architectures import Weight, aliases_of, architecture_of, native_class_of, to_hf, weights_of
 from zero_tp.architectures.configs import CONFIG
 from zero_tp.errors import UserError, first_line
 from zero_tp.files import partial_directory, put_in_place, read_regular
@@ -118,7 +111,7 @@ def plan_shards(entries: Iterable[Entry], max_shard_size: str) -> dict[str, list
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """Check that the target is absent or, with `overwrite`, empty or a model. A run has config.json and checkpoints."""
+    """Check that the target is absent or, with `overwrite`, empty or a model; a run's directory is refused too."""
     if not target.exists():
         return
     if not overwrite:
@@ -309,19 +302,19 @@ def save_pretrained(
         write()
 
 
-def save_tensors(
+def save_state_dict(
     directory: str | os.PathLike[str],
     config: PretrainedConfig,
-    whole: Mapping[str, Tensor],
+    state_dict: Mapping[str, Tensor],
     *,
     generation: GenerationConfig | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write whole weights by our names as the native class, with `merge`. Not collective."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
-    stored_dtype = dtype or next(iter(whole.values())).dtype
-    entries = native_entries(config, shapes, lambda name: whole[name].detach(), stored_dtype)
+    """Write whole weights, by our names, as a native model into a directory that may have other files."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+    stored_dtype = dtype or next(iter(state_dict.values())).dtype
+    entries = native_entries(config, shapes, lambda name: state_dict[name].detach(), stored_dtype)
     write_native(
         directory, config, entries, generation=generation, max_shard_size=max_shard_size, overwrite=True, merge=True
     )

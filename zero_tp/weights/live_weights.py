@@ -51,10 +51,11 @@ def gather_parameter(parameter: nn.Parameter) -> Tensor:
 def load_native(
     parameters: Mapping[str, nn.Parameter], config: PretrainedConfig, tensors: Mapping[str, Tensor]
 ) -> tuple[list[str], list[str]]:
-    """Copy tensors of Hugging Face names, all of a model's or one file's, into the whole parameters.
+    """Copy a Hugging Face state dict, or a part of one, into parameters that are neither split nor partitioned.
 
     Args:
-        parameters: by our names, of one TP rank, not partitioned.
+        parameters: the model's, by our names.
+        tensors: the state dict, by the names of the native class or of its files.
 
     Returns:
         (missing, unexpected): names of the model that `tensors` lacks, and names that the model lacks.

@@ -50,7 +50,7 @@ LAYER_COUNT_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def native_model(config: PretrainedConfig) -> Any:
-    """Build transformers' native model on the meta device; a model_type without a table here gets its causal class."""
+    """Build transformers' native model on the meta device: the table's class, else AutoModelForCausalLM's."""
     with init_empty_weights(include_buffers=True):
         if config.model_type in ARCHITECTURES:
             native, config = getattr(transformers, native_class_of(config)), copy.deepcopy(config)
@@ -86,17 +86,17 @@ class PretrainedSource:
         self.weights = {weight.our_name: weight for weight in weights_of(config)}
         self.generation = generation_config(directory)
         expected = stored_shapes(native_model(config), config)
-        self.stored = _match_names(self.tensors, expected.keys(), architecture_of(config), directory)
+        self.file_names = _match_names(self.tensors, expected.keys(), architecture_of(config), directory)
         aliases = aliases_of(config)
         # Old files hold an alias as well as its source.
-        self.aliases = {source: alias for alias, source in aliases.items() if alias in self.stored}
+        self.aliases = {source: alias for alias, source in aliases.items() if alias in self.file_names}
         heads = architecture_of(config).optional_heads
-        self.new_heads = [head for head, names in heads.items() if _has_none_of(names, expected.keys(), self.stored)]
+        self.new_heads = [head for head, names in heads.items() if _has_none_of(names, expected, self.file_names)]
         absent_heads = "|".join(heads[head] for head in self.new_heads)
         self._seeded_init = SeededInit(seed)
         for name, shape in expected.items():
-            if name in self.stored:
-                _check_shape_and_dtype(directory, self.stored[name], self.tensors[self.stored[name]], shape)
+            if name in self.file_names:
+                _check_shape_and_dtype(directory, self.file_names[name], self.tensors[self.file_names[name]], shape)
             elif name not in aliases and not re.fullmatch(absent_heads, name):
                 raise UserError(f"{directory}: no tensor {name}; expected shape {shape}")
 
@@ -107,15 +107,15 @@ class PretrainedSource:
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
     ) -> None:
         weight = self.weights[name]
-        if weight.names[0] not in self.stored:
+        if weight.names[0] not in self.file_names:
             self._seeded_init.fill(local, name, whole, layout, init, topology)
             return
         dim = layout.dim - 1 if weight.experts else layout.dim  # of one expert's matrix
         for start, stop, rows in layout.rows_of(local, topology.tensor_rank, topology.tensor):
             if start < stop:  # equal on a rank that has only padding
                 matrices = rows if weight.experts else [rows]
-                for matrix, own in zip(weight.matrices(), matrices, strict=True):
-                    own.copy_(self._read(matrix, dim, start, stop, whole[1 if weight.experts else 0]))
+                for matrix, target in zip(weight.matrices(), matrices, strict=True):
+                    target.copy_(self._read(matrix, dim, start, stop, whole[1 if weight.experts else 0]))
                 if not is_finite(rows):
                     raise non_finite_error(self.directory, ", ".join(weight.names), rows)
 
@@ -134,14 +134,14 @@ class PretrainedSource:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _slice(self, hf_name: str, index: tuple[slice, ...], *, transposed: bool) -> Tensor:
-        """Return a slice of one of their tensors, indexed by our dimensions."""
+        """Return a slice of a Hugging Face tensor; `index` is that of our parameter, which may be its transpose."""
 
-        def piece(name: str) -> Tensor:
-            tensor = self.tensors[self.stored[name]]
+        def read(name: str) -> Tensor:
+            tensor = self.tensors[self.file_names[name]]
             return (tensor.t() if transposed else tensor)[index]
 
-        source, alias = piece(hf_name), self.aliases.get(hf_name)
-        if alias is not None and not torch.equal(source, piece(alias)):
+        source, alias = read(hf_name), self.aliases.get(hf_name)
+        if alias is not None and not torch.equal(source, read(alias)):
             raise _tie_error(self.directory, hf_name, alias)
         return source
 
@@ -153,23 +153,23 @@ def _match_names(
 
     Files of the bare model lack the prefix of the class with a head. Tensors that the architecture ignores are dropped.
     """
-    stored: dict[str, str] = {}
+    file_names: dict[str, str] = {}
     native_names = {file_name: name for name, file_name in architecture.file_names.items()}
     for file_name, tensor in tensors.items():
         name = native_names.get(file_name, file_name)
         for old, new in architecture.obsolete_suffixes.items():
             name = name.removesuffix(old) + new if name.endswith(old) else name
         name = name if name in expected else architecture.base_prefix + name
-        if name in stored:
-            raise UserError(f"{directory}: tensors {stored[name]} and {file_name} are both {name}")
+        if name in file_names:
+            raise UserError(f"{directory}: tensors {file_names[name]} and {file_name} are both {name}")
         if name in expected:
-            stored[name] = file_name
+            file_names[name] = file_name
         elif not _is_ignorable(name, architecture):
             raise UserError(
                 f"{directory}: unexpected tensor {file_name} of shape {tuple(tensor.shape)}; "
                 f"{architecture.native_class} with this config.json has none of that name"
             )
-    return stored
+    return file_names
 
 
 def _is_ignorable(name: str, architecture: Architecture) -> bool:
@@ -182,10 +182,10 @@ def _is_ignorable(name: str, architecture: Architecture) -> bool:
     return any(re.fullmatch(pattern, form) for pattern in patterns for form in (name, bare))
 
 
-def _has_none_of(pattern: str, expected: Collection[str], stored: Collection[str]) -> bool:
+def _has_none_of(pattern: str, expected: Collection[str], present: Collection[str]) -> bool:
     """Return whether the files have none of a head's tensors."""
     names = [name for name in expected if re.fullmatch(pattern, name)]
-    return bool(names) and not any(name in stored for name in names)
+    return bool(names) and not any(name in present for name in names)
 
 
 def non_finite_error(directory: Path, name: str, tensor: Tensor) -> UserError:
@@ -243,7 +243,7 @@ def _check_fields(raw: dict[str, Any], path: Path) -> None:
         if isinstance(value, dict):
             _check_fields(value, path)
         if value is not None and name in EXTERNAL:
-            raise UserError(f"{path}: {name} {shown(value)}: what it would load is never read; give another model")
+            raise UserError(f"{path}: {name} {shown(value)}: transformers would load other files; give another model")
         if name.endswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
             raise UserError(f"{path}: {name} {shown(value)}: code from elsewhere is never run; remove it from the file")
         if name in LAYER_COUNT_FIELDS and isinstance(value, int) and value > MAX_LAYERS:

@@ -31,12 +31,12 @@ TOKENIZER_FILES = (
 )
 """The files that a tokenizer may have. It has at least one of the first two."""
 
-NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?:@[\w./-]+)?")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?:@[\w./-]+)?")
 COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
-TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
-SAFETENSORS_FILES = ("*.safetensors", "*.safetensors.index.json")
-PICKLED_FILES = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
-"""Patterns of the files that are fetched from the hub."""
+TEXT_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
+SAFETENSORS_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+PICKLED_PATTERNS = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
+"""Patterns of the texts and weights that are fetched from the hub."""
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -48,7 +48,7 @@ def is_hub_name(model: str | Path) -> bool:
     """Return whether `model` is a name on the hub: neither the path nor its parent directory exists."""
     text = str(model)
     parent = Path(text.partition("@")[0]).parent
-    return not os.path.lexists(text) and bool(NAME.fullmatch(text)) and not parent.exists()
+    return not os.path.lexists(text) and bool(HUB_NAME.fullmatch(text)) and not parent.exists()
 
 
 def resolve(model: str | Path, key: str = "", *, weights: bool = True, allow_pickle: bool = False, **hub: Any) -> Path:
@@ -66,16 +66,17 @@ def resolve(model: str | Path, key: str = "", *, weights: bool = True, allow_pic
         return Path(model)
     name, _, revision = str(model).partition("@")
     patterns = [
-        *TEXT_FILES,
-        *(SAFETENSORS_FILES if weights else ()),
-        *(PICKLED_FILES if weights and allow_pickle else ()),
+        *TEXT_PATTERNS,
+        *(SAFETENSORS_PATTERNS if weights else ()),
+        *(PICKLED_PATTERNS if weights and allow_pickle else ()),
     ]
     from huggingface_hub import snapshot_download
 
     try:
-        # Files of subdirectories are other formats of the same model.
+        # Files of subdirectories, and Mistral's consolidated ones, are other formats of the same model.
+        ignored = ["*/*", "consolidated*"]
         return Path(
-            snapshot_download(name, revision=revision or None, allow_patterns=patterns, ignore_patterns=["*/*"], **hub)
+            snapshot_download(name, revision=revision or None, allow_patterns=patterns, ignore_patterns=ignored, **hub)
         )
     except Exception as error:  # huggingface_hub's own, its HTTP client's, or the system's
         option = f" --revision {revision}" if revision else ""
@@ -89,12 +90,15 @@ def resolve(model: str | Path, key: str = "", *, weights: bool = True, allow_pic
 
 
 def is_cached(name: str, *, weights: bool) -> bool:
-    """Return whether the cache has a hub model's tokenizer, and with `weights` all files. Does not use the network."""
+    """Return whether the cache has a hub model's weights, or else its tokenizer. Does not use the network."""
     try:
-        resolve(name, weights=weights, local_files_only=True)
-    except ConfigError:
+        directory = resolve(name, weights=weights, local_files_only=True)  # it exists once any file was fetched
+        if not weights:
+            return has_tokenizer(directory)
+        path = find_weights(directory)
+        return path.name == SINGLE or all(is_regular(directory / file) for file in _weight_map(path).values())
+    except UserError:
         return False
-    return True
 
 
 def has_commit(model: str) -> bool:
@@ -120,10 +124,10 @@ def resolve_tokenizer(requested: Path | None, recorded: str | None) -> Path | No
     return Path(recorded)
 
 
-def pin_to_first_start(model: Any, before: Any) -> Any:
-    """Return the hub name with the commit that the run started from, if it is the same name; otherwise `model`."""
-    names = isinstance(model, str) and isinstance(before, str) and is_hub_name(model)
-    return before if names and "@" not in model and before.startswith(f"{model}@") else model
+def pin_to_first_start(model: Any, recorded: Any) -> Any:
+    """Return `recorded`, a run's `name@commit`, if `model` is the same name without a revision; otherwise `model`."""
+    both_text = isinstance(model, str) and isinstance(recorded, str)
+    return recorded if both_text and is_hub_name(model) and recorded.startswith(f"{model}@") else model
 
 
 def pin_commit(model: str, key: str) -> str:
@@ -159,7 +163,7 @@ def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
 
 
 def is_regular(path: Path) -> bool:
-    """Return whether the file exists. Anything but a regular file, such as a pipe, is a UserError."""
+    """Return whether this is a regular file, False if nothing is there; a UserError for a pipe, a directory, …"""
     try:
         if path.is_file() or not os.path.lexists(path):
             return path.is_file()
