@@ -193,6 +193,16 @@ def test_a_policy_for_more_layers_than_there_are_is_refused() -> None:
         ActivationMemory(model, RecomputePolicy(mode="full", layers=4), {}, torch.device("cpu"))
 
 
+def test_a_part_that_is_named_twice_is_recomputed_once() -> None:
+    model = ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), device="meta")
+    policy = RecomputePolicy(mode="selective", modules=["norm", "attention_core", "norm"])
+    assert policy.chosen_modules == ("norm", "attention_core")
+    memory = ActivationMemory(model, policy, {}, torch.device("cpu"))
+    assert any("forward" in vars(module) for module in model.modules())
+    memory.remove()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 def compare(ranks: Pools, kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> None:
     """Of every policy, with dropout: the masks are drawn again as they were."""
     for found in ranks(2).run(run, kind, seed, tensor, sequence, stage):
