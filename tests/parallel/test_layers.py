@@ -88,7 +88,7 @@ def backward_like(layer: nn.Module, output: Tensor, upstream: Tensor, topology: 
     """The layer's gradients, whole; partial ones summed by the hooks as in training."""
     hooks = GradientHooks(layer, topology.tensor_group)
     output.backward(upstream)
-    assert all(fired == 1 for fired in hooks.fired.values())
+    assert all(gradient_sum.fired == 1 for gradient_sum in hooks.sums.values())
     named = {name: p for name, p in layer.named_parameters() if p.requires_grad}
     return {name: whole_gradient(parameter, topology.tensor_group) for name, parameter in named.items()}
 

@@ -44,7 +44,7 @@ class ActivationMemory:
             raise UserError(f"zero_tp.recompute.layers: {problem}; use a smaller one")
         self._streams = model.streams
         self._store = self._make_store(settings, model.topology, device) if policy.mode == "full" else InPlaceStore()
-        self._recomputes = True  # until a step counts its micro-batches
+        self._recomputes = True  # changed by `begin_micro_batch`, if the run calls it
         self._wrapped: list[nn.Module] = []
         modules = {"none": (), "full": ("layer",), "selective": policy.chosen_modules}[policy.mode]
         for index in self.layers:

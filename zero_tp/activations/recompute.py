@@ -109,7 +109,7 @@ class RecomputedOutput:
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, Tensor):
                 return packed
-            # ZeRO-3 gathers the weights when a module is called, and counts its inputs that need gradients.
+            # ZeRO-3 gathers the weights at each call, and releases them when its inputs that need gradients have them.
             with torch.enable_grad():
                 output: Tensor = self.producer(saved.detach().requires_grad_(needs_gradient))
             self._last = None

@@ -19,28 +19,28 @@ SHARED, PER_RANK = "shared", "per_rank"
 
 
 @contextmanager
-def _copied_state(generator: torch.Generator) -> Iterator[None]:
+def _swap_by_copies(generator: torch.Generator) -> Iterator[None]:
     """Let the CPU's default generator draw from `generator`, by copying states."""
     default = torch.default_generator
-    outside = default.get_state()
+    before = default.get_state()
     default.set_state(generator.get_state())
     try:
         yield
     finally:
         generator.set_state(default.get_state())
-        default.set_state(outside)
+        default.set_state(before)
 
 
 @contextmanager
-def _shared_state(generator: torch.Generator) -> Iterator[None]:
-    """Let the CUDA device's default generator draw from `generator`, by sharing its state."""
+def _swap_by_pointers(generator: torch.Generator) -> Iterator[None]:
+    """Let the CUDA device's default generator draw from `generator`, by pointing it at the same state."""
     default = torch.cuda.default_generators[generator.device.index]
-    outside = default.graphsafe_get_state()
+    before = default.graphsafe_get_state()
     default.graphsafe_set_state(generator)
     try:
         yield
     finally:
-        default.graphsafe_set_state(outside)
+        default.graphsafe_set_state(before)
 
 
 class RandomStreams:
@@ -52,10 +52,10 @@ class RandomStreams:
 
     def __init__(self, topology: Topology, seed: int, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
-        self._activate = _copied_state
+        self._swap = _swap_by_copies
         if self.device.type == "cuda":
             torch.cuda.init()  # fills torch.cuda.default_generators
-            self._activate = _shared_state
+            self._swap = _swap_by_pointers
         self.reseed(topology, seed)
 
     @property
@@ -71,7 +71,7 @@ class RandomStreams:
 
     def use(self, name: str) -> AbstractContextManager[None]:
         """Let torch draw from the stream `name` (SHARED or PER_RANK); afterwards restore the default generator."""
-        return self._activate(self._generators[name])
+        return self._swap(self._generators[name])
 
     def snapshot(self) -> dict[str, torch.Generator]:
         """Return copies of the streams, for `replaying`."""

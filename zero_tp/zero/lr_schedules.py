@@ -52,6 +52,7 @@ def set_schedule(schedule: Any, updates: int) -> None:
         updates: number of steps that have updated the weights.
     """
     if isinstance(schedule, LambdaLR):
+        # A count above 1 keeps torch from warning that the optimizer has not stepped.
         schedule.load_state_dict({**schedule.state_dict(), "last_epoch": updates, "_step_count": updates + 2})
         schedule.step()
     else:

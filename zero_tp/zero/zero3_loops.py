@@ -47,7 +47,8 @@ def wait(handle: Any, handle_dependency: bool = True) -> None:
     """Wait for a gather of several parameters and set their values, like `AllGatherCoalescedHandle.wait`.
 
     Args:
-        handle_dependency: let the current stream use the gathered data; else it lives until DeepSpeed frees it.
+        handle_dependency: tell the allocator that the current stream reads the gathered buffer; otherwise keep the
+            buffer alive in DeepSpeed's `data_buffer`.
     """
     if handle.complete or handle.quantization or handle.use_secondary_tensor:
         _original_wait(handle, handle_dependency)
