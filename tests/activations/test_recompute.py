@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, GPT2Config, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from tests.support.compare import grid
 from tests.support.encoders import rows_for
 from tests.support.pools import Pools
+from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.support.tiny_models import bert_fields
-from tests.tiers import THOROUGH, in_tiers
+from tests.tiers import EACH_STAGE, THOROUGH, in_tiers
 from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.data.batch import MaskedBatch
@@ -55,18 +56,7 @@ def model_of(kind: str, dropout: float) -> PretrainedConfig:
         places = ("hidden_dropout_prob", "attention_probs_dropout_prob")
         fields = bert_fields(model_type=kind, num_hidden_layers=3, **dict.fromkeys(places, dropout))
         return AutoConfig.for_model(**fields | {"max_position_embeddings": SEQUENCE, "pad_token_id": 0})
-    return GPT2Config(
-        n_layer=3,
-        n_embd=24,
-        n_head=4,
-        vocab_size=101,
-        n_positions=SEQUENCE,
-        embd_pdrop=dropout,
-        resid_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    return gpt2_config(dropout, n_layer=3, vocab_size=101, n_positions=SEQUENCE)
 
 
 def batches(config: PretrainedConfig, topology: Topology, seed: int) -> list[Any]:
@@ -87,14 +77,14 @@ def engine_of(config: PretrainedConfig, topology: Topology, seed: int, name: str
     from zero_tp.training.engine import TrainingEngine
 
     policy, settings = POLICIES[name]
-    deepspeed_config = {
-        "train_micro_batch_size_per_gpu": BATCH // topology.data // ACCUMULATION,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
-        "activation_checkpointing": settings,
-    }
+    deepspeed_config = deepspeed_settings(
+        stage,
+        micro_batch=BATCH // topology.data // ACCUMULATION,
+        accumulation=ACCUMULATION,
+        gradient_clipping=0.5,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        activation_checkpointing=settings,
+    )
     return TrainingEngine(config, topology, deepspeed_config, seed=seed, recompute=RecomputePolicy(**policy))
 
 
@@ -147,15 +137,7 @@ def test_hardware_flops_are_those_that_torch_counts(ranks: Pools, seed: int, ten
         assert sum(ran[name][1] for ran in every) == every[0][name][0], name
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [
-        pytest.param(0, marks=pytest.mark.heavy),
-        1,
-        pytest.param(2, marks=pytest.mark.heavy),
-        pytest.param(3, marks=THOROUGH),
-    ],
-)
+@EACH_STAGE
 @THOROUGH
 @pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True)])
 def test_recomputing_changes_no_bit(ranks: Pools, seed: int, tensor: int, sequence: bool, stage: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.compare import leaf
-from tests.tiers import THOROUGH
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.parallel import loss as module
 from zero_tp.parallel.loss import vocab_parallel_cross_entropy
 from zero_tp.planning.tracking import Allocations
@@ -49,23 +49,14 @@ def before(dtype: torch.dtype, tokens: int, size: int, rows: int) -> int:
     return max(forward, (4 + element) * weight + 2 * hidden) + 48 * tokens
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tokens"),
-    [
-        (torch.bfloat16, 2048),  # the largest block alone
-        *(
-            pytest.param(dtype, tokens, marks=THOROUGH)
-            for dtype, tokens in (
-                (torch.bfloat16, 300),
-                (torch.bfloat16, 2049),
-                (torch.bfloat16, 5000),
-                (torch.float16, 5000),
-                (torch.float32, 1024),
-                (torch.float32, 4096),
-            )
-        ),
-    ],
-)
+PEAKS = [
+    (torch.bfloat16, 2048),  # the largest block alone
+    *((torch.bfloat16, tokens) for tokens in (300, 2049, 5000)),
+    *((torch.float16, 5000), (torch.float32, 1024), (torch.float32, 4096)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "tokens"), in_tiers(PEAKS, PEAKS[:1]))
 def test_the_peak_is_not_above_that_of_small_chunks(dtype: torch.dtype, tokens: int) -> None:
     size, rows = 1024, 16384
     allowed = before(dtype, tokens, size, rows)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.test_model import NO_DROPOUT
 from tests.support.pools import Pools
+from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.tiers import in_tiers
 from zero_tp.config.schedule import SCHEDULES
 from zero_tp.topology import Topology
@@ -116,22 +116,18 @@ FORMULAS: dict[str, tuple[str, dict[str, Any], Callable[[int], float]]] = {
 
 
 def engine_of(scheduler: str | None, params: dict[str, Any], stage: int, optimizer: str = "SGD") -> Any:
-    from transformers import GPT2Config
-
     from zero_tp.training.engine import TrainingEngine
 
     torch_adam = {} if optimizer == "SGD" else {"torch_adam": True}
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": optimizer, "params": {"lr": RATE, **torch_adam}},
-        **({"scheduler": {"type": scheduler, "params": params}} if scheduler else {}),
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-    }
-    sizes: dict[str, Any] = {"n_layer": 1, "n_embd": 24, "n_head": 4, "vocab_size": 50, "n_positions": 8}
-    config = GPT2Config(**sizes, **NO_DROPOUT, bos_token_id=0, eos_token_id=0)
-    return TrainingEngine(config, Topology(), settings, seed=1)
+    schedule: dict[str, Any] = {"scheduler": {"type": scheduler, "params": params}} if scheduler else {}
+    settings = deepspeed_settings(
+        stage,
+        gradient_clipping=0.0,
+        optimizer={"type": optimizer, "params": {"lr": RATE, **torch_adam}},
+        zero_allow_untested_optimizer=True,
+        **schedule,
+    )
+    return TrainingEngine(gpt2_config(n_layer=1, vocab_size=50, n_positions=8), Topology(), settings, seed=1)
 
 
 TOKENS = torch.arange(9).reshape(1, 9) * 5 % 50

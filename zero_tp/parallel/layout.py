@@ -93,7 +93,7 @@ class Replicated:
 
     gradient: Literal["identical", "partial"] = "identical"
 
-    dim: ClassVar[int] = 0
+    dim: ClassVar[int] = 0  # the dimension of the blocks that are drawn
 
     def rows_of(self, shard: Tensor, rank: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
         yield 0, shard.shape[0], shard

@@ -52,10 +52,10 @@ class RandomStreams:
 
     def __init__(self, topology: Topology, seed: int, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
-        self._swap = _swap_by_copies
+        self._activate = _swap_by_copies
         if self.device.type == "cuda":
             torch.cuda.init()  # fills torch.cuda.default_generators
-            self._swap = _swap_by_pointers
+            self._activate = _swap_by_pointers
         self.reseed(topology, seed)
 
     @property
@@ -71,7 +71,7 @@ class RandomStreams:
 
     def use(self, name: str) -> AbstractContextManager[None]:
         """Let torch draw from the stream `name` (SHARED or PER_RANK); afterwards restore the default generator."""
-        return self._swap(self._generators[name])
+        return self._activate(self._generators[name])
 
     def snapshot(self) -> dict[str, torch.Generator]:
         """Return copies of the streams, for `replaying`."""
