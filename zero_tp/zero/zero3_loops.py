@@ -97,9 +97,5 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
     rows.div_(ranks)
     own = rows[rank]
     coalesced_collectives._torch_reduce_scatter_fn(rows.view(-1), own, group=group)
-    parts: list[Tensor] = []
-    offset = 0
-    for tensor, size in zip(tensors, sizes, strict=True):
-        parts.append(own[offset : offset + min(size, max(0, tensor.numel() - rank * size))])
-        offset += size
-    return parts
+    parts = zip(own.split(sizes), tensors, sizes, strict=True)
+    return [part[: max(0, tensor.numel() - rank * size)] for part, tensor, size in parts]
