@@ -108,7 +108,7 @@ def run(kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> dict[s
 
 
 def flops_of_a_step(seed: int, tensor: int, sequence: bool) -> dict[str, tuple[float, float]]:
-    """On every rank, each policy's FLOPs of one step: as the library says, and as torch counts them on this rank."""
+    """Return each policy's FLOPs of one step by the library, and by torch's counter on this rank."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from zero_tp.models.flops import hardware_flops
@@ -131,7 +131,7 @@ def flops_of_a_step(seed: int, tensor: int, sequence: bool) -> dict[str, tuple[f
 
 @THOROUGH
 @pytest.mark.parametrize(("tensor", "sequence"), in_tiers([(1, False), (2, False), (2, True)], [(2, True)]))
-def test_hardware_flops_are_those_that_torch_counts(ranks: Pools, seed: int, tensor: int, sequence: bool) -> None:
+def test_hardware_flops_equal_torchs_count(ranks: Pools, seed: int, tensor: int, sequence: bool) -> None:
     every = ranks(2).run(flops_of_a_step, seed, tensor, sequence)
     for name in every[0]:
         assert sum(ran[name][1] for ran in every) == every[0][name][0], name
@@ -186,7 +186,7 @@ def test_a_part_that_is_named_twice_is_recomputed_once() -> None:
 
 
 def compare(ranks: Pools, kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> None:
-    """Of every policy, with dropout: the masks are drawn again as they were."""
+    """Compare every policy with "none", with dropout: backward replays the masks."""
     for found in ranks(2).run(run, kind, seed, tensor, sequence, stage):
         losses, norms, weights, _ = found["none"]
         for name, (its_losses, its_norms, its_weights, notes) in found.items():

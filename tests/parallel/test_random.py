@@ -1,4 +1,4 @@
-"""Dropout's random streams: their draws, the masks that they give to each rank, and the masks that backward replays."""
+"""Random streams: their draws, the dropout masks of each rank, and their replay in backward."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def drawn(streams: RandomStreams, draw: Callable[[], Tensor]) -> list[Tensor]:
         inside.append(draw())
         raise ArithmeticError
     outside.append(draw())
-    for _ in range(2):  # what was loaded is a copy
+    for _ in range(2):  # loading copies the state
         streams.load_state_dict(saved)
         assert same(use(PER_RANK, SHARED), expected)
     streams.reseed(Topology(), 6)
@@ -123,7 +123,7 @@ def drawn(streams: RandomStreams, draw: Callable[[], Tensor]) -> list[Tensor]:
     return [*outside, *inside]
 
 
-def test_streams_and_the_default_generator_do_not_move_each_other() -> None:
+def test_streams_and_the_default_generator_are_independent() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         plain = [torch.rand(3) for _ in range(OUTSIDE)]
@@ -135,8 +135,8 @@ def test_streams_and_the_default_generator_do_not_move_each_other() -> None:
     assert same(found[0][OUTSIDE:], found[1][OUTSIDE:])
 
 
-def test_a_cuda_stream_is_used_without_copies_and_draws_as_with_them() -> None:
-    """No CUDA generator exists here: the stand-in has its interface, and a CPU generator for its state."""
+def test_a_cuda_stream_is_used_without_copies() -> None:
+    """Its draws are those of a copied state. A class with the interface of a CUDA generator stands in for it."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         expected = drawn(RandomStreams(Topology(), 5), lambda: torch.rand(3))
@@ -239,7 +239,7 @@ def model_of(tensor: int, sequence: bool, attention: str, policy: str) -> ZeroTP
 
 
 def drawn_by(policy: str, tensor: int, sequence: bool, attention: str) -> list[list[Tensor]]:
-    """Masks of: forward, backward; then forward, forward, backward of the second, of the first; forward."""
+    """Return the masks of each phase: forward, backward; two forwards, their backwards in reverse order; forward."""
     model = model_of(tensor, sequence, attention, policy)
     tokens = torch.randint(50, (BATCH, LENGTH))
     before = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""The default optimizer has nothing compiled, whatever the stage and the dtype."""
+"""The default optimizer compiles nothing, at any stage and dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_tp.topology import Topology
 
 
 def first_step(stage: int, dtype: str) -> tuple[str, float]:
-    """The optimizer and the loss of a step where torch can build no extension."""
+    """Return the optimizer's module and the loss of a step in which torch can build no extension."""
     from zero_tp.training.engine import TrainingEngine
 
     settings: dict[str, Any] = settings_of(stage, dtype) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}

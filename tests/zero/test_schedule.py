@@ -112,7 +112,7 @@ FORMULAS: dict[str, tuple[str, dict[str, Any], Callable[[int], float]]] = {
     ),
     **{f"{name} {params}": (name, params, native(name, params)) for name, params in OF_TRANSFORMERS},
 }
-"""Schedules: type, params, and the rate at k as DeepSpeed's documentation says it, or transformers' own."""
+"""Schedules: type, params, and the rate at k by DeepSpeed's documentation or by transformers."""
 
 
 def engine_of(scheduler: str | None, params: dict[str, Any], stage: int, optimizer: str = "SGD") -> Any:
@@ -135,7 +135,7 @@ ROWS = [(TOKENS[:, :-1], TOKENS[:, 1:])]
 
 
 def rates(stage: int) -> dict[str, list[tuple[float, float]]]:
-    """Of each step of each schedule: the rate that is said, and by how much of its gradient a weight has moved."""
+    """Return for each schedule, by step: the reported rate, and the weight's change divided by its gradient."""
     found: dict[str, list[tuple[float, float]]] = {}
     for name, (scheduler, params, _) in FORMULAS.items():
         engine = engine_of(scheduler, params, stage)
@@ -199,7 +199,7 @@ def resumed_rates(stage: int, skipped: int) -> list[list[float]]:
 
 @pytest.mark.parametrize(("stage", "skipped"), in_tiers([(0, 0), (2, 0), (1, 2), (3, 2)], [(1, 2)]))
 def test_a_resumed_run_has_the_rates_of_its_own_config(ranks: Pools, stage: int, skipped: int) -> None:
-    """At the step that it goes on from, whatever schedule the run had before. A skipped step does not move one."""
+    """From the step that it resumes at, whatever schedule the run had before. A skipped step does not advance it."""
     done = 3 - (skipped > 0)
     for (_, after), rates in zip(RESUMED, ranks(2).run(resumed_rates, stage, skipped)[0], strict=True):
         formula = FORMULAS[after][2] if after else lambda _: RATE
@@ -225,7 +225,7 @@ def cycled_betas() -> list[list[tuple[float, float]]]:
 
 
 def test_a_cycle_has_the_momentum_of_its_step(ranks: Pools) -> None:
-    """The first beta falls while the rate rises; the second is DeepSpeed's own."""
+    """The first beta falls while the rate rises; the second is DeepSpeed's default."""
     whole, resumed = ranks(2).run(cycled_betas)[0]
     expected = [0.9 - 0.4 * max(0.0, min(k / 3, (7 - k) / 4)) for k in range(1, 9)]
     assert [first for first, _ in whole] == pytest.approx(expected)

@@ -87,8 +87,8 @@ class Sharded:
 class Replicated:
     """The same on every TP rank.
 
-    `identical`: each rank computes the whole gradient. `partial`: each computes a part (the parameter is used on a
-    sequence shard, or on the rank's own heads), and a GradientSum adds the parts over TP.
+    `identical`: each rank computes the whole gradient. `partial`: each computes the part of its sequence shard or its
+    heads, and a GradientSum adds the parts over TP.
     """
 
     gradient: Literal["identical", "partial"] = "identical"

@@ -297,11 +297,10 @@ def vocab_parallel_cross_entropy(
     accuracy: bool = False,
     ops: ElementwiseOps = CHUNKED,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean cross entropy of `hidden` Wᵀ + `bias` against `labels`, over the tokens that are not ignored, and
-    how many of these labels are the argmax (0 unless `accuracy`).
+    """Return the mean cross entropy of `hidden` Wᵀ + `bias` against `labels`, and how many labels are the argmax.
 
-    Forward over TP: all-gather of the hidden states under SP, one all-gather of 3 numbers a token, and all-reduce
-    (reduce-scatter under SP) of the hidden gradient when one is needed. Backward: none.
+    Forward over TP: all-gather of the hidden states under SP; one all-gather of 3 numbers a token; all-reduce
+    (reduce-scatter under SP) of the hidden gradient if one is needed. Backward: none.
 
     Args:
         hidden: [s, b, h], or a sequence shard [s/t, b, h] when `sequence`.
@@ -311,8 +310,8 @@ def vocab_parallel_cross_entropy(
         vocabulary: v; rows past it get no probability and no gradient.
         divisor: divides the sum of the losses; by default the number of labels that are not ignored. A 0-d tensor needs
             no synchronisation.
-        accuracy: count the labels that are the argmax, which takes another pass over the logits, and one number more
-            a token in the all-gather.
+        accuracy: count the labels that are the argmax, or else return 0. It takes another pass over the logits, and
+            one number more a token in the all-gather.
         ops: runs the softmax, and chooses the blocks.
 
     Returns:
