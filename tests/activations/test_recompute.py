@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from tests.support.compare import grid
+from tests.support.compare import gradient_of, grid
 from tests.support.encoders import rows_for
 from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings, gpt2_config
@@ -183,6 +184,22 @@ def test_a_part_that_is_named_twice_is_recomputed_once() -> None:
     assert any("forward" in vars(module) for module in model.modules())
     memory.remove()
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["attention_core", "all modules", "full, contiguous"])
+def test_a_deep_copy_recomputes_its_own_layers(name: str) -> None:
+    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE)
+    plain, model = (ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), seed=1) for _ in range(2))
+    policy, settings = POLICIES[name]
+    ActivationMemory(model, RecomputePolicy(**policy), settings, torch.device("cpu"))
+    copied = copy.deepcopy(model)
+    for changed in (plain, copied):
+        for parameter in changed.parameters():
+            parameter.data.mul_(2)
+        changed(tokens, labels=tokens).loss.backward()
+    for (key, expected), found in zip(plain.named_parameters(), copied.parameters(), strict=True):
+        assert torch.equal(gradient_of(found), gradient_of(expected)), key
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def compare(ranks: Pools, kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> None:
