@@ -19,7 +19,7 @@ SHARED, PER_RANK = "shared", "per_rank"
 
 
 @contextmanager
-def _swap_by_copies(generator: torch.Generator) -> Iterator[None]:
+def _copied_state(generator: torch.Generator) -> Iterator[None]:
     """Let the CPU's default generator draw from `generator`, by copying states."""
     default = torch.default_generator
     before = default.get_state()
@@ -32,7 +32,7 @@ def _swap_by_copies(generator: torch.Generator) -> Iterator[None]:
 
 
 @contextmanager
-def _swap_by_pointers(generator: torch.Generator) -> Iterator[None]:
+def _shared_state(generator: torch.Generator) -> Iterator[None]:
     """Let the CUDA device's default generator draw from `generator`, by pointing it at the same state."""
     default = torch.cuda.default_generators[generator.device.index]
     before = default.graphsafe_get_state()
@@ -52,10 +52,10 @@ class RandomStreams:
 
     def __init__(self, topology: Topology, seed: int, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
-        self._activate = _swap_by_copies
+        self._activate = _copied_state
         if self.device.type == "cuda":
             torch.cuda.init()  # fills torch.cuda.default_generators
-            self._activate = _swap_by_pointers
+            self._activate = _shared_state
         self.reseed(topology, seed)
 
     @property
