@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import GPT2Config
 
 from benchmarks.papers.kept import kept_by_layer
 from tests.support.compare import grid
 from tests.support.pools import Pools
+from tests.support.settings import gpt2_config
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
@@ -65,16 +65,8 @@ def drawn(seed: int) -> list[Layer]:
 
 def model_of(layer: Layer, core: str, topology: Topology) -> ZeroTPForCausalLM:
     attention, dropout, _ = CORES[core]
-    config = GPT2Config(
-        n_layer=1,
-        n_embd=layer.h,
-        n_head=layer.a,
-        n_positions=layer.s,
-        vocab_size=8,
-        attn_pdrop=dropout,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    sizes = {"n_layer": 1, "n_embd": layer.h, "n_head": layer.a, "n_positions": layer.s, "vocab_size": 8}
+    config = gpt2_config(0.1, attn_pdrop=dropout, **sizes)
     config._attn_implementation = attention
     return ZeroTPForCausalLM(config, topology, dtype=torch.bfloat16).train()
 

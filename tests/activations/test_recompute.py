@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, GPT2Config, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
-from tests.support.compare import grid
+from tests.support.compare import gradient_of, grid
 from tests.support.encoders import rows_for
 from tests.support.pools import Pools
+from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.support.tiny_models import bert_fields
-from tests.tiers import THOROUGH, in_tiers
+from tests.tiers import EACH_STAGE, THOROUGH, in_tiers
 from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.data.batch import MaskedBatch
@@ -55,18 +57,7 @@ def model_of(kind: str, dropout: float) -> PretrainedConfig:
         places = ("hidden_dropout_prob", "attention_probs_dropout_prob")
         fields = bert_fields(model_type=kind, num_hidden_layers=3, **dict.fromkeys(places, dropout))
         return AutoConfig.for_model(**fields | {"max_position_embeddings": SEQUENCE, "pad_token_id": 0})
-    return GPT2Config(
-        n_layer=3,
-        n_embd=24,
-        n_head=4,
-        vocab_size=101,
-        n_positions=SEQUENCE,
-        embd_pdrop=dropout,
-        resid_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    return gpt2_config(dropout, n_layer=3, vocab_size=101, n_positions=SEQUENCE)
 
 
 def batches(config: PretrainedConfig, topology: Topology, seed: int) -> list[Any]:
@@ -87,14 +78,14 @@ def engine_of(config: PretrainedConfig, topology: Topology, seed: int, name: str
     from zero_tp.training.engine import TrainingEngine
 
     policy, settings = POLICIES[name]
-    deepspeed_config = {
-        "train_micro_batch_size_per_gpu": BATCH // topology.data // ACCUMULATION,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
-        "activation_checkpointing": settings,
-    }
+    deepspeed_config = deepspeed_settings(
+        stage,
+        micro_batch=BATCH // topology.data // ACCUMULATION,
+        accumulation=ACCUMULATION,
+        gradient_clipping=0.5,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        activation_checkpointing=settings,
+    )
     return TrainingEngine(config, topology, deepspeed_config, seed=seed, recompute=RecomputePolicy(**policy))
 
 
@@ -118,7 +109,7 @@ def run(kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> dict[s
 
 
 def flops_of_a_step(seed: int, tensor: int, sequence: bool) -> dict[str, tuple[float, float]]:
-    """On every rank, each policy's FLOPs of one step: as the library says, and as torch counts them on this rank."""
+    """Return each policy's FLOPs of one step by the library, and by torch's counter on this rank."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from zero_tp.models.flops import hardware_flops
@@ -141,21 +132,13 @@ def flops_of_a_step(seed: int, tensor: int, sequence: bool) -> dict[str, tuple[f
 
 @THOROUGH
 @pytest.mark.parametrize(("tensor", "sequence"), in_tiers([(1, False), (2, False), (2, True)], [(2, True)]))
-def test_hardware_flops_are_those_that_torch_counts(ranks: Pools, seed: int, tensor: int, sequence: bool) -> None:
+def test_hardware_flops_equal_torchs_count(ranks: Pools, seed: int, tensor: int, sequence: bool) -> None:
     every = ranks(2).run(flops_of_a_step, seed, tensor, sequence)
     for name in every[0]:
         assert sum(ran[name][1] for ran in every) == every[0][name][0], name
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [
-        pytest.param(0, marks=pytest.mark.heavy),
-        1,
-        pytest.param(2, marks=pytest.mark.heavy),
-        pytest.param(3, marks=THOROUGH),
-    ],
-)
+@EACH_STAGE
 @THOROUGH
 @pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True)])
 def test_recomputing_changes_no_bit(ranks: Pools, seed: int, tensor: int, sequence: bool, stage: int) -> None:
@@ -193,8 +176,34 @@ def test_a_policy_for_more_layers_than_there_are_is_refused() -> None:
         ActivationMemory(model, RecomputePolicy(mode="full", layers=4), {}, torch.device("cpu"))
 
 
+def test_a_part_that_is_named_twice_is_recomputed_once() -> None:
+    model = ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), device="meta")
+    policy = RecomputePolicy(mode="selective", modules=["norm", "attention_core", "norm"])
+    assert policy.chosen_modules == ("norm", "attention_core")
+    memory = ActivationMemory(model, policy, {}, torch.device("cpu"))
+    assert any("forward" in vars(module) for module in model.modules())
+    memory.remove()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["attention_core", "all modules", "full, contiguous"])
+def test_a_deep_copy_recomputes_its_own_layers(name: str) -> None:
+    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE)
+    plain, model = (ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), seed=1) for _ in range(2))
+    policy, settings = POLICIES[name]
+    ActivationMemory(model, RecomputePolicy(**policy), settings, torch.device("cpu"))
+    copied = copy.deepcopy(model)
+    for changed in (plain, copied):
+        for parameter in changed.parameters():
+            parameter.data.mul_(2)
+        changed(tokens, labels=tokens).loss.backward()
+    for (key, expected), found in zip(plain.named_parameters(), copied.parameters(), strict=True):
+        assert torch.equal(gradient_of(found), gradient_of(expected)), key
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def compare(ranks: Pools, kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> None:
-    """Of every policy, with dropout: the masks are drawn again as they were."""
+    """Compare every policy with "none", with dropout: backward replays the masks."""
     for found in ranks(2).run(run, kind, seed, tensor, sequence, stage):
         losses, norms, weights, _ = found["none"]
         for name, (its_losses, its_norms, its_weights, notes) in found.items():

@@ -1,4 +1,4 @@
-"""Checkpoints are where the config says, and those that leave an accelerator come back in time: no bit changes.
+"""Stores of activation checkpoints keep them where the config says, and change no bit.
 
 The accelerator is a simulated one with values (tests/support/streams.py).
 """
@@ -41,7 +41,7 @@ WORLD = 2
 LAYERS, LENGTH = 3, 10
 P_A, HOST, BUFFER = "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"
 SCHEDULES = ["late", "early"]
-"""When copies run where nothing orders them."""
+"""When unordered copies run: as late, or as early, as they can."""
 
 
 # ---- a model -------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ SHAPES = [(4, 3, 6), (5, 7), (3, 2), (1,)]  # of which two do not divide by 2; t
 
 
 def round_trips(tensor: int, copies: str) -> int:
-    """Tensors come back from every store with their shapes and bits, while others take the memory that they had."""
+    """Compare shapes and bits of tensors from every store, while other tensors reuse their memory."""
     same = 0
     group = grid(tensor, False).tensor_group
     on_host = torch.device("cpu")
@@ -225,18 +225,18 @@ def round_trips(tensor: int, copies: str) -> int:
 
 
 @pytest.mark.parametrize("copies", SCHEDULES)
-def test_tensors_come_back(own_ranks: Pool, copies: str) -> None:
+def test_stores_return_their_tensors(own_ranks: Pool, copies: str) -> None:
     each = 6 * 2 * len(SHAPES)  # stores, dtypes
     assert round_trips(1, copies) == each
     assert own_ranks.run(round_trips, 2, copies) == [each, each]
 
 
 @pytest.mark.parametrize("copies", SCHEDULES)
-def test_the_device_has_memory_for_what_is_on_its_way(copies: str) -> None:
-    """However late copies run, and however far the host is ahead of computation.
+def test_device_memory_of_the_host_store_is_bounded(copies: str) -> None:
+    """However late copies run, and however far the host runs ahead of the device.
 
-    Forward: two tensors on their way out and the one that comes of them. Backward: one is used, one comes, and what was
-    and is computed.
+    Forward: two tensors that are being copied out, and the next. Backward: one tensor in use, one being copied back,
+    the last result and the next.
     """
     count, numel = 12, 100
     with computing_accelerator(copies) as computing:
@@ -256,8 +256,8 @@ def test_the_device_has_memory_for_what_is_on_its_way(copies: str) -> None:
     assert not found.any()
 
 
-def test_memory_is_free_after_a_copy_that_nobody_takes() -> None:
-    """As after an error in backward: a checkpoint has been fetched and is dropped."""
+def test_memory_of_a_prefetched_tensor_is_freed() -> None:
+    """After an error in backward a prefetched checkpoint is dropped."""
     with computing_accelerator("late") as computing:
         store = HostStore()
         tokens = [store.put(torch.zeros(4, device=computing.device)) for _ in range(2)]
@@ -267,8 +267,8 @@ def test_memory_is_free_after_a_copy_that_nobody_takes() -> None:
         assert computing.moved == 4
 
 
-def test_more_checkpoints_than_a_buffer_has_slots_for_are_refused() -> None:
-    """As of two forwards before a backward, the second with longer sequences or not."""
+def test_a_buffer_without_a_free_slot_refuses() -> None:
+    """Two forwards before a backward do this; the second may have longer sequences."""
     buffer = ContiguousBuffer(1)
     handle = buffer.put(torch.ones(4))
     with pytest.raises(UserError, match=r"^activation_checkpointing\.number_checkpoints: all 1 slots are taken"):

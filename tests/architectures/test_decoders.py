@@ -85,8 +85,8 @@ def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str
         model = parallel_model(reference, topology).train()
         audit(model, topology)
         counts[f"gradients, SP {sequence}"] = compare(model, reference, tokens, expected)
-        assert all(fired == 1 for fired in model.gradient_hooks.fired.values())
-        counts[f"hooks, SP {sequence}"] = len(model.gradient_hooks.fired)
+        assert all(gradient_sum.fired == 1 for gradient_sum in model.gradient_hooks.sums.values())
+        counts[f"hooks, SP {sequence}"] = len(model.gradient_hooks.sums)
         # The length that does not divide, which is computed without SP where no gradient is taken.
         with torch.no_grad():
             odd = tokens[:, : LENGTH - 3]

@@ -57,8 +57,8 @@ def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str
         assert found.masked_accuracy.item() == pytest.approx(right[rows["labels"] != -100].float().mean().item())
         found.loss.backward()
         counts[f"gradients, SP {sequence}"] = check_gradients(model, reference)
-        assert all(fired == 1 for fired in model.gradient_hooks.fired.values())
-        counts[f"parts, SP {sequence}"] = len(model.gradient_hooks.fired)
+        assert all(gradient_sum.fired == 1 for gradient_sum in model.gradient_hooks.sums.values())
+        counts[f"parts, SP {sequence}"] = len(model.gradient_hooks.sums)
         # A length that does not divide, which is computed without SP where no gradient is taken.
         odd = {name: each[:, : LENGTH - 3].contiguous() if each.ndim == 2 else each for name, each in rows.items()}
         with torch.no_grad():

@@ -79,9 +79,9 @@ def partial_gradients(model_type: str, world: int, sequence: bool, routing: str)
     """Routers and gates of shared experts whose gradients a hook sums."""
     model, _ = compare(model_type, grid(world, sequence), routing, True, {})
     audit(model, model.topology)
-    fired = model.gradient_hooks.fired
-    assert all(count == 1 for count in fired.values())
-    return tuple(sum(name.endswith(end) for name in fired) for end in ("router.weight", "shared.gate"))
+    sums = model.gradient_hooks.sums
+    assert all(gradient_sum.fired == 1 for gradient_sum in sums.values())
+    return tuple(sum(name.endswith(end) for name in sums) for end in ("router.weight", "shared.gate"))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

@@ -70,8 +70,8 @@ def same_as_native(world: int, sequence: bool, padding: str, changes: dict[str, 
 
     expected.loss.backward()
     found.loss.backward()
-    fired = model.gradient_hooks.fired
-    assert all(count == 1 for count in fired.values()) and bool(fired) == sequence
+    sums = model.gradient_hooks.sums
+    assert all(gradient_sum.fired == 1 for gradient_sum in sums.values()) and bool(sums) == sequence
     compared = check_gradients(model, reference)
 
     with torch.no_grad():

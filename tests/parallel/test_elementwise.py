@@ -1,4 +1,4 @@
-"""What goes over pieces that a cache holds computes what it computes at once."""
+"""Elementwise functions on chunks of rows compute what they compute on whole tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from zero_tp.parallel import elementwise, loss
 from zero_tp.parallel.elementwise import CHUNKED
 from zero_tp.parallel.gradients import sum_of_squares
 
-PIECES = [1, 64, 10**6]
+CHUNK_ELEMENTS = [1, 64, 10**6]
 
 
-@pytest.fixture(params=PIECES)
-def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+@pytest.fixture(params=CHUNK_ELEMENTS)
+def elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(elementwise, "CACHE_ELEMENTS", request.param)
     return int(request.param)
 
@@ -30,17 +30,17 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(dtype).requires_grad_()
 
 
-def test_pieces_are_all_rows_once(pieces: int) -> None:
+def test_chunks_cover_each_row_once(elements: int) -> None:
     matrix = torch.arange(7 * 24).view(7, 24)
     found = [matrix[chunk] for chunk in CHUNKED.chunks(matrix)]
     assert torch.equal(torch.cat(found), matrix)
-    assert max(each.numel() for each in found) <= max(24, pieces * torch.get_num_threads())
+    assert max(each.numel() for each in found) <= max(24, elements * torch.get_num_threads())
 
 
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("function", [F.silu, lambda gate: F.gelu(gate, approximate="tanh")], ids=["silu", "gelu"])
-def test_a_gate_is_what_autograd_computes(pieces: int, function: object, dtype: torch.dtype, strided: bool) -> None:
+def test_a_gated_activation_equals_autograd(elements: int, function: object, dtype: torch.dtype, strided: bool) -> None:
     wide, gradient = drawn(5, 3, 24, dtype=dtype), torch.randn(5, 3, 12).to(dtype)
     if strided:
         wide = wide.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
@@ -53,7 +53,7 @@ def test_a_gate_is_what_autograd_computes(pieces: int, function: object, dtype: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_rms_norm_is_torch_s(pieces: int, dtype: torch.dtype) -> None:
+def test_an_rms_norm_equals_torch(elements: int, dtype: torch.dtype) -> None:
     tensor, weight = drawn(5, 3, 24, dtype=dtype), drawn(24, dtype=dtype)
     gradient = torch.randn(5, 3, 24).to(dtype)
     exact = [each.detach().double().requires_grad_() for each in (tensor, weight)]
@@ -68,7 +68,7 @@ def test_an_rms_norm_is_torch_s(pieces: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_squares_are_summed_in_fp64(pieces: int, dtype: torch.dtype) -> None:
+def test_sum_of_squares_is_in_fp64(elements: int, dtype: torch.dtype) -> None:
     tensor = (torch.randn(9, 31) * 1e3).to(dtype).t()
     expected = tensor.double().square().sum()
     assert sum_of_squares(tensor).item() == pytest.approx(expected.item(), rel=1e-14)
@@ -77,7 +77,7 @@ def test_squares_are_summed_in_fp64(pieces: int, dtype: torch.dtype) -> None:
 
 
 def test_an_accelerators_slices_of_the_loss_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses and gradients on the simulated one, whatever the size of a slice."""
+    """On the simulated accelerator losses and gradients do not depend on `SLICE_ELEMENTS`."""
     model = ZeroTPForCausalLM(config_of("gpt2", LAYERS, LENGTH, kv_heads=2), grid(1, False), seed=1).train()
     tokens = torch.randint(VOCABULARY, (1, BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     made: list[int] = []

@@ -1,4 +1,4 @@
-"""Fused products, by torch's own reference of the operators: on CPU ranks they have no kernel of their own."""
+"""Fused products on CPU ranks, by torch's reference implementations: the operators have only CUDA kernels."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def same_as_native_fused(world: int) -> list[int]:
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=THOROUGH)])
 def test_loss_logits_and_every_gradient(ranks: Pools, world: int) -> None:
-    """A layer fuses two of each in each of three forwards, and two in its backward."""
+    """Count: a layer fuses two gathers and two scatters in each of three forwards and in its backward."""
     each = (3 * 2 + 2) * SIZES["n_layer"]
     assert ranks(world).run(same_as_native_fused, world) == [[each, each]] * world
 
 
-def rounded_once_more() -> tuple[Tensor, Tensor, Tensor]:
+def outputs_in_bf16() -> tuple[Tensor, Tensor, Tensor]:
     """Return a bf16 layer's output: fused, computed with its two roundings, and with a separate gather."""
     topology = grid(2, True)
     torch.manual_seed(3)
@@ -76,10 +76,10 @@ def rounded_once_more() -> tuple[Tensor, Tensor, Tensor]:
     return found, (whole.float() @ weight[rows].float().t()).bfloat16() + bias[rows], plain
 
 
-def test_a_bias_rounds_once_more_in_16_bits(ranks: Pools) -> None:
-    for found, twice, plain in ranks(2).run(rounded_once_more):
+def test_a_16_bit_bias_is_added_to_the_rounded_product(ranks: Pools) -> None:
+    for found, twice, plain in ranks(2).run(outputs_in_bf16):
         assert torch.equal(found, twice)
-        assert 0 < (found - plain).abs().max() <= 2.0**-7 * 8  # a unit in the last place of what is below 16
+        assert 0 < (found - plain).abs().max() <= 2.0**-7 * 8  # one unit in the last place of numbers below 16
 
 
 def refused_on_cpu() -> str:

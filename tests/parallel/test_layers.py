@@ -38,7 +38,7 @@ EACH_GRID = pytest.mark.parametrize(
 def operators(world: int) -> tuple[float, float]:
     topology = grid(world, True)
     group, rank = topology.tensor_group, topology.tensor_rank
-    everyone = [torch.randn(2 * world, BATCH, HIDDEN) for _ in range(world)]  # what each rank holds, known to all
+    everyone = [torch.randn(2 * world, BATCH, HIDDEN) for _ in range(world)]  # the same on all ranks
     shards = [torch.randn(2, BATCH, HIDDEN) for _ in range(world)]
     total, joined = torch.stack(everyone).sum(0), torch.cat(shards)
 
@@ -76,7 +76,7 @@ def operators(world: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_operators_do_what_they_are_defined_to_do(ranks: Pools, world: int) -> None:
+def test_conjugate_operators(ranks: Pools, world: int) -> None:
     for forward, transposed in ranks(world).run(operators, world):
         assert forward == pytest.approx(transposed, rel=1e-4)
 
@@ -88,13 +88,13 @@ def backward_like(layer: nn.Module, output: Tensor, upstream: Tensor, topology: 
     """The layer's gradients, whole; partial ones summed by the hooks as in training."""
     hooks = GradientHooks(layer, topology.tensor_group)
     output.backward(upstream)
-    assert all(fired == 1 for fired in hooks.fired.values())
+    assert all(gradient_sum.fired == 1 for gradient_sum in hooks.sums.values())
     named = {name: p for name, p in layer.named_parameters() if p.requires_grad}
     return {name: whole_gradient(parameter, topology.tensor_group) for name, parameter in named.items()}
 
 
-def test_deepspeeds_linear_rounds_once_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`zero.Init` puts it in the place of torch's, for all that the process computes from then on."""
+def test_a_product_rounds_once_with_deepspeeds_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`zero.Init` replaces `F.linear` for the rest of the process."""
     dtype = torch.bfloat16
     weight, bias, tensor = torch.randn(24, HIDDEN).to(dtype), torch.randn(24).to(dtype), torch.randn(16, 3, HIDDEN)
     make = maker(Topology(world=1), dtype, weight=weight, bias=bias)
@@ -183,7 +183,7 @@ def test_linear_layers_in_bf16(ranks: Pools, sequence: bool, kind: str) -> None:
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products that write where they are told."""
+    """Count matrix products with an `out` argument."""
 
     count = 0
 
@@ -192,8 +192,8 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def after_the_gather(world: int) -> int:
-    """How many products less a gather has where all its rows are multiplied at once."""
+def products_without_own_rows_first(world: int) -> int:
+    """Compare the products; return how many fewer there are without `OWN_ROWS_FIRST`."""
     topology = grid(world, True)
     whole = torch.randn(3 * world, BATCH, HIDDEN)
     matrices, biases = (torch.randn(HIDDEN, 8), torch.randn(HIDDEN, 5)), (torch.randn(8), None)
@@ -212,9 +212,9 @@ def after_the_gather(world: int) -> int:
     return counts[0] - counts[1]
 
 
-def test_products_after_the_gather_are_the_same(ranks: Pools) -> None:
-    """And every gradient equals torch's."""
-    assert ranks(3).run(after_the_gather, 3) == [2, 4, 2]
+def test_own_rows_first_changes_no_product(ranks: Pools) -> None:
+    """Without it every gradient equals torch's, too."""
+    assert ranks(3).run(products_without_own_rows_first, 3) == [2, 4, 2]
 
 
 def refused(world: int) -> tuple[str, str]:
@@ -225,7 +225,7 @@ def refused(world: int) -> tuple[str, str]:
     return str(rows.value), str(features.value)
 
 
-def test_what_does_not_divide_is_refused(ranks: Pools) -> None:
+def test_sizes_that_do_not_divide_are_refused(ranks: Pools) -> None:
     for rows, features in ranks(3).run(refused, 3):
         assert "4 rows do not split over 3 ranks" in rows
         assert "weight: 7 does not divide by tensor parallel size 3" in features

@@ -1,4 +1,4 @@
-"""The vocab-parallel cross entropy, logits and scores against torch's, on whole logits."""
+"""The vocab-parallel cross entropy, logits and token scores against torch on whole logits."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
 
 def shard_of(weight: Tensor, rank: int, world: int) -> Tensor:
-    """This rank's rows; the padded ones hold what would be seen if it were read."""
+    """Return this rank's rows; padding rows are 1000, so that reading one changes the result."""
     layout = Sharded(0, (len(weight),), padded=True)
     local = layout.shard(weight, rank, world)
     *_, (start, stop, _padding) = layout.ranges(rank, world)
@@ -190,12 +190,12 @@ def test_frozen_weight_or_hidden_states(ranks: Pools, sequence: bool, frozen: st
     ],
 )
 def test_other_divisors_and_layouts(ranks: Pools, case: Case) -> None:
-    """With a divisor a micro-batch without any label to count has a loss of 0, and no gradient."""
+    """With a divisor, a micro-batch whose labels are all ignored has a loss of 0 and no gradient."""
     assert ranks(2).run(cross_entropy, case) == [{"hidden", "weight"}] * 2
 
 
 def rounded(world: int, sequence: bool, length: int, batch: int, draws: int) -> set[str]:
-    """bf16 against torch in fp32 on the same rounded values: rounding, and no bias."""
+    """Compare bf16 with torch in fp32 on the same rounded values; the mean error must vanish."""
     topology = grid(world, sequence)
     layout, vocabulary = Sharded(0, (33,), padded=True), 33
     before, module.BLOCK_ELEMENTS = module.BLOCK_ELEMENTS, 1
@@ -235,7 +235,7 @@ def rounded(world: int, sequence: bool, length: int, batch: int, draws: int) -> 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(("length", "batch", "draws"), [(24, 5, 10), (4, 3, 40)])
 def test_bf16(ranks: Pools, sequence: bool, length: int, batch: int, draws: int) -> None:
-    """In blocks, and in one, of which no fp32 gradient is made."""
+    """In several blocks, and in a single block, whose gradient is not accumulated in fp32."""
     assert ranks(2).run(rounded, 2, sequence, length, batch, draws) == [{"hidden", "weight"}] * 2
 
 

@@ -1,4 +1,4 @@
-"""What the loss takes of memory, counted without numbers, and how it adds up 16-bit blocks."""
+"""Peak memory of the loss, counted on fake tensors, and its sums of 16-bit blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.compare import leaf
-from tests.tiers import THOROUGH
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.parallel import loss as module
 from zero_tp.parallel.loss import vocab_parallel_cross_entropy
 from zero_tp.planning.tracking import Allocations
@@ -22,7 +22,7 @@ BLOCK = 2**23
 
 
 def peak(dtype: torch.dtype, tokens: int, size: int, rows: int, *, trained: bool = True) -> int:
-    """Bytes of forward and backward beside what they are given, on one rank."""
+    """Return the peak bytes of forward and backward on one rank, without their inputs."""
     with FakeTensorMode(), Allocations() as allocations:
         shapes = ((tokens, 1, size), (rows, size))
         hidden, weight = (torch.empty(*shape, dtype=dtype, requires_grad=trained) for shape in shapes)
@@ -39,8 +39,8 @@ def peak(dtype: torch.dtype, tokens: int, size: int, rows: int, *, trained: bool
 
 
 def before(dtype: torch.dtype, tokens: int, size: int, rows: int) -> int:
-    """The same of chunks of 2^23 logits, each in fp32 and in the dtype, and an fp32 gradient that each added to; with a
-    few numbers a token (labels, losses, what scales a row)."""
+    """Return the peak of an earlier loss: chunks of 2^23 logits in fp32 and in the dtype, and an fp32 gradient that
+    accumulates them, with a few numbers a token."""
     element = dtype.itemsize
     chunk = min(tokens, BLOCK // rows) * rows
     weight, hidden = rows * size, element * tokens * size
@@ -49,23 +49,14 @@ def before(dtype: torch.dtype, tokens: int, size: int, rows: int) -> int:
     return max(forward, (4 + element) * weight + 2 * hidden) + 48 * tokens
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tokens"),
-    [
-        (torch.bfloat16, 2048),  # the largest block alone
-        *(
-            pytest.param(dtype, tokens, marks=THOROUGH)
-            for dtype, tokens in (
-                (torch.bfloat16, 300),
-                (torch.bfloat16, 2049),
-                (torch.bfloat16, 5000),
-                (torch.float16, 5000),
-                (torch.float32, 1024),
-                (torch.float32, 4096),
-            )
-        ),
-    ],
-)
+PEAKS = [
+    (torch.bfloat16, 2048),  # the largest block alone
+    *((torch.bfloat16, tokens) for tokens in (300, 2049, 5000)),
+    *((torch.float16, 5000), (torch.float32, 1024), (torch.float32, 4096)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "tokens"), in_tiers(PEAKS, PEAKS[:1]))
 def test_the_peak_is_not_above_that_of_small_chunks(dtype: torch.dtype, tokens: int) -> None:
     size, rows = 1024, 16384
     allowed = before(dtype, tokens, size, rows)
@@ -103,7 +94,7 @@ def blocks(dtype: torch.dtype, count: int) -> tuple[list[tuple[Tensor, Tensor]],
 
 @THOROUGH
 def test_the_bound_of_bf16_blocks() -> None:
-    """2^-8 of the sum of the blocks' products, each of which is rounded once; fp32 adds 2^-24 a term."""
+    """Each block's product is rounded once, by up to 2^-8; each fp32 addition rounds by up to 2^-24."""
     share = 0.0
     for count in (1, 2, 5, 16):
         for rows in (1, 8, BLOCK):  # of a product at once
@@ -120,8 +111,8 @@ def test_the_bound_of_bf16_blocks() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_where_gemms_add_to_fp32_no_product_is_rounded(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's kernel, with one for the CPU in its place: the operator takes the call, and one call is all."""
+def test_gemms_that_accumulate_in_fp32_round_no_product(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA one `addmm` a block accumulates in fp32; a CPU function stands in for its kernel."""
     calls = []
 
     def added(

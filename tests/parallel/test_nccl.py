@@ -32,7 +32,7 @@ from zero_tp.trainer.batches import SampleComparison
 WORLD = 4
 LAYERS, LENGTH = 2, 8
 SCHEDULES = ["late", "early"]
-"""When collectives run where nothing orders them."""
+"""When unordered collectives run: as late, or as early, as they can."""
 
 
 # ---- a step --------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ CASES = [
 def test_a_step_computes_the_same_on_every_schedule(
     own_ranks: Pool, model_type: str, sequence: bool, mode: str, linear: int
 ) -> None:
-    """`linear`: asynchronous collectives of a layer's products; what is waited for at once is none of them."""
+    """`linear`: asynchronous collectives of a layer's products; blocking ones are not counted."""
     norms = (2 * LAYERS + 1) * sequence
     for total, asynchronous in own_ranks.run(compared, model_type, sequence, mode):
         assert asynchronous == LAYERS * linear + norms
@@ -144,7 +144,7 @@ def test_a_step_computes_the_same_on_every_schedule(
 
 
 def gathered(does: str, schedule: str) -> tuple[Tensor, int]:
-    """What comes of an all-gather over TP, for which each rank brings its number; how many are asynchronous."""
+    """Return the all-gather of the ranks' numbers over TP, and the number of asynchronous collectives."""
     group = grid(2, False).tensor_group
     with computing_accelerator(schedule) as computing:
         shard = torch.full((2,), float(dist.get_rank()), device=computing.device)
@@ -170,7 +170,7 @@ def gathered(does: str, schedule: str) -> tuple[Tensor, int]:
         *((mistake, "late") for mistake in ("does not wait", "waits too late", "changes the input")),
     ],
 )
-def test_only_what_is_waited_for_is_right(own_ranks: Pool, does: str, schedule: str) -> None:
+def test_a_result_is_right_only_after_its_wait(own_ranks: Pool, does: str, schedule: str) -> None:
     for rank, (found, asynchronous) in enumerate(own_ranks.run(gathered, does, schedule)):
         first = rank // 2 * 2 + (does == "changes the input")
         if does in ("does not wait", "waits too late"):
@@ -181,7 +181,7 @@ def test_only_what_is_waited_for_is_right(own_ranks: Pool, does: str, schedule: 
 
 
 def swapped(schedule: str) -> None:
-    """The second rank of each TP group issues two collectives in another order."""
+    """Issue two collectives, in another order on the second rank of each TP group."""
     topology = grid(2, False)
     with computing_accelerator(schedule) as computing:
         tensor = torch.zeros(2, device=computing.device)
@@ -192,7 +192,7 @@ def swapped(schedule: str) -> None:
 
 
 def left_out(schedule: str) -> None:
-    """The last rank does not issue a collective, for which nobody waits."""
+    """Issue a collective, which nobody waits for, on all ranks but the last."""
     topology = grid(2, False)  # every rank makes the groups
     with computing_accelerator(schedule) as computing:
         if topology.rank < 3:

@@ -1,4 +1,4 @@
-"""When the collectives of column and row layers run, and what a column layer keeps for backward."""
+"""Collectives of column and row layers overlap with GEMMs; a column layer saves only its input shard."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ INPUT_GRADIENT, WEIGHT_GRADIENT = f"GEMM {[LENGTH * BATCH, INPUTS]}", f"GEMM {[O
     ],
 )
 def test_communication_runs_during_the_products(ranks: Pools, sequence: bool, frozen: str, expected: list[str]) -> None:
-    """And only the rank's shard of the input is kept for them."""
+    """Only the rank's shard of the input and the weight are saved for backward."""
     kept = LENGTH // 2 if sequence else LENGTH
     for log, saved in ranks(2).run(backward_events, 2, sequence, frozen):
         assert log == expected
@@ -105,7 +105,7 @@ def test_communication_runs_during_the_products(ranks: Pools, sequence: bool, fr
 
 
 def gathering_events(world: int, name: str, bias: bool) -> list[str]:
-    """Of a column layer's forward or a row layer's backward under SP, which multiply what they gather."""
+    """Return the events of a column layer's forward or a row layer's backward under SP, which gather and multiply."""
     topology = grid(world, True)
     make, init = maker(topology, weight=torch.randn(OUTPUTS, INPUTS), bias=torch.randn(OUTPUTS)), Normal(1.0)
     shard = leaf(torch.randn(LENGTH // world, BATCH, INPUTS))
@@ -131,7 +131,7 @@ def gathering_events(world: int, name: str, bias: bool) -> list[str]:
         ("row", f"GEMM {[LENGTH // 2 * BATCH, INPUTS // 2]}", [f"GEMM {[OUTPUTS, INPUTS // 2]}"]),
     ],
 )
-def test_the_own_rows_are_multiplied_while_the_others_come(
+def test_own_rows_are_multiplied_during_the_gather(
     ranks: Pools, name: str, part: str, after: list[str], bias: bool
 ) -> None:
     for log in ranks(2).run(gathering_events, 2, name, bias):

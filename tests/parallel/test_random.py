@@ -1,4 +1,4 @@
-"""Dropout's random streams: their draws, the masks that they give to each rank, and the masks that backward replays."""
+"""Random streams: their draws, the dropout masks of each rank, and their replay in backward."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from transformers import GPT2Config
 
 from tests.support.compare import grid
 from tests.support.pools import Pools
+from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.tiers import in_tiers
 from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
@@ -113,7 +114,7 @@ def drawn(streams: RandomStreams, draw: Callable[[], Tensor]) -> list[Tensor]:
         inside.append(draw())
         raise ArithmeticError
     outside.append(draw())
-    for _ in range(2):  # what was loaded is a copy
+    for _ in range(2):  # loading copies the state
         streams.load_state_dict(saved)
         assert same(use(PER_RANK, SHARED), expected)
     streams.reseed(Topology(), 6)
@@ -122,7 +123,7 @@ def drawn(streams: RandomStreams, draw: Callable[[], Tensor]) -> list[Tensor]:
     return [*outside, *inside]
 
 
-def test_streams_and_the_default_generator_do_not_move_each_other() -> None:
+def test_streams_and_the_default_generator_are_independent() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         plain = [torch.rand(3) for _ in range(OUTSIDE)]
@@ -134,8 +135,8 @@ def test_streams_and_the_default_generator_do_not_move_each_other() -> None:
     assert same(found[0][OUTSIDE:], found[1][OUTSIDE:])
 
 
-def test_a_cuda_stream_is_used_without_copies_and_draws_as_with_them() -> None:
-    """No CUDA generator exists here: the stand-in has its interface, and a CPU generator for its state."""
+def test_a_cuda_stream_is_used_without_copies() -> None:
+    """Its draws are those of a copied state. A class with the interface of a CUDA generator stands in for it."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         expected = drawn(RandomStreams(Topology(), 5), lambda: torch.rand(3))
@@ -185,18 +186,7 @@ def test_no_dropout_draws_nothing(p: float, training: bool) -> None:
 LAYERS, LENGTH, BATCH = 3, 16, 2
 # Different ones, so that a mask tells which of them it was drawn with.
 EMBEDDING, RESIDUAL, ATTENTION = 0.15, 0.3, 0.5
-CONFIG: dict[str, Any] = {
-    "n_layer": LAYERS,
-    "n_head": 4,
-    "n_embd": 64,
-    "n_positions": LENGTH,
-    "vocab_size": 50,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "embd_pdrop": EMBEDDING,
-    "resid_pdrop": RESIDUAL,
-    "attn_pdrop": ATTENTION,
-}
+DROPOUTS = {"embd_pdrop": EMBEDDING, "resid_pdrop": RESIDUAL, "attn_pdrop": ATTENTION}
 
 # A forward draws the embedding's mask, then each layer's: attention, residual, residual.
 KINDS = ["embedding", *["attention", "residual", "residual"] * LAYERS]
@@ -235,17 +225,21 @@ class Masks(TorchDispatchMode):
         return drawn
 
 
-def model_of(tensor: int, sequence: bool, attention: str, policy: str) -> ZeroTPForCausalLM:
-    config = GPT2Config(**CONFIG)
+def config_of(attention: str) -> GPT2Config:
+    config = gpt2_config(n_layer=LAYERS, n_embd=64, n_positions=LENGTH, vocab_size=50, **DROPOUTS)
     config._attn_implementation = attention
-    model: Any = ZeroTPForCausalLM(config, grid(tensor, sequence), seed=11).train()
+    return config
+
+
+def model_of(tensor: int, sequence: bool, attention: str, policy: str) -> ZeroTPForCausalLM:
+    model: Any = ZeroTPForCausalLM(config_of(attention), grid(tensor, sequence), seed=11).train()
     mode, settings, _ = POLICIES[policy]
     ActivationMemory(model, RecomputePolicy(**mode), settings, torch.device("cpu"))
     return model
 
 
 def drawn_by(policy: str, tensor: int, sequence: bool, attention: str) -> list[list[Tensor]]:
-    """Masks of: forward, backward; then forward, forward, backward of the second, of the first; forward."""
+    """Return the masks of each phase: forward, backward; two forwards, their backwards in reverse order; forward."""
     model = model_of(tensor, sequence, attention, policy)
     tokens = torch.randint(50, (BATCH, LENGTH))
     before = torch.get_rng_state()
@@ -327,18 +321,10 @@ def masks_of_steps(stage: int, policy: str) -> list[Tensor]:
     """All masks of two steps of two micro-batches through the engine, in order."""
     from zero_tp.training.engine import TrainingEngine
 
-    topology = grid(2, True)
     mode, activations, _ = POLICIES[policy]
-    settings = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
-        "activation_checkpointing": activations,
-    }
-    config = GPT2Config(**CONFIG)
-    config._attn_implementation = "eager"
-    engine = TrainingEngine(config, topology, settings, seed=11, recompute=RecomputePolicy(**mode))
+    settings = deepspeed_settings(stage, micro_batch=BATCH, accumulation=2, activation_checkpointing=activations)
+    recompute = RecomputePolicy(**mode)
+    engine = TrainingEngine(config_of("eager"), grid(2, True), settings, seed=11, recompute=recompute)
     tokens = torch.ones(BATCH, LENGTH, dtype=torch.long)  # the same everywhere: only the streams tell masks apart
     with Masks() as masks:
         for _ in range(2):

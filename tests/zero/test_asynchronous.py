@@ -1,4 +1,4 @@
-"""The real DeepSpeed engine on an accelerator that claims to be asynchronous.
+"""DeepSpeed's engine on a CPU accelerator that reports itself as asynchronous.
 
 Runs equal those on the plain CPU accelerator bit for bit. Events, waits or synchronisations order all accesses of
 different streams. The host waits only where DeepSpeed does, except for the gradient norm without ZeRO.
@@ -39,7 +39,7 @@ SYNCHRONISES = {
     "copied": ZERO_12 + "_wait_for_offload_copies",
     # The main stream uses what the side stream has reduced.
     "partitioned": ZERO_3 + "independent_gradient_partition_epilogue",
-    # Memory: at most two buckets of gradients, and two gathers of weights, are in flight.
+    # To bound memory: at most two buckets of gradients, and two gathers of weights, are in flight.
     "two reductions": ZERO_3 + "__reduce_and_partition_ipg_grads",
     "two gathers": "deepspeed/runtime/zero/partitioned_param_coordinator.py:_fetch_sub_module_impl",
     # Resident weights are gathered after the update, by a function that blocks.
@@ -257,7 +257,7 @@ def mistaken(path: str, kind: str) -> list[str]:
         ("zero_tp/parallel/collectives.py:wait", "zero_tp/parallel/linear.py"),
     ],
 )
-def test_missing_order_is_found(ranks: Pools, tmp_path: Path, kind: str, words: str) -> None:
+def test_a_missing_wait_is_reported(ranks: Pools, tmp_path: Path, kind: str, words: str) -> None:
     path = CASES["3"].write(tmp_path / "config.json")
     for faults in ranks(4).run(mistaken, path, kind):
         assert any(words in fault for fault in faults), faults

@@ -1,4 +1,4 @@
-"""C_B: DeepSpeed's buffers have the sizes that the JSON gives, whatever the model's (arXiv 1910.02054, section 6.2)."""
+"""C_B: the config, not the model, sets the sizes of DeepSpeed's buffers (arXiv 1910.02054, section 6.2)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 def buffers(layers: int, stage: int, overlap: bool) -> dict[str, Any]:
-    """The sizes that DeepSpeed's optimizer has, and those of its buckets while gradients arrive, in elements."""
+    """Return the sizes of DeepSpeed's optimizer, and of its buckets during backward, in elements."""
     keys = {**SETTINGS, "stage": stage, "overlap_comm": overlap}
     zero = [f"zero_optimization.{key}={json.dumps(value)}" for key, value in keys.items()]
     config = small_config(4, *MODEL, f"zero_tp.model.n_layer={layers}", "zero_tp.parallel.tensor=2", *zero)

@@ -134,9 +134,11 @@ def test_a_run_in_fp16_is_that_of_torchs_scaler(
 def expected_scales(
     overflows: Sequence[bool], power: int, window: int, hysteresis: int, smallest: float, consecutive: bool = False
 ) -> list[float]:
-    """The rule in words: the scale halves, not below `smallest`, at each overflow but the first `hysteresis` - 1. It
-    doubles at every `window`th step without one, not counting the first, which also gives those back. With
-    `consecutive` every step without one gives them back."""
+    """Return the scales by DeepSpeed's rule.
+
+    An overflow halves the scale, not below `smallest`, once `hysteresis` - 1 spare overflows are used. After every
+    `window` further good steps it doubles, and spares are restored; with `consecutive` each good step restores them.
+    """
     scale, spare, good, scales = 2.0**power, hysteresis - 1, 0, []
     for overflow in overflows:
         if overflow:

@@ -1,4 +1,4 @@
-"""The default optimizer has nothing compiled, whatever the stage and the dtype."""
+"""The default optimizer compiles nothing, at any stage and dtype."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from unittest.mock import patch
 import pytest
 
 from tests.support.pools import Pools
-from tests.support.settings import fp16_supported, rows, settings_of
+from tests.support.settings import fp16_supported, gpt2_config, rows, settings_of
 from tests.tiers import in_tiers
 from zero_tp.config.optimizer import choose_implementation
 from zero_tp.topology import Topology
 
 
 def first_step(stage: int, dtype: str) -> tuple[str, float]:
-    """The optimizer and the loss of a step where torch can build no extension."""
-    from transformers import GPT2Config
-
+    """Return the optimizer's module and the loss of a step in which torch can build no extension."""
     from zero_tp.training.engine import TrainingEngine
 
     settings: dict[str, Any] = settings_of(stage, dtype) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     choose_implementation(settings)
-    config = GPT2Config(n_layer=1, n_embd=24, n_head=4, vocab_size=50, n_positions=8, bos_token_id=0, eos_token_id=0)
+    config = gpt2_config(0.1, n_layer=1, vocab_size=50, n_positions=8)
     with fp16_supported(), patch("torch.utils.cpp_extension.load", side_effect=AssertionError("something is compiled")):
         engine = TrainingEngine(config, Topology(), settings, seed=1)
         loss = engine.train_step(rows(engine))

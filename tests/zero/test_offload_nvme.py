@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config
 
 from tests.support.pools import Pools
+from tests.support.settings import deepspeed_settings, gpt2_config
 from zero_tp.topology import Topology
 
 
@@ -20,17 +20,16 @@ def train(offload: dict[str, dict[str, Any]], dtype: str) -> tuple[list[tuple[fl
     from zero_tp.zero.states import MASTER
 
     # DeepSpeed keeps what is smaller than its I/O alignment in memory: these matrices are swapped.
-    config = GPT2Config(
-        n_layer=2, n_embd=256, n_head=4, vocab_size=1001, n_positions=16, bos_token_id=0, eos_token_id=0
-    )
+    config = gpt2_config(0.1, n_embd=256, vocab_size=1001, n_positions=16)
     topology = Topology(2, True)
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
-        "zero_optimization": {"stage": 3, **offload},
-        **({"bf16": {"enabled": True}} if dtype == "bf16" else {}),
-    }
+    settings = deepspeed_settings(
+        3,
+        micro_batch=2,
+        accumulation=2,
+        dtype=dtype,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+        zero_optimization={"stage": 3, **offload},
+    )
     engine = TrainingEngine(config, topology, settings, seed=3)
     generator = torch.Generator().manual_seed(1)
     steps = []

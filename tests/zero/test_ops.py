@@ -1,4 +1,4 @@
-"""What ranks do before they connect: devices are taken, freed memory is kept, and what has to be compiled is said."""
+"""Preparations of a rank: its device, its heap, DeepSpeed's compiled ops, and directories on NVMe."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from zero_tp.zero import ops
 
 
 def test_init_distributed_compiles_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """DeepSpeed builds its shared-memory collectives unless this table says that they don't work here.
+    """DeepSpeed builds its shared-memory collectives unless its table says that they are incompatible.
 
-    Reading the table would look at every op, with lines such as these on each rank of a machine with a GPU.
+    Filling the whole table probes every op, and prints such lines on each rank of a machine with a GPU.
     """
     import importlib
     import inspect
@@ -88,7 +88,7 @@ KEPT: list[tuple[str, str, dict[str, str], bool, bool]] = [
 
 
 @pytest.mark.parametrize(("word", "where", "variables", "can", "kept"), in_tiers(KEPT, [KEPT[1]]))
-def test_freed_memory_is_kept_unless_the_environment_says_how(
+def test_freed_memory_is_kept_unless_the_environment_tunes_malloc(
     word: str, where: str, variables: dict[str, str], can: bool, kept: bool
 ) -> None:
     """A tensor of 64 MiB, made and freed again and again, has 16,384 pages. In a thread it is larger than the heap.
@@ -118,15 +118,13 @@ OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
         ("SGD", {}, {}, None),
     ],
 )
-def test_what_deepspeed_compiles_is_known(
-    kind: str, params: dict[str, Any], zero: dict[str, Any], name: str | None
-) -> None:
+def test_builder_of_an_optimizer(kind: str, params: dict[str, Any], zero: dict[str, Any], name: str | None) -> None:
     config = {"optimizer": {"type": kind, "params": {"lr": 1e-3, **params}}, "zero_optimization": zero}
     choose_implementation(config)
     assert builder_name(config) == name
 
 
-def test_a_compilation_is_said_and_what_it_lacks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compilation_is_logged_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
@@ -148,8 +146,8 @@ def test_a_compilation_is_said_and_what_it_lacks_is_one_line(tmp_path: Path, mon
     assert ops.compilation_note(offloaded, accelerator) is None
 
 
-def test_a_script_that_connects_by_torch_has_the_device_index_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed takes LOCAL_RANK for it. A rank that is shown its own device alone has index 0."""
+def test_connect_sets_local_rank_to_the_device_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed reads LOCAL_RANK as the index. A rank that sees only its own device has index 0."""
 
     class Joined(Exception):
         pass
@@ -180,7 +178,7 @@ def test_a_script_that_connects_by_torch_has_the_device_index_too(monkeypatch: p
     ],
     ids=["optimizer", "parameters", "no directory", "read-only", "no libaio", "no NVMe"],
 )
-def test_what_offload_to_nvme_needs_is_checked(
+def test_check_nvme(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     block: str | None,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.test_model import NO_DROPOUT
 from tests.support.pools import Pools
+from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.tiers import in_tiers
 from zero_tp.config.schedule import SCHEDULES
 from zero_tp.topology import Topology
@@ -112,26 +112,22 @@ FORMULAS: dict[str, tuple[str, dict[str, Any], Callable[[int], float]]] = {
     ),
     **{f"{name} {params}": (name, params, native(name, params)) for name, params in OF_TRANSFORMERS},
 }
-"""Schedules: type, params, and the rate at k as DeepSpeed's documentation says it, or transformers' own."""
+"""Schedules: type, params, and the rate at k by DeepSpeed's documentation or by transformers."""
 
 
 def engine_of(scheduler: str | None, params: dict[str, Any], stage: int, optimizer: str = "SGD") -> Any:
-    from transformers import GPT2Config
-
     from zero_tp.training.engine import TrainingEngine
 
     torch_adam = {} if optimizer == "SGD" else {"torch_adam": True}
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": optimizer, "params": {"lr": RATE, **torch_adam}},
-        **({"scheduler": {"type": scheduler, "params": params}} if scheduler else {}),
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-    }
-    sizes: dict[str, Any] = {"n_layer": 1, "n_embd": 24, "n_head": 4, "vocab_size": 50, "n_positions": 8}
-    config = GPT2Config(**sizes, **NO_DROPOUT, bos_token_id=0, eos_token_id=0)
-    return TrainingEngine(config, Topology(), settings, seed=1)
+    schedule: dict[str, Any] = {"scheduler": {"type": scheduler, "params": params}} if scheduler else {}
+    settings = deepspeed_settings(
+        stage,
+        gradient_clipping=0.0,
+        optimizer={"type": optimizer, "params": {"lr": RATE, **torch_adam}},
+        zero_allow_untested_optimizer=True,
+        **schedule,
+    )
+    return TrainingEngine(gpt2_config(n_layer=1, vocab_size=50, n_positions=8), Topology(), settings, seed=1)
 
 
 TOKENS = torch.arange(9).reshape(1, 9) * 5 % 50
@@ -139,7 +135,7 @@ ROWS = [(TOKENS[:, :-1], TOKENS[:, 1:])]
 
 
 def rates(stage: int) -> dict[str, list[tuple[float, float]]]:
-    """Of each step of each schedule: the rate that is said, and by how much of its gradient a weight has moved."""
+    """Return for each schedule, by step: the reported rate, and the weight's change divided by its gradient."""
     found: dict[str, list[tuple[float, float]]] = {}
     for name, (scheduler, params, _) in FORMULAS.items():
         engine = engine_of(scheduler, params, stage)
@@ -203,7 +199,7 @@ def resumed_rates(stage: int, skipped: int) -> list[list[float]]:
 
 @pytest.mark.parametrize(("stage", "skipped"), in_tiers([(0, 0), (2, 0), (1, 2), (3, 2)], [(1, 2)]))
 def test_a_resumed_run_has_the_rates_of_its_own_config(ranks: Pools, stage: int, skipped: int) -> None:
-    """At the step that it goes on from, whatever schedule the run had before. A skipped step does not move one."""
+    """From the step that it resumes at, whatever schedule the run had before. A skipped step does not advance it."""
     done = 3 - (skipped > 0)
     for (_, after), rates in zip(RESUMED, ranks(2).run(resumed_rates, stage, skipped)[0], strict=True):
         formula = FORMULAS[after][2] if after else lambda _: RATE
@@ -229,7 +225,7 @@ def cycled_betas() -> list[list[tuple[float, float]]]:
 
 
 def test_a_cycle_has_the_momentum_of_its_step(ranks: Pools) -> None:
-    """The first beta falls while the rate rises; the second is DeepSpeed's own."""
+    """The first beta falls while the rate rises; the second is DeepSpeed's default."""
     whole, resumed = ranks(2).run(cycled_betas)[0]
     expected = [0.9 - 0.4 * max(0.0, min(k / 3, (7 - k) / 4)) for k in range(1, 9)]
     assert [first for first, _ in whole] == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""Optimizer states are restored where torch's own step keeps them."""
+"""Restored optimizer states have the device and type that torch's step gives them."""
 
 from __future__ import annotations
 

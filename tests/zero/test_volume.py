@@ -1,4 +1,4 @@
-"""What a real engine sends over DP in a step is what the planner's time counts, whichever way gradients are reduced."""
+"""The elements that an engine sends over DP in a step equal those of the planner's timing."""
 
 from __future__ import annotations
 

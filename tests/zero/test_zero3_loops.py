@@ -1,4 +1,4 @@
-"""ZeRO-3's gathers and reductions as matrices: bit for bit what DeepSpeed makes of each rank's part by itself."""
+"""ZeRO-3's gathers and reductions as matrices equal DeepSpeed's loops over each rank's part bit for bit."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def reductions(seed: int) -> int:
 
 
 @pytest.mark.parametrize("world", in_tiers([2, 3, 4], [4]))
-def test_reductions_are_deepspeeds(world: int, ranks: Pools, seed: int) -> None:
+def test_reductions_equal_deepspeeds(world: int, ranks: Pools, seed: int) -> None:
     assert ranks(world).run(reductions, seed) == [8 + 1 + 1 + 8 + 1] * world
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
-def test_gathers_are_deepspeeds(ranks: int, seed: int) -> None:
+def test_gathers_equal_deepspeeds(ranks: int, seed: int) -> None:
     torch.manual_seed(seed)
     numels = sizes_of(seed, ranks)
     sizes = [-(-numel // ranks) for numel in numels]
@@ -77,10 +77,8 @@ def test_gathers_are_deepspeeds(ranks: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("version", [rows.VERSION, "0.19.9"])
-def test_stage_3_takes_them_whoever_makes_it_from_the_version_that_is_known(
-    version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A script's engine and Trainer's make it as a run does."""
+def test_stage_3_patches_the_known_version_only(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs, scripts and the Trainer all make the stage by `zero_engine`."""
     monkeypatch.setattr(AllGatherCoalescedHandle, "wait", rows._original_wait)
     monkeypatch.setattr(stage3, "reduce_scatter_coalesced", reduce_scatter_coalesced)
     monkeypatch.setattr("deepspeed.__version__", version)

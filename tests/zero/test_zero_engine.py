@@ -1,4 +1,4 @@
-"""Every door to training adds the partial sums of 16-bit products in fp32."""
+"""Every way to train accumulates 16-bit products in fp32."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Stop(Exception):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_partial_sums_are_not_rounded(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`TrainingEngine` and the Trainer both make DeepSpeed's engine here. Splitting a sum stays allowed."""
+    """`TrainingEngine` and the Trainer both initialise DeepSpeed here. Split-K stays allowed."""
     matmul = torch.backends.cuda.matmul
     monkeypatch.setattr(deepspeed, "initialize", mock.Mock(side_effect=Stop))
     before = {name: getattr(matmul, name) for name in FLAGS}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.activations.recompute import Forward, RecomputedOutput, recomputed
+from zero_tp.activations.recompute import Forward, RecomputedOutput, plain_forward, recompute
 from zero_tp.activations.stores import ContiguousBuffer, HostStore, InPlaceStore, PartitionedStore, Store
 from zero_tp.errors import UserError
 from zero_tp.models.parallel_model import ParallelModel
@@ -44,7 +45,7 @@ class ActivationMemory:
             raise UserError(f"zero_tp.recompute.layers: {problem}; use a smaller one")
         self._streams = model.streams
         self._store = self._make_store(settings, model.topology, device) if policy.mode == "full" else InPlaceStore()
-        self._recomputes = True  # until a step counts its micro-batches
+        self._recomputes = True  # changed by `begin_micro_batch`, if the run calls it
         self._wrapped: list[nn.Module] = []
         modules = {"none": (), "full": ("layer",), "selective": policy.chosen_modules}[policy.mode]
         for index in self.layers:
@@ -66,7 +67,7 @@ class ActivationMemory:
     def _wrap_module(self, layer: TransformerLayer, name: str) -> None:
         if name in RECOMPUTED_MODULES:
             module = layer.get_submodule(RECOMPUTED_MODULES[name])
-            self._wrap(module, recomputed(module.forward, self._streams, self._store))
+            self._wrap(module, partial(recompute, plain_forward(module), self._streams, self._store))
             return
         mlps = ["mlp"] if getattr(layer.mlp, "shared", None) is None else ["mlp", "mlp.shared"]
         activations = [(f"{mlp}.activation", f"{mlp}.down") for mlp in mlps]
@@ -78,13 +79,11 @@ class ActivationMemory:
 
     def _wrap(self, module: nn.Module, recomputing: Forward) -> None:
         """Replace a module's forward in micro-batches that recompute. Modules and parameters keep their names."""
-        plain: Forward = module.forward
-
-        def forward(*inputs: Any, **options: Any) -> Tensor:
-            return (recomputing if self._recomputes else plain)(*inputs, **options)
-
-        module.forward = forward
+        module.forward = partial(self._run, recomputing, plain_forward(module))
         self._wrapped.append(module)
+
+    def _run(self, recomputing: Forward, plain: Forward, *inputs: Any, **options: Any) -> Tensor:
+        return (recomputing if self._recomputes else plain)(*inputs, **options)
 
     def _make_store(self, settings: Mapping[str, Any], topology: Topology, device: torch.device) -> Store:
         to_host = bool(settings.get("cpu_checkpointing")) and device.type != "cpu"

@@ -52,7 +52,7 @@ class RecomputePolicy(ConfigModel):
     @property
     def chosen_modules(self) -> tuple[RecomputeModule, ...]:
         """Return the parts of a layer that `selective` recomputes."""
-        return tuple(self.modules or ("attention_core",))
+        return tuple(dict.fromkeys(self.modules or ("attention_core",)))
 
     def recomputed_layers(self, layers: int) -> range:
         """Return the indices of the recomputed layers of a model of `layers` layers."""
@@ -64,8 +64,8 @@ class RecomputePolicy(ConfigModel):
 
     def mean_recomputed_layers(self, layers: int, micro_batches: int) -> float:
         """Return how many layers backward recomputes, in whole or in part: the mean over a step's micro-batches."""
-        keeping = min(self.keep_micro_batches, micro_batches)
-        return len(self.recomputed_layers(layers)) * (micro_batches - keeping) / micro_batches
+        recomputing = max(0, micro_batches - self.keep_micro_batches)
+        return len(self.recomputed_layers(layers)) * recomputing / micro_batches
 
     def recomputed_layers_and_cores(self, layers: int, micro_batches: int) -> tuple[float, float]:
         """Return (layers, attention cores) whose matrix products backward runs again: means over micro-batches."""

@@ -2,7 +2,7 @@
 
 Both mechanisms wrap the `forward` of modules of a built model:
 
-- `recomputed` keeps the inputs of a module (a layer, an attention core) in a store and runs the module again.
+- `recompute` keeps the inputs of a module (a layer, an attention core) in a store and runs the module again.
   Collectives inside it happen again, on every rank in the same order.
 - `RecomputedOutput` drops the output of an elementwise module and computes it again from its input for the gradient of
   the next weight: one elementwise pass, no communication.
@@ -22,6 +22,11 @@ from zero_tp.activations.stores import Store
 from zero_tp.parallel.random import RandomStreams
 
 Forward = Callable[..., Tensor]
+
+
+def plain_forward(module: nn.Module) -> Forward:
+    """Return the forward of the module's class as a partial: unlike a closure, it follows a deep copy of the module."""
+    return partial(type(module).forward, module)
 
 
 class _Recompute(torch.autograd.Function):
@@ -57,21 +62,17 @@ class _Recompute(torch.autograd.Function):
         return (None, None, None, None, *(tensor.grad for tensor in inputs))
 
 
-def recomputed(forward: Forward, streams: RandomStreams, store: Store) -> Forward:
-    """Return a forward that keeps its inputs in `store` and replays the dropout of `streams` in backward.
+def recompute(forward: Forward, streams: RandomStreams, store: Store, *inputs: Tensor, **options: Any) -> Tensor:
+    """Run `forward`; keep its inputs in `store`, and run it again in backward with the same dropout of `streams`.
 
     Positional arguments are tensors and get gradients; keyword arguments are kept as they are.
     """
-
-    def run(*inputs: Tensor, **options: Any) -> Tensor:
-        if not torch.is_grad_enabled():
-            return forward(*inputs, **options)
-        # Parameters inside need gradients even if no input does (a frozen embedding).
-        anchor = torch.empty(0, device=inputs[0].device, requires_grad=True)
-        output: Tensor = _Recompute.apply(partial(forward, **options), streams, store, anchor, *inputs)
-        return output
-
-    return run
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **options)
+    # Parameters inside need gradients even if no input does (a frozen embedding).
+    anchor = torch.empty(0, device=inputs[0].device, requires_grad=True)
+    output: Tensor = _Recompute.apply(partial(forward, **options), streams, store, anchor, *inputs)
+    return output
 
 
 class RecomputedOutput:
@@ -82,7 +83,7 @@ class RecomputedOutput:
 
     def __init__(self, producer: nn.Module, consumer: nn.Module):
         self.producer = producer
-        self._produce, self._consume = producer.forward, consumer.forward
+        self._produce, self._consume = plain_forward(producer), plain_forward(consumer)
         self._last: tuple[Tensor, Tensor] | None = None  # the producer's input and output, until the consumer runs
 
     def produce(self, source: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ class RecomputedOutput:
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, Tensor):
                 return packed
-            # ZeRO-3 gathers the weights when a module is called, and counts its inputs that need gradients.
+            # ZeRO-3 gathers the weights at each call, and releases them when its inputs that need gradients have them.
             with torch.enable_grad():
                 output: Tensor = self.producer(saved.detach().requires_grad_(needs_gradient))
             self._last = None

@@ -36,8 +36,8 @@ class OutputLayer(ElementwiseModule):
         super().__init__()
         self.vocabulary, self.group = spec.vocabulary, make.topology.tensor_group
         rows, init = split_vocabulary(spec.vocabulary), Normal(spec.init_std)
-        self.weight = embedding if spec.tied else make.make("weight", (spec.vocabulary, spec.hidden), rows, init)
-        self.bias = make.make("bias", (spec.vocabulary,), rows, ConstantInit(0.0)) if bias else None
+        self.weight = embedding if spec.tied else make.parameter("weight", (spec.vocabulary, spec.hidden), rows, init)
+        self.bias = make.parameter("bias", (spec.vocabulary,), rows, ConstantInit(0.0)) if bias else None
 
     def forward(
         self,

@@ -42,7 +42,7 @@ class Router(nn.Module):
         assert spec.experts is not None
         self.experts = spec.experts
         layout = Replicated("partial" if make.topology.tensor > 1 else "identical")
-        self.weight = make.make("weight", (spec.experts.count, spec.hidden), layout, Normal(spec.init_std))
+        self.weight = make.parameter("weight", (spec.experts.count, spec.hidden), layout, Normal(spec.init_std))
 
     def forward(
         self, tensor: Tensor, balance: RouterBalance | None, *, group: Group, sequence: bool
@@ -73,7 +73,7 @@ class SharedExpert(GatedMLP):
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, size: int):
         super().__init__(make, spec, size)
         layout = Replicated("partial" if make.topology.sequence else "identical")
-        self.gate = make.make("gate", (1, spec.hidden), layout, Normal(spec.init_std))
+        self.gate = make.parameter("gate", (1, spec.hidden), layout, Normal(spec.init_std))
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
         return F.linear(tensor, self.gate).sigmoid() * super().forward(tensor, context=context)

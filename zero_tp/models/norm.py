@@ -32,7 +32,7 @@ class Norm(ElementwiseModule):
         self.epsilon = epsilon
         self.layout = Replicated("partial" if sharded_input else "identical")
         self.gradient_sum = GradientSum(make.topology.tensor_group) if sharded_input else None
-        self.weight = make.make("weight", (size,), self.layout, ConstantInit(1.0))
+        self.weight = make.parameter("weight", (size,), self.layout, ConstantInit(1.0))
 
 
 class _PartialLayerNorm(torch.autograd.Function):
@@ -66,7 +66,7 @@ class LayerNorm(Norm):
 
     def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, sharded_input: bool):
         super().__init__(make, size, epsilon, sharded_input=sharded_input)
-        self.bias = make.make("bias", (size,), self.layout, ConstantInit(0.0))
+        self.bias = make.parameter("bias", (size,), self.layout, ConstantInit(0.0))
 
     def forward(self, tensor: Tensor) -> Tensor:
         if self.gradient_sum is None:
@@ -181,7 +181,7 @@ class SplitRMSNorm(nn.Module):
         self.ranks_per_head = [sum(head in heads for heads in heads_by_rank) for head in own] if shared else None
         self.features = slice(own.start * size, own.stop * size)
         layout = Replicated("partial") if shared else Sharded(0, (self.total,))
-        self.weight = make.make("weight", (self.total,), layout, ConstantInit(1.0))
+        self.weight = make.parameter("weight", (self.total,), layout, ConstantInit(1.0))
 
     def forward(self, heads: Tensor) -> Tensor:
         share: Tensor | float = 1.0

@@ -23,7 +23,7 @@ class LearnedEmbedding(nn.Module):
     def __init__(self, make: ParameterMaker, count: int, hidden: int, *, init: Normal):
         super().__init__()
         layout = Replicated("partial" if make.topology.sequence else "identical")
-        self.weight = make.make("weight", (count, hidden), layout, init)
+        self.weight = make.parameter("weight", (count, hidden), layout, init)
 
     def forward(self, indices: Tensor) -> Tensor:
         """Look up the vectors. [s, b or 1] → [s, b or 1, h]."""

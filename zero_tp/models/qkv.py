@@ -60,12 +60,12 @@ class GroupedQKV(nn.Module):
         kv_layout = Sharded(0, (kv_width,)) if split else replicated
 
         def bias(name: str, size: int, layout: Layout) -> nn.Parameter | None:
-            return make.make(name, (size,), layout, ConstantInit(0.0)) if spec.qkv_bias else None
+            return make.parameter(name, (size,), layout, ConstantInit(0.0)) if spec.qkv_bias else None
 
         init = Normal(spec.init_std)
-        self.query = make.make("query", (width, spec.hidden), Sharded(0, (width,)), init)
-        self.key = make.make("key", (kv_width, spec.hidden), kv_layout, init)
-        self.value = make.make("value", (kv_width, spec.hidden), kv_layout, init)
+        self.query = make.parameter("query", (width, spec.hidden), Sharded(0, (width,)), init)
+        self.key = make.parameter("key", (kv_width, spec.hidden), kv_layout, init)
+        self.value = make.parameter("value", (kv_width, spec.hidden), kv_layout, init)
         self.query_bias = bias("query_bias", width, Sharded(0, (width,)))
         self.key_bias = bias("key_bias", kv_width, kv_layout)
         self.value_bias = bias("value_bias", kv_width, kv_layout)

@@ -91,8 +91,8 @@ def _sum_pieces(received: Tensor, size: int) -> Tensor:
     return total
 
 
-# With `async_op=False` NCCL's kernel runs on the current stream: torch 2.13 records no events and holds no references
-# to its tensors (ProcessGroupNCCL::collective).
+# Unlike a start and a wait, `async_op=False` runs NCCL's kernel on the current stream: torch 2.13 records no events and
+# holds no references to tensors (ProcessGroupNCCL::collective).
 
 
 def all_reduce(tensor: Tensor, group: Group) -> Tensor:

@@ -19,9 +19,9 @@ CACHE_ELEMENTS = 2**18
 
 
 class ElementwiseOps:
-    """Run pure functions of tensors eagerly, chunk by chunk.
+    """Run functions of tensors eagerly, on one chunk of rows (indices of dimension 0) at a time.
 
-    A function treats all rows, the first dimension of its tensors, in the same way.
+    A row of a function's result depends on the same row of its tensors only.
     """
 
     def chunk_starts(self, stop: int, step: int) -> Sequence[int]:
@@ -122,7 +122,7 @@ class ElementwiseModule(nn.Module):
 
     @property
     def elementwise(self) -> ElementwiseOps:
-        """How this module runs its elementwise functions: in training as set, in evaluation in chunks."""
+        """Return how this module now runs its elementwise functions."""
         return self.training_elementwise if self.training else CHUNKED
 
 
@@ -140,11 +140,11 @@ def is_compiled(setting: bool | Literal["auto"], device: torch.device) -> bool:
 
 def compile_elementwise(model: nn.Module, device: torch.device) -> None:
     """Compile the elementwise work of a model's training."""
-    from torch._dynamo.exc import ShortenTraceback  # takes a second; of all failures of a compiler
+    from torch._dynamo.exc import ShortenTraceback  # here, because the import takes a second
 
     try:
         COMPILED.map_rows(_probe, (torch.ones(1, device=device),))
-    except (ShortenTraceback, OSError) as error:
+    except (ShortenTraceback, OSError) as error:  # the base class of torch's errors; no file can be written
         cause = getattr(error, "inner_exception", error)
         raise UserError(
             f"zero_tp.compile: torch can't compile for {device.type} here ({cause}); set it to false"

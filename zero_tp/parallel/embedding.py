@@ -28,7 +28,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group = make.topology.tensor_group
         init = replace(init, zero_row=padding_token)
-        self.weight = make.make("weight", (vocabulary, hidden), split_vocabulary(vocabulary), init)
+        self.weight = make.parameter("weight", (vocabulary, hidden), split_vocabulary(vocabulary), init)
         self.first, self.count = vocab_shard_range(vocabulary, make.topology.tensor_rank, make.topology.tensor)
         row = -1 if padding_token is None else padding_token - self.first
         self.padding_row = row if 0 <= row < self.count else None

@@ -1,6 +1,6 @@
 """Sum partial gradients over TP during backward, and compute the norm of all gradients over TP.
 
-DeepSpeed never sums them, and ZeRO-2 and 3 consume gradients during backward, so an all-reduce after it is too late.
+DeepSpeed never sums them over TP. ZeRO-2 and 3 consume gradients during backward: an all-reduce after it is too late.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class GradientSum:
     A layer with a `gradient_sum` calls it in its own backward, to overlap the all-reduce. Other parameters get a hook.
 
     Attributes:
-        fired: number of sums since training's last check.
+        fired: number of sums since `training.guards.check_hooks` last reset it.
     """
 
     def __init__(self, group: Group):
@@ -50,18 +50,13 @@ class GradientHooks:
         seen: set[int] = set()
         for prefix, module in model.named_modules():
             for name, parameter in module.named_parameters(prefix, recurse=False):
-                layout = layout_of(parameter)
+                layout = layout_of(parameter, f"parameter {name}")
                 if id(parameter) in seen or not parameter.requires_grad:
                     continue  # a tied parameter is summed once
                 seen.add(id(parameter))
                 if isinstance(layout, Replicated) and layout.gradient == "partial":
                     layer_sum = getattr(module, "gradient_sum", None)
                     self.sums[name] = layer_sum or _register_sum(parameter, group)
-
-    @property
-    def fired(self) -> dict[str, int]:
-        """How often each parameter's gradient was summed since training's last check of it."""
-        return {name: gradient_sum.fired for name, gradient_sum in self.sums.items()}
 
 
 def _register_sum(parameter: nn.Parameter, group: Group) -> GradientSum:

@@ -1,6 +1,6 @@
 """Linear layers of E groups, such as experts: rows are sorted by group, and each is multiplied by its group's matrix.
 
-n tokens, each with k rows (copies) in k groups; i input and o output features of this rank's shard.
+n tokens; each is copied to k groups. A row is a copy in the order of groups. i, o: features of this rank's shard.
 
 If torch has no grouped kernel for the operands, the host reads where groups end and multiplies them one by one. On CUDA
 the kernel takes bf16 rows whose size is a multiple of 16 bytes.
@@ -22,10 +22,11 @@ from zero_tp.parallel.parameter import Normal, ParameterMaker
 
 
 class Routing(NamedTuple):
-    """How the copies of tokens are sorted by group; copy k·i + j is the jth of token i.
+    """The permutation that sorts the copies of tokens by group, and its inverse.
 
     Attributes:
-        copy_of_row: int64 [n·k]. row_of_copy: int64 [n, k].
+        copy_of_row: copy number of each row, int64 [n·k]; copies 0 to k - 1 are of token 0, and so on.
+        row_of_copy: row of each token's copies, int64 [n, k].
         ends: where each group's rows end, int32 [E].
     """
 
@@ -35,7 +36,7 @@ class Routing(NamedTuple):
 
     @classmethod
     def from_groups(cls, groups: Tensor, count: int) -> Routing:
-        """Sort copies by group, stably. `groups`: the group of each copy, int64 [n, k], of `count` groups."""
+        """Sort copies by group, stably. `groups`: the group of each copy, int64 [n, k], below `count`."""
         flat = groups.flatten()
         copy_of_row = flat.argsort(stable=True)
         sizes = torch.zeros(count, dtype=torch.int64, device=flat.device)
@@ -49,7 +50,7 @@ class Routing(NamedTuple):
 
 
 def _has_grouped_kernel(*operands: Tensor) -> bool:
-    """Return whether `F.grouped_mm` takes the operands: rows a multiple of 16 bytes; fake only in bf16."""
+    """Return whether `F.grouped_mm` takes the operands: rows of a multiple of 16 bytes; fake tensors in bf16 only."""
     dtype = operands[0].dtype
     if dtype != torch.bfloat16 and (is_fake(operands[0]) or dtype not in (torch.float32, torch.float16)):
         return False
@@ -76,7 +77,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_outer_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Sum over each group the outer products of two kinds of rows. [n·k, o], [n·k, i] → [E, o, i]."""
+    """Return leftᵀ · right of each group's rows. [n·k, o], [n·k, i] → [E, o, i]."""
     if _has_grouped_kernel(left, right):
         return F.grouped_mm(left.t(), right, offs=ends)
     output = left.new_zeros(len(ends), left.shape[1], right.shape[1])  # a group without rows has zeros
@@ -148,15 +149,15 @@ class _GroupedLinear(nn.Module):
 
     def __init__(self, make: ParameterMaker, groups: int, inputs: int, outputs: int, layout: Sharded, init: Normal):
         super().__init__()
-        self.weight = make.make("weight", (groups, outputs, inputs), layout, init)
+        self.weight = make.parameter("weight", (groups, outputs, inputs), layout, init)
         self.group = make.topology.tensor_group
 
 
 class ColumnParallelGroupedLinear(_GroupedLinear):
     """Split every group's matrix by columns. [s, b, i] → [n·k, o], rows sorted by group; [s/t, b, i] under SP.
 
-    Under SP, forward all-gathers the input (g); backward gathers it again during the product for the input's gradient,
-    which it reduce-scatters during the weight's. Without SP the caller sums the input's gradient over TP (f).
+    Under SP, forward all-gathers the input (g). Backward gathers it again during the input-gradient product, and
+    reduce-scatters that gradient during the weight-gradient product. Without SP the caller sums it over TP (f).
     """
 
     def forward(self, tensor: Tensor, routing: Routing, *, sequence: bool) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to the host, or a CPU tensor itself. `wait` waits for no later device work."""
+    """An asynchronous copy of a tensor to the host, or a CPU tensor itself."""
 
     def __init__(self, tensor: Tensor):
         self._values, self._copy_done = tensor, None
@@ -19,7 +19,7 @@ class HostCopy:
             self._copy_done = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
 
     def wait(self) -> Tensor:
-        """Return the tensor in host memory."""
+        """Wait for the copy and the device work before it; return the tensor in host memory."""
         if self._copy_done is not None:
             self._copy_done.synchronize()
         return self._values

@@ -87,13 +87,13 @@ class Sharded:
 class Replicated:
     """The same on every TP rank.
 
-    `identical`: each rank computes the whole gradient. `partial`: each computes a part (the parameter is used on a
-    sequence shard, or on the rank's own heads), and a GradientSum adds the parts over TP.
+    `identical`: each rank computes the whole gradient. `partial`: each computes the part of its sequence shard or its
+    heads, and a GradientSum adds the parts over TP.
     """
 
     gradient: Literal["identical", "partial"] = "identical"
 
-    dim: ClassVar[int] = 0
+    dim: ClassVar[int] = 0  # the dimension of the blocks that are drawn
 
     def rows_of(self, shard: Tensor, rank: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
         yield 0, shard.shape[0], shard
@@ -122,16 +122,14 @@ def vocab_shard_range(size: int, rank: int, ranks: int) -> tuple[int, int]:
     return first, last - first
 
 
-# DeepSpeed's gradient norm counts a parameter with either of these on every TP rank.
+# DeepSpeed's gradient norm counts a parameter with one of these attributes on every TP rank; others on rank 0 only.
 MARKS = ("tensor_model_parallel", "model_parallel")
 
 
 def set_layout(
     parameter: nn.Parameter, name: str, layout: Layout, whole_shape: Sequence[int], tensor_size: int
 ) -> None:
-    """Set the parameter's layout and the marks that DeepSpeed's gradient norm reads.
-
-    The norm would count an unmarked shard on TP rank 0 only, and change clipping silently.
+    """Set the parameter's layout, and on a shard the MARKS, without which gradients are clipped wrongly.
 
     Args:
         name: the name with which the parameter was initialised.
@@ -144,12 +142,11 @@ def set_layout(
             setattr(parameter, mark, True)
 
 
-def layout_of(parameter: nn.Parameter) -> Layout:
-    """Return the parameter's layout."""
-    layout = getattr(parameter, "tensor_layout", None)
+def layout_of(parameter: nn.Parameter, name: str = "the parameter") -> Layout:
+    """Return the parameter's layout. ValueError, with `name`: it has none."""
+    layout: Layout | None = getattr(parameter, "tensor_layout", None)
     if layout is None:
-        raise ValueError("the parameter has no layout: make it with ParameterMaker")
-    assert isinstance(layout, Sharded | Replicated)
+        raise ValueError(f"{name} has no layout, so its split over TP ranks is unknown; make it with ParameterMaker")
     return layout
 
 
@@ -168,12 +165,7 @@ def audit(
         local_shape: returns the shape of a parameter's TP shard; under ZeRO-3 the parameter itself may be empty.
     """
     for name, parameter in model.named_parameters():
-        layout = getattr(parameter, "tensor_layout", None)
-        if layout is None:
-            raise ValueError(
-                f"parameter {name} has no layout, so its split over tensor parallel ranks is unknown; "
-                "make it with ParameterMaker"
-            )
+        layout = layout_of(parameter, f"parameter {name}")
         init_name = getattr(parameter, "init_name", None)
         if init_name != name:
             raise ValueError(f"parameter {name}: it was initialised as {init_name}")

@@ -232,7 +232,7 @@ def column_parallel_linear(
     sequence: bool,
     rows: Sequence[slice | None] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Multiply [s, b, i], or [s/t, b, i] under SP, by weights [o/t, i] → as many [s, b, o/t]. f, or g, once for all.
+    """Multiply [s, b, i] ([s/t, b, i] under SP) by each weight [o/t, i] → [s, b, o/t] each. f (g) once for all weights.
 
     Args:
         rows: the rows that this rank uses of each weight; by default all.
@@ -259,8 +259,8 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         layout = Sharded(0, parts)
         self.topology = make.topology
-        self.weight = make.make("weight", (sum(parts), inputs), layout, init)
-        self.bias = make.make("bias", (sum(parts),), layout, ConstantInit(0.0)) if bias else None
+        self.weight = make.parameter("weight", (sum(parts), inputs), layout, init)
+        self.bias = make.parameter("bias", (sum(parts),), layout, ConstantInit(0.0)) if bias else None
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
         """Apply the layer. [s, b, i], or [s/t, b, i] when `sequence` → [s, b, o/t]."""
@@ -274,8 +274,8 @@ class RowParallelLinear(nn.Module):
     def __init__(self, make: ParameterMaker, inputs: int, outputs: int, *, bias: bool, init: Normal):
         super().__init__()
         self.topology = make.topology
-        self.weight = make.make("weight", (outputs, inputs), Sharded(1, (inputs,)), init)
-        self.bias = make.make("bias", (outputs,), Replicated(), ConstantInit(0.0)) if bias else None
+        self.weight = make.parameter("weight", (outputs, inputs), Sharded(1, (inputs,)), init)
+        self.bias = make.parameter("bias", (outputs,), Replicated(), ConstantInit(0.0)) if bias else None
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
         """Apply the layer. [s, b, i/t] → [s, b, o], or [s/t, b, o] when `sequence`. f̄, or ḡ under SP."""
@@ -289,8 +289,8 @@ class ReplicatedLinear(nn.Module):
 
     def __init__(self, make: ParameterMaker, inputs: int, outputs: int, *, init: Normal):
         super().__init__()
-        self.weight = make.make("weight", (outputs, inputs), Replicated(), init)
-        self.bias = make.make("bias", (outputs,), Replicated(), ConstantInit(0.0))
+        self.weight = make.parameter("weight", (outputs, inputs), Replicated(), init)
+        self.bias = make.parameter("bias", (outputs,), Replicated(), ConstantInit(0.0))
 
     def forward(self, tensor: Tensor) -> Tensor:
         return _linear(tensor, self.weight, self.bias)

@@ -23,7 +23,7 @@ from zero_tp.parallel.elementwise import CHUNKED, ElementwiseOps
 from zero_tp.parallel.layout import vocab_shard_range
 
 BLOCK_ELEMENTS = 2**23
-"""Minimum logits of one block on one rank: 32 MiB in fp32."""
+"""Logits of one block on one rank, 32 MiB in fp32; blocks are larger beside a larger weight (`block_positions`)."""
 SLICE_ELEMENTS = 2**22
 """Logits converted to fp32 at a time on accelerators, whose kernels need work for all cores: 16 MiB."""
 _FP32_SUMS = ("cuda", "xpu")
@@ -33,17 +33,17 @@ _FP32_SUMS = ("cuda", "xpu")
 def block_positions(sequence: int, batch: int, rows: int, columns: int, dtype: torch.dtype) -> int:
     """Return the sequence positions of one block; at least one.
 
-    A block has `BLOCK_ELEMENTS` logits, or as many tokens as the weight [rows, columns] has columns if that is more:
-    its logits are then no larger than the scaled weight gradient, which backward makes later. In bf16 up to twice as
-    many tokens are one block, because a single block's gradient needs no fp32 accumulation.
+    A block has at most `BLOCK_ELEMENTS` logits, or as many as the weight [rows, columns] has elements if that is more:
+    the scaled weight gradient takes that memory later anyway. In bf16 up to 2 · columns tokens are one block, because
+    a single block's gradient needs no fp32 accumulation.
 
     Args:
         columns: 0 if the weight has no gradient, as in evaluation.
     """
     if dtype == torch.bfloat16 and sequence * batch <= 2 * columns:
         return sequence
-    most = max(1, max(BLOCK_ELEMENTS // max(1, rows), columns) // batch)
-    return math.ceil(sequence / math.ceil(sequence / most))
+    limit = max(1, max(BLOCK_ELEMENTS // max(1, rows), columns) // batch)
+    return math.ceil(sequence / math.ceil(sequence / limit))
 
 
 def nonzero_divisor(divisor: Tensor | float) -> Tensor | float:
@@ -82,7 +82,7 @@ class Softmax(NamedTuple):
     extra: Tensor
 
     def is_argmax(self, is_local_argmax: Tensor) -> Tensor:
-        """Return whether a label is the argmax of the whole vocabulary: the first of the greatest logits.
+        """Return whether a label is the argmax of the whole vocabulary; of equal logits the first is.
 
         Args:
             is_local_argmax: whether the label is the argmax of each rank's own logits, [t, n, *] → [n, *].
@@ -297,11 +297,10 @@ def vocab_parallel_cross_entropy(
     accuracy: bool = False,
     ops: ElementwiseOps = CHUNKED,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean cross entropy of `hidden` Wᵀ + `bias` against `labels`, over the tokens that are not ignored, and
-    how many of these labels are the argmax (0 unless `accuracy`).
+    """Return the mean cross entropy of `hidden` Wᵀ + `bias` against `labels`, and how many labels are the argmax.
 
-    Forward over TP: all-gather of the hidden states under SP, one all-gather of 3 numbers a token, and all-reduce
-    (reduce-scatter under SP) of the hidden gradient when one is needed. Backward: none.
+    Forward over TP: all-gather of the hidden states under SP; one all-gather of 3 numbers a token; all-reduce
+    (reduce-scatter under SP) of the hidden gradient if one is needed. Backward: none.
 
     Args:
         hidden: [s, b, h], or a sequence shard [s/t, b, h] when `sequence`.
@@ -311,8 +310,8 @@ def vocab_parallel_cross_entropy(
         vocabulary: v; rows past it get no probability and no gradient.
         divisor: divides the sum of the losses; by default the number of labels that are not ignored. A 0-d tensor needs
             no synchronisation.
-        accuracy: count the labels that are the argmax, which takes another pass over the logits, and one number more
-            a token in the all-gather.
+        accuracy: count the labels that are the argmax, or else return 0. It takes another pass over the logits, and
+            one number more a token in the all-gather.
         ops: runs the softmax, and chooses the blocks.
 
     Returns:

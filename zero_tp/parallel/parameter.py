@@ -27,7 +27,7 @@ BLOCK_ROWS = 64
 
 @dataclass(frozen=True)
 class Normal:
-    """Elements from N(0, std); the row `zero_row`, if any, is zeros."""
+    """Elements from N(0, std²); the row `zero_row`, if any, is zeros."""
 
     std: float
     zero_row: int | None = None
@@ -44,7 +44,7 @@ Init = Normal | ConstantInit
 
 
 class WeightSource(Protocol):
-    """Initialises new parameters."""
+    """Gives new parameters their values: from their `Init` (SeededInit), from files, or zeros."""
 
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
@@ -54,7 +54,7 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True)
 class SeededInit:
-    """Draw weights from the run's seed."""
+    """A source that draws weights by their `Init` and the run's seed."""
 
     seed: int
 
@@ -68,7 +68,7 @@ class SeededInit:
             self._draw(part.movedim(layout.dim, 0), name, start, whole[layout.dim], init)
 
     def _draw(self, rows: Tensor, name: str, start: int, total: int, init: Normal) -> None:
-        """Fill `rows`, the rows from `start` on of the parameter's `total`: drawn in fp32, block by block."""
+        """Draw in fp32, block by block, the parameter's rows from `start` on into `rows`; it has `total` rows."""
         stop = start + len(rows)
         for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
             first, last = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, total)
@@ -79,10 +79,10 @@ class SeededInit:
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             # zero.Init patches torch.empty and others to use the run's dtype, but not torch.normal.
             shape = (last - first, target[0].numel())
-            drawn = torch.normal(0.0, init.std, shape, generator=generator, dtype=torch.float32, device="cpu")
+            values = torch.normal(0.0, init.std, shape, generator=generator, dtype=torch.float32, device="cpu")
             if init.zero_row is not None and first <= init.zero_row < last:
-                drawn[init.zero_row - first] = 0.0
-            target.copy_(drawn[max(start - first, 0) : stop - first].view(target.shape))
+                values[init.zero_row - first] = 0.0
+            target.copy_(values[max(start - first, 0) : stop - first].view(target.shape))
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class ShardedSeededInit(SeededInit):
 
 @dataclass(frozen=True)
 class Zeros:
-    """Zero all weights, which a checkpoint then replaces."""
+    """A source of zeros, whatever the `Init`: a checkpoint replaces them."""
 
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
@@ -143,7 +143,7 @@ class ParameterMaker:
         """Return the maker for the submodule `name`."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
-    def make(self, name: str, whole: Sequence[int], layout: Layout, init: Init) -> nn.Parameter:
+    def parameter(self, name: str, whole: Sequence[int], layout: Layout, init: Init) -> nn.Parameter:
         """Make this rank's shard of the parameter `name` whose whole shape is `whole`."""
         full_name = self.prefix + name
         try:

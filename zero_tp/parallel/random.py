@@ -22,25 +22,25 @@ SHARED, PER_RANK = "shared", "per_rank"
 def _copied_state(generator: torch.Generator) -> Iterator[None]:
     """Let the CPU's default generator draw from `generator`, by copying states."""
     default = torch.default_generator
-    outside = default.get_state()
+    before = default.get_state()
     default.set_state(generator.get_state())
     try:
         yield
     finally:
         generator.set_state(default.get_state())
-        default.set_state(outside)
+        default.set_state(before)
 
 
 @contextmanager
 def _shared_state(generator: torch.Generator) -> Iterator[None]:
-    """Let the CUDA device's default generator draw from `generator`, by sharing its state."""
+    """Let the CUDA device's default generator draw from `generator`, by pointing it at the same state."""
     default = torch.cuda.default_generators[generator.device.index]
-    outside = default.graphsafe_get_state()
+    before = default.graphsafe_get_state()
     default.graphsafe_set_state(generator)
     try:
         yield
     finally:
-        default.graphsafe_set_state(outside)
+        default.graphsafe_set_state(before)
 
 
 class RandomStreams:

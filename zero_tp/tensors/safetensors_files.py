@@ -24,7 +24,7 @@ from zero_tp.parallel.agreement import tensor_bytes
 PART_BYTES = 8 * 2**20
 HASHING_THREADS = 2
 DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
-"""As safetensors' headers write them."""
+"""Names of dtypes in the headers of safetensors files."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _PartHasher:
 
     def __init__(self, threads: ThreadPoolExecutor):
         self._threads, self._part = threads, bytearray()
-        self._pending: deque[Future[bytes]] = deque()
+        self._pending: deque[Future[Any]] = deque()
         self._done: list[bytes] = []
 
     def update(self, content: memoryview) -> None:
@@ -62,20 +62,16 @@ class _PartHasher:
                 self._submit()
 
     def _submit(self) -> None:
-        self._pending.append(self._threads.submit(_sha256, self._part))
+        self._pending.append(self._threads.submit(hashlib.sha256, self._part))
         self._part = bytearray()
         if len(self._pending) > HASHING_THREADS + 1:  # a few parts are in memory at a time
-            self._done.append(self._pending.popleft().result())
+            self._done.append(self._pending.popleft().result().digest())
 
     def digests(self) -> list[bytes]:
         """Return the SHA-256s of all parts, in order. The last part may be shorter."""
         if self._part:
             self._submit()
-        return self._done + [digest.result() for digest in self._pending]
-
-
-def _sha256(part: bytearray) -> bytes:
-    return hashlib.sha256(part).digest()
+        return self._done + [sha256.result().digest() for sha256 in self._pending]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The loss scale of fp16: DeepSpeed's DynamicLossScaler, updated after the step under every ZeRO stage.
 
-The loss is multiplied by the scale, so that small gradients do not vanish in fp16, and the gradients are divided by it
-before the optimizer uses them (Micikevicius et al., "Mixed Precision Training").
+The loss is multiplied by the scale, so that small gradients do not vanish in fp16. The optimizer divides the gradients
+by it (Micikevicius et al., "Mixed Precision Training").
 
 DeepSpeed 0.19.8 updates the scale before it divides by it: when the scale grows, gradients and clipping are wrong by a
 factor of 2. Without ZeRO it also ignores `hysteresis`. So DeepSpeed's own update is disabled.

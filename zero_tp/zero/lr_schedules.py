@@ -45,13 +45,14 @@ def _hold_last_rate(rate: Callable[[int], float], last: int, step: int) -> float
 def set_schedule(schedule: Any, updates: int) -> None:
     """Set a schedule and the learning rates for the step after `updates`: step k trains at the schedule's value at k.
 
-    DeepSpeed starts its own at iteration -1 and advances them after each step, so the first two steps of a warm-up from
-    0 would have no effect.
+    DeepSpeed starts its own at iteration -1 and advances them after each step: the first two steps of a warm-up from 0
+    would have no effect.
 
     Args:
         updates: number of steps that have updated the weights.
     """
     if isinstance(schedule, LambdaLR):
+        # A count above 1 keeps torch from warning that the optimizer has not stepped.
         schedule.load_state_dict({**schedule.state_dict(), "last_epoch": updates, "_step_count": updates + 2})
         schedule.step()
     else:

@@ -88,7 +88,7 @@ class UnpartitionedStates(ZeroEngine):
         parameters = list(self.model.parameters())
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         norm = gradient_norm(parameters, self.topology) / scale
-        vetoed, self._last_norm = self._is_vetoed(norm), norm.item()
+        vetoed, self._last_norm = self._ask_veto(norm), norm.item()
         is_applied = not vetoed and math.isfinite(self._last_norm)
         if is_applied and self._limit > 0:
             clip_gradients(parameters, self._last_norm, self._limit)
@@ -101,7 +101,7 @@ class UnpartitionedStates(ZeroEngine):
         elif self.vetoed is not None:
             for parameter in parameters:
                 if parameter.grad is not None:
-                    parameter.grad.fill_(float("nan"))  # the wrapper skips the step
+                    parameter.grad.fill_(float("nan"))  # DeepSpeed's wrapper skips the step
 
     def _norm(self) -> float:
         return self._last_norm
@@ -175,7 +175,7 @@ class PartitionedStates(ZeroEngine):
         def norm_or_veto(norm_type: int = 2) -> Tensor:
             norm: Tensor = original(norm_type)
             # Without a veto the norm is not read.
-            vetoed = self._veto is not None and self._is_vetoed(norm / self.optimizer.loss_scale)
+            vetoed = self._veto is not None and self._ask_veto(norm / self.optimizer.loss_scale)
             return torch.full_like(norm, float("inf")) if vetoed else norm
 
         self.optimizer.scaled_global_norm = norm_or_veto
@@ -188,7 +188,7 @@ class PartitionedStates(ZeroEngine):
             if self._veto is not None:
                 gradients, _ = optimizer.get_grads_for_norm()
                 norm = get_global_norm_of_tensors(gradients, optimizer.norm_type, optimizer.mpu)
-                if self._is_vetoed(norm):
+                if self._ask_veto(norm):
                     for gradient in gradients:
                         gradient.fill_(float("nan"))  # BF16_Optimizer skips the step
             step()
@@ -196,7 +196,7 @@ class PartitionedStates(ZeroEngine):
         optimizer.step = step_unless_vetoed
 
     def fragments(self) -> Iterator[Fragment]:
-        optimizer = self.optimizer  # BF16_Optimizer has the first of these two names
+        optimizer = self.optimizer  # BF16_Optimizer has the first attribute, the other optimizers the second
         groups = getattr(optimizer, "fp32_groups_flat_partition", None) or optimizer.single_partition_of_fp32_groups
         for name, parameter in self.model.named_parameters():
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]
@@ -235,7 +235,7 @@ class PartitionedParameters(ZeroEngine):
             if self._veto is None:
                 return norms
             norm = combine_grad_norm_groups(norms) / self.optimizer.loss_scale
-            return [float("inf")] if self._is_vetoed(norm) else norms
+            return [float("inf")] if self._ask_veto(norm) else norms
 
         self.optimizer._get_norm_groups = norms_or_veto
 

@@ -120,8 +120,8 @@ class StatesOnNVMe(OptimizerStates):
 def _replay_cpu_adam(adam: Any, steps: int) -> None:
     """Give DeepSpeedCPUAdam the β₁^t and β₂^t of an uninterrupted run, by stepping one number `steps` times.
 
-    It multiplies by β in fp32 at each step; only if its first step is t does it compute pow(β, t). The two round
-    differently, and 1 - β₂^t magnifies the difference to 1e-5 of an update.
+    It multiplies by β in fp32 at each step, but computes pow(β, t) if its first step is t. The two round differently;
+    divided by 1 - β₂^t, the difference becomes 1e-5 of an update.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -47,7 +47,8 @@ def wait(handle: Any, handle_dependency: bool = True) -> None:
     """Wait for a gather of several parameters and set their values, like `AllGatherCoalescedHandle.wait`.
 
     Args:
-        handle_dependency: let the current stream use the gathered data; else it lives until DeepSpeed frees it.
+        handle_dependency: tell the allocator that the current stream reads the gathered buffer; otherwise keep the
+            buffer alive in DeepSpeed's `data_buffer`.
     """
     if handle.complete or handle.quantization or handle.use_secondary_tensor:
         _original_wait(handle, handle_dependency)
@@ -96,9 +97,5 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
     rows.div_(ranks)
     own = rows[rank]
     coalesced_collectives._torch_reduce_scatter_fn(rows.view(-1), own, group=group)
-    parts: list[Tensor] = []
-    offset = 0
-    for tensor, size in zip(tensors, sizes, strict=True):
-        parts.append(own[offset : offset + min(size, max(0, tensor.numel() - rank * size))])
-        offset += size
-    return parts
+    parts = zip(own.split(sizes), tensors, sizes, strict=True)
+    return [part[: max(0, tensor.numel() - rank * size)] for part, tensor, size in parts]

@@ -125,8 +125,8 @@ class ZeroEngine(ABC):
     def _step(self) -> None:
         self.engine.step()
 
-    def _is_vetoed(self, norm: Tensor) -> bool:
-        """Return whether the veto skips a step with this norm. All ranks must call it."""
+    def _ask_veto(self, norm: Tensor) -> bool:
+        """Return whether the veto skips a step with this norm; if so, set `vetoed`. All ranks must call it."""
         if self._veto is not None and self._veto(norm):
             self.vetoed = norm
         return self.vetoed is not None
@@ -134,8 +134,8 @@ class ZeroEngine(ABC):
     def norm_and_skipped(self) -> tuple[Tensor | float, bool]:
         """Return (gradient norm before clipping, skipped) of the last step, without waiting for the device.
 
-        A step with gradients that are not finite on some rank is (nan, True). A vetoed step is (norm, False), although
-        it updates nothing: see `vetoed`.
+        A step with gradients that are not finite on some rank is (nan, True). A veto skips a step, too, but is reported
+        by `vetoed` alone: here it is (norm, False).
         """
         if self.vetoed is not None:
             return self.vetoed, False
