@@ -143,7 +143,8 @@ def scale(axes: Any, direction: str, values: Sequence[float], *, logarithmic: bo
     # Within one decade LogLocator may find no tick: between 8 and 9 there is no 1, 2 or 5.
     decades = logarithmic and most > 10 * least
     subs = (1, 2, 5) if most < 1000 * least else (1,)
-    axis.set_major_locator(ticker.LogLocator(subs=subs) if decades else ticker.MaxNLocator(5, steps=[1, 2, 5, 10]))
+    linear = ticker.MaxNLocator(5, steps=[1, 2, 5, 10], min_n_ticks=3)
+    axis.set_major_locator(ticker.LogLocator(subs=subs) if decades else linear)
     axis.set_major_formatter(ticker.FuncFormatter(plain_number))
 
 
