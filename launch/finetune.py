@@ -49,8 +49,10 @@ def read_table(path: Path, first: str, second: str, label: str) -> Iterator[Reco
     else:
         raise UserError(f"{path}: unknown file format; the name must end with .jsonl, .tsv or .csv")
     for number, row in enumerate(rows, start=1):
-        if row.get(first) is None or row.get(label) is None:
-            raise UserError(f"{path}: row {number} has no {first!r} or no {label!r}; its fields are {', '.join(row)}")
+        missing = next((name for name in (first, label) if row.get(name) is None), None)
+        if missing is not None:
+            columns = f"the task reads {first}, {second} (optional) and {label}; rename the file's columns"
+            raise UserError(f"{path}: row {number} has no {missing}, only {', '.join(filter(None, row))}: {columns}")
         if str(row[label]) != "-":
             yield {"first": str(row[first]), "second": row.get(second), "label": str(row[label])}
 
@@ -75,7 +77,7 @@ def read_race(path: Path) -> Iterator[Record]:
 def encode_pairs(records: Sequence[Record], labels: Mapping[str, int], tokenizer: Any, length: int) -> list[Record]:
     """Tokenize each record as a pair of texts."""
     for unknown in {record["label"] for record in records} - labels.keys():
-        raise ValueError(f"no training example has the label {unknown!r}")
+        raise ValueError(f"no training example has the label {unknown!r}, only {', '.join(map(repr, labels))}")
     pairs = [tokenizer(r["first"], r["second"], truncation=True, max_length=length) for r in records]
     return [{**pair, "labels": labels[record["label"]]} for pair, record in zip(pairs, records, strict=True)]
 
@@ -180,6 +182,8 @@ def load_splits(options: argparse.Namespace, tokenizer: Any) -> tuple[Split, Spl
                 raise UserError(f"{path}: no examples in it")
             if not splits and task.encode is encode_pairs:
                 labels = {label: i for i, label in enumerate(sorted({record["label"] for record in records}))}
+                if len(labels) < 2:
+                    raise UserError(f"{path}: all examples have the label {', '.join(labels)}; a classifier needs two")
             splits.append((records, task.encode(records, labels, tokenizer, options.length)))
         except Exception as error:  # csv, JSON and tokenizers raise many types
             if isinstance(error, UserError | OSError):

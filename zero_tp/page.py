@@ -34,6 +34,7 @@ figure { margin: 1.2rem 0; } figure svg { width: 100%; height: auto; fill: curre
 table { border-collapse: collapse; font-size: 13px; } td, th { padding: .25rem .7rem; text-align: right; }
 td:last-child, th:last-child { text-align: left; } tr:nth-child(even) td { background: var(--shade); }
 .keys td, .keys th { text-align: left; vertical-align: top; overflow-wrap: break-word; }
+.keys th, .keys td:first-child { white-space: nowrap; }
 .good { color: var(--good); } .bad { color: var(--bad); }
 """
 
@@ -143,7 +144,9 @@ def scale(axes: Any, direction: str, values: Sequence[float], *, logarithmic: bo
     # Within one decade LogLocator may find no tick: between 8 and 9 there is no 1, 2 or 5.
     decades = logarithmic and most > 10 * least
     subs = (1, 2, 5) if most < 1000 * least else (1,)
-    axis.set_major_locator(ticker.LogLocator(subs=subs) if decades else ticker.MaxNLocator(5, steps=[1, 2, 5, 10]))
+    whole = all(value == round(value) for value in shown)
+    linear = ticker.MaxNLocator(5, steps=[1, 2, 5, 10], integer=whole, min_n_ticks=2 if whole else 3)
+    axis.set_major_locator(ticker.LogLocator(subs=subs) if decades else linear)
     axis.set_major_formatter(ticker.FuncFormatter(plain_number))
 
 

@@ -20,6 +20,9 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Below1 = Annotated[float, Field(ge=0, lt=1)]
 
+MISSING = "required, but not given"
+"""The problem of an error about a missing key."""
+
 EXPECTED = {
     "int": "an integer",
     "float": "a number",
@@ -167,7 +170,7 @@ def _from_pydantic(detail: Any, raw: Any, path: str) -> ConfigError:
     parts, value = _locate(detail["loc"], detail["type"], raw, path)
     key, kind, context = ".".join(parts), detail["type"], detail.get("ctx", {})
     if kind == "missing":
-        return ConfigError(key, "required, but not given", "add it (docs/config.md describes it)")
+        return ConfigError(key, MISSING, "add it (docs/config.md describes it)")
     if kind == "string_too_short" or (kind == "too_short" and not value):
         return ConfigError(key, "is empty", "docs/config.md lists what is accepted")
     if kind in ("literal_error", "enum"):

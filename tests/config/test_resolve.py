@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.mistakes import changed, written
 from zero_tp.config import ConfigError, RunConfig
-from zero_tp.config.resolve import SavedStart, leaves, resolve_batch
+from zero_tp.config.resolve import AUTO, SavedStart, leaves, resolve_batch
+from zero_tp.config.schedule import SCHEDULES, CosineWithMinLR
 
 
 def test_an_auto_schedule_follows_the_steps_until_its_rate_falls(tmp_path: Path) -> None:
@@ -60,6 +61,23 @@ def test_a_decay_may_begin_anywhere_in_the_stable_phase(tmp_path: Path) -> None:
     for updates, length in ((500, 601), (901, 601), (902, 1001)):
         later = RunConfig.load(path, ["zero_tp.training.steps=600"], 4, SavedStart(first.resolved(), {}, updates))
         assert later.deepspeed_config()["scheduler"]["params"]["num_training_steps"] == length
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_missing_key_that_auto_can_fill_says_so(kind: str, tmp_path: Path) -> None:
+    """Each required parameter of each schedule is left out, then written as the message says."""
+    fields = {name: field for name, field in SCHEDULES[kind].model_fields.items() if field.is_required()}
+    alternatives = {"min_lr": 0.0} if issubclass(SCHEDULES[kind], CosineWithMinLR) else {}
+    params = {name: "auto" if f"scheduler.params.{name}" in AUTO else 1 for name in fields} | alternatives
+    complete = changed(scheduler={"type": kind, "params": params})
+    RunConfig.load(written(tmp_path, complete), ["zero_tp.training.steps=2000"], world_size=4)
+    for name in fields:
+        key = f"scheduler.params.{name}"
+        others = {other: value for other, value in params.items() if other != name}
+        with pytest.raises(ConfigError) as caught:
+            RunConfig.load(written(tmp_path, changed(scheduler={"type": kind, "params": others})), world_size=4)
+        remedy = f'write "auto" ({AUTO[key]}) or a value' if key in AUTO else "add it (docs/config.md describes it)"
+        assert str(caught.value) == f"{key}: required, but not given; {remedy}"
 
 
 def test_auto_values(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_a_mistake_is_one_line(workplace: Path) -> None:
     files = ["--train", "train.jsonl", "--validation", "validation.jsonl"]
     done = script("launch/finetune.py", workplace, "--model", "export", "--task", "mnli", *files)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "has no 'sentence1' or" in done.stderr
+    assert "has no sentence1, only first, label: the task reads sentence1, " in done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 

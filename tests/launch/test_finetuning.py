@@ -163,7 +163,25 @@ def test_answers_are_compared_as_squads_script_does(answer: str, expected: list[
 @pytest.mark.parametrize(
     ("task", "name", "content", "message"),
     [
-        ("mnli", "a.tsv", QQP, r"a\.tsv: row 1 has no 'sentence1' or no 'gold_label'; its fields are id, "),
+        (
+            "mnli",
+            "a.tsv",
+            QQP,
+            r"a\.tsv: row 1 has no sentence1, only id, .*: the task reads sentence1, sentence2 \(opt",
+        ),
+        (
+            "qqp",
+            "a.csv",
+            "question1,is_duplicate\nis it\n",
+            r"a\.csv: row 1 has no is_duplicate, only question1, is_dup",
+        ),
+        (
+            "classification",
+            "a.csv",
+            "text,label\nis it,1,2\n",
+            r"a\.csv: row 1 has no first, only text, label: the task",
+        ),
+        ("classification", "a.csv", "first,label\nis it,1\n", r"a\.csv: all examples have the label 1; a classifier"),
         ("mnli", "a.txt", MNLI, r"a\.txt: unknown file format"),
         ("mnli", "a.jsonl", "{", r"a\.jsonl:1: not valid JSON"),
         ("classification", "a.jsonl", "", "no examples in it"),
@@ -193,7 +211,7 @@ def test_a_label_that_is_not_in_the_training_file(tmp_path: Path, tokenizer: Pre
 
     (tmp_path / "t.jsonl").write_text(rows("x") + rows("y"))
     (tmp_path / "v.jsonl").write_text(rows("z"))
-    with pytest.raises(UserError, match=r"v\.jsonl: .*: no training example has the label 'z'"):
+    with pytest.raises(UserError, match=r"v\.jsonl: .*: no training example has the label 'z', only 'x', 'y'$"):
         load("classification", tmp_path / "t.jsonl", tmp_path / "v.jsonl", tokenizer, 16)
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(UserError, match=r"pipe\.jsonl: not a regular file"):
@@ -224,7 +242,7 @@ def test_a_model_that_cannot_be_fine_tuned_is_one_line(tmp_path: Path, monkeypat
     monkeypatch.setattr("launch.finetune.subprocess.run", None)
     monkeypatch.setattr("builtins.input", None)
     model = tiny_gpt2(tmp_path / "model", ["the cat sat on the mat and looked at the moon"] * 20)
-    (tmp_path / "rows.jsonl").write_text('{"first": "the cat", "label": "a"}\n')
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"first": "the cat", "label": "{label}"}}\n' for label in "ab"))
     rows = ["--train", str(tmp_path / "rows.jsonl"), "--validation", str(tmp_path / "rows.jsonl"), "--length", "16"]
     words = ["--model", str(model), "--task", "classification", *rows]
 

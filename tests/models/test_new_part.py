@@ -1,4 +1,7 @@
-"""The part that docs/architecture.md writes computes what transformers' class does, on whole rows and on shards."""
+"""The part that docs/architecture.md writes computes what transformers' class does, on whole rows and on shards.
+
+Every layer, also a new one, names for recomputation the modules that its norms feed.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,13 @@ from torch import Tensor
 from tests.support.compare import check_close, grid, leaf, maker, piece_of
 from tests.support.launched import ROOT
 from tests.support.pools import Pools
+from tests.support.settings import gpt2_config
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.norm import NORMS
+from zero_tp.models.transformer import LAYERS
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.gradients import GradientHooks
+from zero_tp.topology import Topology
 
 LENGTH, BATCH, HIDDEN, EPSILON = 4, 3, 8, 1e-6
 
@@ -58,3 +65,19 @@ def test_the_norm_of_the_page_is_gemmas(ranks: Pools, sequence: bool) -> None:
     expected = {"output": output.detach(), "rows": rows.grad, "weight": norm.weight.grad}
     for found in ranks(2).run(results, sequence):
         check_close(found, expected)
+
+
+@pytest.mark.parametrize("layer_class", LAYERS.values())
+def test_a_norm_that_backward_recomputes_feeds_the_module_that_its_layer_names(layer_class: Any) -> None:
+    with patch.dict(LAYERS, sequential=layer_class):
+        model = ZeroTPForCausalLM(gpt2_config(), Topology(world=1), seed=1)
+    layer, outputs, fed = model.transformer.layers[0], {}, []
+    for producer, consumer in layer_class.recomputed_norms:
+        layer.get_submodule(producer).register_forward_hook(
+            lambda module, inputs, output, key=consumer: outputs.update({key: output})
+        )
+        layer.get_submodule(consumer).register_forward_pre_hook(
+            lambda module, inputs, key=consumer: fed.append(inputs[0] is outputs.get(key))
+        )
+    model(torch.zeros(1, 4, dtype=torch.long))
+    assert fed == [True] * len(layer_class.recomputed_norms)

@@ -171,6 +171,19 @@ def test_curves_of_many_runs_of_other_length_stay_apart(tmp_path: Path) -> None:
     assert all(axes.get_xscale() == "linear" for axes in figure.axes)
 
 
+def test_differences_are_json_and_ticks_are_enough_and_whole_where_values_are(tmp_path: Path) -> None:
+    configs = [{"zero_tp": {"interval": value}} for value in (None, "full")]
+    runs = []
+    for number, config in enumerate(configs):
+        lines = ({"step": step, "memory_gib": 0.45 + step / 600, "skipped_steps": step // 50} for step in range(1, 61))
+        runs.append(write_metrics(make_run(tmp_path / str(number)), lines))
+        (runs[-1] / "config.json").write_text(json.dumps(config))
+    assert config_differences(read_runs(runs)) == [("zero_tp.interval", ["null", '"full"'])]
+    ticks = {axes.get_title(loc="left"): axes.get_yticks() for axes in draw_runs(read_runs(runs), "step").axes}
+    assert sum(0.45 <= tick <= 0.55 for tick in ticks["peak memory of a rank [GiB]"]) >= 3
+    assert all(tick == round(tick) for tick in ticks["skipped steps"])
+
+
 def test_hfu_is_shown_where_it_differs(tmp_path: Path) -> None:
     pages = []
     for factor in (1, 1.25):

@@ -125,6 +125,16 @@ def test_a_schedule_of_torch_is_restored_and_one_of_deepspeed_refused(monkeypatc
         assert after.last_epoch == 7 and optimizer.param_groups[0]["lr"] == 0.5
 
 
+@pytest.mark.parametrize("degree", [0, 2])
+def test_a_degree_that_does_not_divide_the_ranks_is_refused(degree: int) -> None:
+    """As when a script is started by python, or by accelerate on a CPU, which starts one rank whatever it is given."""
+    args: Any = SimpleNamespace(device="cpu", world_size=1)
+    with pytest.raises(
+        UserError, match=rf"^ZeroTPTrainer: tensor_parallel is {degree}, but the number of ranks, 1, is no"
+    ):
+        ZeroTPTrainer(GPT2LMHeadModel(gpt2_config(n_layer=1)), args, tensor_parallel=degree)
+
+
 @pytest.mark.parametrize("total", [None, "auto", 16])
 def test_a_global_batch_that_counts_tensor_parallel_ranks_is_refused(total: int | str | None) -> None:
     """transformers would accept 16, and each step would train on 8 rows."""

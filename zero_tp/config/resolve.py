@@ -14,6 +14,7 @@ from typing import Any
 from zero_tp.config.schedule import LENGTHS, WARMUPS, check_scheduler
 from zero_tp.errors import ConfigError, shown
 from zero_tp.strict_json import InvalidJson, parse_json
+from zero_tp.validation import MISSING
 
 MAX_NUMBER = 2**53
 BATCH_FIELDS = {
@@ -108,7 +109,7 @@ AUTO: dict[str, str] = {
     "optimizer.params.betas": "[0.9, 0.999]",
     "optimizer.params.eps": "1e-8",
     "optimizer.params.weight_decay": "0.0",
-    **{f"scheduler.params.{name}": "`zero_tp.training.steps` + 1 (see below)" for name in LENGTHS},
+    **{f"scheduler.params.{name}": "`zero_tp.training.steps` + 1" for name in LENGTHS},
     **{
         f"scheduler.params.{name}": "1 % of the schedule's steps, at least 1, as of the first start" for name in WARMUPS
     },
@@ -140,6 +141,13 @@ def unresolvable_autos(value: Any, path: str = "") -> Iterator[ConfigError]:
     for key, leaf in leaves(value, path):
         if leaf == "auto" and key not in DECIDED_LATER:
             yield ConfigError(key, '"auto" is not known for this key', "write the value")
+
+
+def suggest_auto(error: ConfigError) -> ConfigError:
+    """Return the error, with "auto" as the remedy if it is a missing key that `fill` can resolve."""
+    if error.problem != MISSING or error.key not in AUTO:
+        return error
+    return ConfigError(error.key, MISSING, f'write "auto" ({AUTO[error.key]}) or a value')
 
 
 def fill(
@@ -235,7 +243,7 @@ def resolve_batch(config: dict[str, Any], data: int | None) -> BatchSizes:
     """
     total, micro, accumulation = (None if (size := config.get(key)) is None else int(size) for key in BATCH_FIELDS)
     if total is None and micro is None:
-        raise ConfigError("train_micro_batch_size_per_gpu", "required, but not given", "give it, or train_batch_size")
+        raise ConfigError("train_micro_batch_size_per_gpu", MISSING, "give it, or train_batch_size")
     if total is None or micro is None:
         accumulation = accumulation or 1
     factors = {"micro": micro, "accumulation": accumulation, "data": data}

@@ -10,7 +10,7 @@ from typing import Any
 
 from zero_tp.config.deepspeed import ZERO, key_errors
 from zero_tp.config.optimizer import check_optimizer
-from zero_tp.config.resolve import dtype_name, look_up, unresolvable_autos
+from zero_tp.config.resolve import dtype_name, look_up, suggest_auto, unresolvable_autos
 from zero_tp.config.schedule import check_scheduler
 from zero_tp.config.schema import ZeroTP
 from zero_tp.errors import ConfigError
@@ -103,5 +103,7 @@ def check_types(
         remedy = 'as in {"type": "AdamW", "params": {"lr": 3e-4}}'
         collector.errors.append(ConfigError("optimizer", "required, but not given", remedy))
     collector.errors = [error for error in collector.errors if error.key not in auto_keys]
+    if entry_point is EntryPoint.RUN:  # `TrainingEngine` accepts no "auto", and transformers' Trainer has others
+        collector.errors = [suggest_auto(error) for error in collector.errors]
     collector.raise_all()
     return complete

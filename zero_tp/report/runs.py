@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,8 +103,8 @@ def _read(directory: Path, name: str) -> Run:
 
 
 def config_differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
-    """Return each key whose value is not the same in all configs, with its value in each."""
-    flat = [{key: str(value) for key, value in leaves(run.config)} for run in runs]
+    """Return each key whose value is not the same in all configs, with its value in each as JSON."""
+    flat = [{key: json.dumps(value, ensure_ascii=False) for key, value in leaves(run.config)} for run in runs]
     keys = dict.fromkeys(key for config in flat for key in config)
     rows = [(key, [config.get(key, "") for config in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]

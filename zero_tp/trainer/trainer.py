@@ -99,7 +99,7 @@ class TensorParallel(Base):
                 f"ZeroTPTrainer: tensor_parallel is {tensor_parallel}, but the model has TP {model.topology.tensor}; "
                 "leave tensor_parallel out"
             )
-        _check_arguments(args)
+        _check_arguments(args, tensor_parallel)
         ignore_deprecated_collectives()
         if isinstance(model, ParallelModel):
             self.topology = model.topology
@@ -249,8 +249,12 @@ class ZeroTPTrainer(TensorParallel, Trainer):  # type: ignore[misc]
     """transformers' Trainer on TP × DP ranks with SP and ZeRO 0-3; see `TensorParallel`."""
 
 
-def _check_arguments(args: TrainingArguments) -> None:
-    """Refuse arguments that are not exact on tensor-parallel ranks; connect the ranks and check their number."""
+def _check_arguments(args: TrainingArguments, tensor: int = 1) -> None:
+    """Refuse arguments that are not exact on tensor-parallel ranks; connect the ranks and check their number.
+
+    Args:
+        tensor: TP degree.
+    """
     for name, why in REFUSED.items():
         if getattr(args, name, None):
             raise UserError(f"TrainingArguments.{name}: {why}; leave it out")
@@ -269,6 +273,11 @@ def _check_arguments(args: TrainingArguments) -> None:
         raise UserError(
             f"TrainingArguments: accelerate counts {args.world_size} of {world} ranks, and losses would be divided "
             "by the wrong number; on a machine without accelerators give use_cpu=True"
+        )
+    if tensor < 1 or world % tensor:
+        raise UserError(
+            f"ZeroTPTrainer: tensor_parallel is {tensor}, but the number of ranks, {world}, is no multiple of it; "
+            "start more with deepspeed, torchrun --nproc_per_node N or accelerate launch --multi_gpu --num_processes N"
         )
 
 
