@@ -149,12 +149,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
 
 @THOROUGH
 def test_wandb_has_the_runs_name_and_config_and_goes_on_in_it(tmp_path: Path, calls: list[tuple[str, Any]]) -> None:
-    config = config_of(tmp_path, "wandb.enabled=true", "wandb.team=us", "wandb.project=ours")
+    config = config_of(tmp_path, "wandb.enabled=true", "wandb.team=us", "wandb.project=ours", "comet.api_key=secret")
     run = tmp_path / "mine"
     assert log(config, run, LINES) == []
     (_, began), *rest = calls
     assert began["project"] == "ours" and began["entity"] == "us" and began["name"] == "mine"
-    assert began["config"] == config.resolved() and "id" not in began
+    assert "id" not in began and began["config"].pop("comet") == {}, "others see the config"
+    assert began["config"] == {key: value for key, value in config.resolved().items() if key != "comet"}
     logged = [arguments[0] for name, arguments in rest if name == "log"]
     assert logged[0] == {"loss": 2.5, "skipped_steps": 0, "step": 1}
     assert logged[2] == {"validation_loss": 2.25, "lambada/accuracy": 0.5, "step": 2}
@@ -170,9 +171,10 @@ def test_wandb_has_the_runs_name_and_config_and_goes_on_in_it(tmp_path: Path, ca
 
 @THOROUGH
 def test_comet_gets_each_value(tmp_path: Path, calls: list[tuple[str, Any]]) -> None:
-    config = config_of(tmp_path, "comet.enabled=true")
+    config = config_of(tmp_path, "comet.enabled=true", "comet.api_key=secret")
     assert log(config, tmp_path / "mine", LINES) == []
     assert calls[0][0] == "start" and ("set_name", ("mine", {})) in calls
+    assert calls[0][1]["api_key"] == "secret" and "secret" not in str(calls[1:]), "others see the parameters"
     metrics = [(arguments[0], arguments[2]["step"]) for name, arguments in calls if name == "log_metric"]
     known = [{name: value for name, value in line.items() if value is not None} for line in LINES]
     assert metrics == [(name, line["step"]) for line in known for name in line if name != "step"]

@@ -34,7 +34,8 @@ def make_run(directory: Path, steps: int = 6, batch: int = 4, lr: float = 1e-3, 
     lines += [{"step": steps, "lambada/accuracy": 0.25}]
     write_metrics(directory, lines, end)
     block = {"data": {"sequence_length": 16, "train": {"<corpus>": 1.0}}, "training": {"steps": 2 * steps}}
-    config = {"train_batch_size": batch, "optimizer": {"params": {"lr": lr}}, "zero_tp": block}
+    config: dict[str, Any] = {"train_batch_size": batch, "optimizer": {"params": {"lr": lr}}, "zero_tp": block}
+    config |= {"comet": {"api_key": "secret"}}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
@@ -121,7 +122,7 @@ def test_runs_are_drawn_beside_each_other_with_what_sets_them_apart(tmp_path: Pa
     links = re.findall(r'(?:href|src|xlink:href)="([^"]*)"', text)
     assert all(link.startswith("#") for link in links), "only references inside the page"
     assert "@import" not in text and "<script" not in text and "url(http" not in text
-    assert text.count("<svg") == 1 and "&lt;corpus&gt;" in text and "<corpus>" not in text
+    assert text.count("<svg") == 1 and "&lt;corpus&gt;" in text and "<corpus>" not in text and "secret" not in text
     assert "optimizer.params.lr" in text and "1.5000 at step 60" in text and "60 of 120" in text
     with Image.open(picture) as drawn:
         assert drawn.width > 1000 and len(drawn.convert("RGB").getcolors(1 << 24) or ()) > 50

@@ -55,16 +55,16 @@ class RunInfo:
     def name(self) -> str:
         return self.directory.resolve().name
 
-    def parameters(self) -> dict[str, Any]:
-        """Return the config with dotted keys; values that are no strings or numbers are written as JSON."""
-        return {
-            key: value if isinstance(value, (str, int, float)) else json.dumps(value)
-            for key, value in leaves(self.config.resolved())
-        }
+    def public_config(self) -> dict[str, Any]:
+        """Return the config without Comet's API key: a service shows it to others."""
+        config = self.config.resolved()
+        config.get("comet", {}).pop("api_key", None)
+        return config
 
-    def run_id(self, name: str) -> str | None:
-        """Return the id under which a service continues a resumed run; None for a run that starts at step 0."""
-        return self.saved_id(name) if self.step else None
+    def parameters(self) -> dict[str, Any]:
+        """Return `public_config` with dotted keys; values that are no strings or numbers are written as JSON."""
+        parameters = leaves(self.public_config())
+        return {key: value if isinstance(value, (str, int, float)) else json.dumps(value) for key, value in parameters}
 
     def saved_id(self, name: str) -> str | None:
         """Return the id that any earlier start in this run directory has saved."""
@@ -86,7 +86,7 @@ class Service:
 
     Attributes:
         package: to install; also the tracker's name in accelerate.
-        arguments: maps (run, options, `RunInfo.run_id`) to the tracker's arguments, of which None is left out.
+        arguments: maps (run, options, id of the resumed run) to the tracker's arguments, of which None is left out.
         run_id: reads the run's id from the service's own object; if None, a resumed run is a new run of the service.
         setup: called at each start; if None, the first start stores the config as parameters.
         finite_only: drop values that are not finite. ClearML would write 0 for NaN.
@@ -111,7 +111,7 @@ class Tracker:
         # accelerate's own logger needs accelerate's state, which would choose a device and set thread counts.
         logger: Any = logging.getLogger(tracking.__name__)
         logger.warning_once, tracking.logger = logger.warning, logger
-        run_id = run.run_id(name)
+        run_id = run.saved_id(name) if run.step else None  # a start from step 0 is a new run of the service
         arguments = service.arguments(run, options, run_id)
         # Comet's `run_name` has no default.
         arguments = {key: value for key, value in arguments.items() if value is not None or key == "run_name"}
@@ -149,14 +149,14 @@ def _tensorboard(run: RunInfo, block: Options, run_id: str | None) -> dict[str, 
 
 def _log_config_as_text(tracker: Any, run: RunInfo, block: Options) -> None:
     """Log the config as text: TensorBoard would show parameters as a second run."""
-    config = json.dumps(run.config.resolved(), indent=2, ensure_ascii=False)
+    config = json.dumps(run.public_config(), indent=2, ensure_ascii=False)
     tracker.log({"config": textwrap.indent(config, "    ")}, step=run.step)
 
 
 def _wandb(run: RunInfo, block: Options, run_id: str | None) -> dict[str, Any]:
     return {
         **{"run_name": block.get("project", "deepspeed"), "group": block.get("group"), "entity": block.get("team")},
-        **{"name": run.name, "dir": str(run.directory), "config": run.config.resolved()},
+        **{"name": run.name, "dir": str(run.directory), "config": run.public_config()},
         **{"id": run_id, "resume": run_id and "allow"},
     }
 

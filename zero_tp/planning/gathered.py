@@ -66,7 +66,8 @@ def most_gathered(
                 size += sizes[parameter]
         if len(prefetched) > 1:  # a single parameter is gathered without a buffer
             buffers.append((prefetched, set(prefetched)))
-        copied = sum(sizes[each] for contents, unused in buffers if len(unused) < len(contents) for each in contents)
+        in_use = [contents for contents, unused in buffers if len(unused) < len(contents)]
+        copied = sum(sizes[parameter] for contents in in_use for parameter in contents)
         # Of the modules after the layers only the last one counts, the output layer: the final norm is small.
         if layers[module] != layers[-1] or module == len(modules) - 1:
             key = "forward" if step < len(modules) else "backward", layers[module]

@@ -57,8 +57,8 @@ class Search:
                 f"--search: no tensor size splits {self.ranks} ranks, the model and a global batch of "
                 f"{config.global_batch}; change one of them"
             )
-        self.ranked.sort(key=lambda each: (max(0.0, each.shortage), each.time.total, each.needed))
-        self.fitting = sum(each.fits for each in self.ranked)
+        self.ranked.sort(key=lambda this: (max(0.0, this.shortage), this.time.total, this.needed))
+        self.fitting = sum(candidate.fits for candidate in self.ranked)
 
     def fastest(self, overrides: Sequence[str], top: int) -> tuple[list[Estimate], dict[str, Any]]:
         """Return the fastest `top` candidates that fit in a dry run and load as a config, and the first one's config.
@@ -91,7 +91,7 @@ class Search:
         raise UserError(self._describe_nearest(too_large))
 
     def _describe_nearest(self, too_large: Sequence[Estimate]) -> str:
-        device, nearest = self.device, min(too_large, key=lambda each: each.shortage)
+        device, nearest = self.device, min(too_large, key=lambda estimate: estimate.shortage)
         largest = sorted(nearest.peak.bytes.items(), key=lambda item: -item[1])[:3]
         listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
         return (

@@ -41,9 +41,8 @@ def write_report(directories: list[Path], to: Path | None = None, against: str |
     parts = [page.svg(figure), "<h2>Key numbers</h2>", page.table(names, _key_numbers(runs), "keys")]
     for run in runs:
         if run.unreadable:
-            parts.append(
-                f"<p>{html.escape(str(run.directory / METRICS_FILE))}: {run.unreadable} broken lines left out</p>"
-            )
+            path = html.escape(str(run.directory / METRICS_FILE))
+            parts.append(f"<p>{path}: {run.unreadable} broken lines left out</p>")
     if len(runs) > 1:
         rows = [(key, *values) for key, values in config_differences(runs)]
         parts.append("<h2>Differences between the configs</h2>")

@@ -97,9 +97,10 @@ def _read(directory: Path, name: str) -> Run:
     except (InvalidJson, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{directory / CONFIG}: not a run's config ({reason})") from None
-    return Run(
-        name, directory, {key: dict(sorted(series.items())) for key, series in logged.items()}, config, unreadable
-    )
+    if isinstance(config.get("comet"), dict):
+        config["comet"].pop("api_key", None)  # people share reports
+    in_order = {key: dict(sorted(series.items())) for key, series in logged.items()}
+    return Run(name, directory, in_order, config, unreadable)
 
 
 def config_differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
