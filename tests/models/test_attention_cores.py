@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, LlamaConfig
 
 from tests.support.packed import packed_kernels
@@ -221,3 +223,28 @@ def test_a_model_learns_the_same_from_attention_by_products(seed: int) -> None:
     for mode in ("selective", "full"):
         for name, one in gradients(mode, here=True).items():
             assert torch.equal(one, ours[name]), (mode, name)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the operations that copy tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function._opname in ("cat", "stack", "clone", "copy_", "_to_copy"):
+            self.found.append(function._opname)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_gradients_of_the_heads_are_copied_once_at_most(kv_heads: int) -> None:
+    """With positions outermost in memory, as the cores return them."""
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=kv_heads, num_hidden_layers=1)
+    projection = ZeroTPForCausalLM(config, Topology(world=1), seed=0).transformer.layers[0].attention.qkv
+    heads = projection(torch.randn(6, 2, 32, requires_grad=True), sequence=False)
+    gradients = [torch.randn(6, 2, each.shape[1], 8).permute(1, 2, 0, 3) for each in heads]
+    with Copies() as copies:
+        torch.autograd.backward(heads, gradients)
+    assert copies.found == ["cat"] * (kv_heads == 4)

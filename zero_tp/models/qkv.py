@@ -23,6 +23,11 @@ def heads_by_rank(heads: int, kv_heads: int, tensor: int) -> list[range]:
     return [range(r * local // group_size, ((r + 1) * local - 1) // group_size + 1) for r in range(tensor)]
 
 
+def _split_heads(tensor: Tensor, head_size: int) -> Tensor:
+    """Return a view: [s, b, heads · d] → [b, heads, s, d]."""
+    return tensor.unflatten(-1, (-1, head_size)).permute(1, 2, 0, 3)
+
+
 class FusedQKV(ColumnParallelLinear):
     """One weight of Q | K | V blocks, each split by heads, for models with as many KV heads as query heads."""
 
@@ -33,9 +38,9 @@ class FusedQKV(ColumnParallelLinear):
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Heads:  # type: ignore[override]
         """Project [s, b, h], a sequence shard when `sequence`, to heads of the whole sequence."""
-        fused = super().forward(tensor, sequence=sequence)  # [s, b, 3·a·d/t]
-        length, batch, _ = fused.shape
-        query, key, value = fused.view(length, batch, 3, -1, self.head_size).permute(2, 1, 3, 0, 4)
+        # Not one view and `unbind`, whose backward copies the gradients twice.
+        parts = super().forward(tensor, sequence=sequence).chunk(3, -1)
+        query, key, value = (_split_heads(part, self.head_size) for part in parts)
         return query, key, value
 
     def repeat_for_queries(self, key_or_value: Tensor) -> Tensor:
@@ -83,7 +88,7 @@ class GroupedQKV(nn.Module):
         weights, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
         rows = (None, self.rows, self.rows)
         projected = column_parallel_linear(tensor, weights, biases, self.topology, sequence=sequence, rows=rows)
-        query, key, value = (tensor.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3) for tensor in projected)
+        query, key, value = (_split_heads(part, self.head_size) for part in projected)
         return query, key, value
 
     def repeat_for_queries(self, key_or_value: Tensor) -> Tensor:
