@@ -104,5 +104,5 @@ def transfer_time(whole: Timing, p: int, m: int) -> float:
     near = workload.tensor * whole.zero.data * p <= device.per_node
     speed = device.intra_gbps * device.link_share if near else device.inter_gbps * device.inter_share
     # Each TP rank sends its part.
-    part = workload.element * workload.length * workload.batch * whole.spec.hidden / workload.tensor
+    part = workload.itemsize * workload.length * workload.batch * whole.spec.hidden / workload.tensor
     return 2 * m * part / (speed * 1e9)

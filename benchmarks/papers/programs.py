@@ -18,7 +18,7 @@ class Megatron2019Synchronous(Timing):
         The scores are divided, multiplied and subtracted from (mpu/transformer.py). torch's linear layer then added the
         bias of a tensor of three dimensions after the product.
         """
-        passes, e = super().memory_traffic(), self.workload.element
+        passes, e = super().memory_traffic(), self.workload.itemsize
         forward, backward = passes["attention_core"]
         passes["attention_core"] = forward + 4 * e * self.layer.scores, backward + 4 * e * self.layer.scores
         passes["column biases"] = 2 * passes["column biases"][1], passes["column biases"][1]
@@ -39,7 +39,7 @@ class Megatron2022(Timing):
     def memory_traffic(self) -> dict[str, Bytes]:
         passes = super().memory_traffic()
         forward, backward = passes["attention_core"]
-        passes["attention_core"] = forward - 2 * self.workload.element * self.layer.scores, backward
+        passes["attention_core"] = forward - 2 * self.workload.itemsize * self.layer.scores, backward
         return passes
 
     def accumulation_time(self) -> float:
@@ -47,4 +47,4 @@ class Megatron2022(Timing):
 
         With bf16 Megatron-LM requires fp32 accumulation (megatron/arguments.py).
         """
-        return super().accumulation_time() - 2 * self.workload.element * self.parameters / self.rates.memory
+        return super().accumulation_time() - 2 * self.workload.itemsize * self.parameters / self.rates.memory

@@ -39,7 +39,7 @@ class Layer:
         s, b, h, a: sequence, batch of one micro-batch, hidden, attention heads.
         t: TP size.
         sequence: SP is on.
-        element: e, bytes of an element.
+        itemsize: e, bytes of an element.
         head_size, kv_heads, mlp_size: d, k and f; None: h/a, a and 4h.
         gated: the MLP multiplies its activation's output by a second product of its input.
         residual_dropout, attention_dropout: whether there is any.
@@ -52,7 +52,7 @@ class Layer:
     a: int
     t: int = 1
     sequence: bool = False
-    element: int = 2
+    itemsize: int = 2
     head_size: int | None = None
     kv_heads: int | None = None
     mlp_size: float | None = None
@@ -71,7 +71,7 @@ class Layer:
             spec.heads,
             workload.tensor,
             workload.sequence,
-            element=workload.element,
+            itemsize=workload.itemsize,
             head_size=spec.head_size,
             kv_heads=spec.kv_heads,
             mlp_size=spec.active_width,
@@ -116,7 +116,7 @@ class Layer:
 
 def eager_core(layer: Layer) -> float:
     """Return 5as²b/t: softmax output 2, dropout mask 1, dropout output 2 (equation 1); without dropout e·as²b/t."""
-    e = layer.element
+    e = layer.itemsize
     return (2 * e + 1 if layer.attention_dropout else e) * layer.scores
 
 
@@ -139,7 +139,7 @@ def saved(layer: Layer, core: Core = eager_core) -> float:
     Equations 1 (t = 1), 2 and 4; table 2, rows "no parallelism", "tensor parallel" and "tensor + sequence parallel",
     all with the eager core. A gated MLP keeps its two products, the activation's output and the product of the two.
     """
-    e = layer.element
+    e = layer.itemsize
     stream = 4 * e + (2 if layer.residual_dropout else 0)
     attention = e * (2 * layer.queries + 2 * layer.keys)
     return stream * layer.residual + attention + core(layer) + (4 if layer.gated else 2) * e * layer.mlp
@@ -155,8 +155,8 @@ def saved_selective(layer: Layer, core: Core = eager_core, modules: Collection[s
     """
     recomputed = {
         "attention_core": core(layer),
-        "mlp_activation": layer.element * layer.mlp,
-        "norm": layer.recomputed_norms * layer.element * layer.residual,
+        "mlp_activation": layer.itemsize * layer.mlp,
+        "norm": layer.recomputed_norms * layer.itemsize * layer.residual,
     }
     return saved(layer, core) - sum(recomputed[module] for module in modules)
 
@@ -167,7 +167,7 @@ def saved_full(layer: Layer, *, partitioned: bool = False) -> float:
     Args:
         partitioned: P_a (arXiv 1910.02054, section 6.1): each TP rank keeps a t-th of it, 2sbh/t.
     """
-    return layer.element * (layer.sbh / layer.t if partitioned else layer.residual)
+    return layer.itemsize * (layer.sbh / layer.t if partitioned else layer.residual)
 
 
 def saved_outside_layers(layer: Layer, v: float, *, dropout: bool = True) -> float:
@@ -181,13 +181,13 @@ def saved_outside_layers(layer: Layer, v: float, *, dropout: bool = True) -> flo
         dropout: whether the embedding's output has dropout.
     """
     mask = layer.residual if dropout else 0.0
-    return mask + 2 * layer.element * layer.residual + 4 * layer.s * layer.b * v / layer.t
+    return mask + 2 * layer.itemsize * layer.residual + 4 * layer.s * layer.b * v / layer.t
 
 
 # ---- model states (arXiv 1910.02054) ---------------------------------------------------------------------------------
 
 
-def model_states(parameters: float, stage: int, data: int, element: int = 2) -> dict[str, float]:
+def model_states(parameters: float, stage: int, data: int, itemsize: int = 2) -> dict[str, float]:
     """Return the bytes of one device's parameters, gradients and optimizer states (figure 1, sections 5.1 to 5.3).
 
     Their sum in mixed precision at stage 0: 16Ψ; 1 (P_os): 4Ψ + 12Ψ/N_d; 2 (P_os+g): 2Ψ + 14Ψ/N_d; 3 (P_os+g+p):
@@ -197,7 +197,7 @@ def model_states(parameters: float, stage: int, data: int, element: int = 2) -> 
     Args:
         parameters: Ψ on one TP rank.
     """
-    sizes = {"parameters": element, "gradients": element, "optimizer": 12 - (4 if element == 4 else 0)}
+    sizes = {"parameters": itemsize, "gradients": itemsize, "optimizer": 12 - (4 if itemsize == 4 else 0)}
     partitioned_from = {"parameters": 3, "gradients": 2, "optimizer": 1}
     return {name: size * parameters / (data if stage >= partitioned_from[name] else 1) for name, size in sizes.items()}
 

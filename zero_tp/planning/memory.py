@@ -203,7 +203,7 @@ class PaperMemory:
     def bytes(self) -> dict[str, float]:
         """Return the bytes by category: parameters, gradients, optimizer, activations, those outside the layers."""
         return {
-            **formulas.model_states(self.parameters, self.stage, self.data, self.workload.element),
+            **formulas.model_states(self.parameters, self.stage, self.data, self.workload.itemsize),
             "activations": self.all_layers_bytes(),
             "outside layers": self.outside_bytes(),
         }

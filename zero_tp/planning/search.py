@@ -165,9 +165,9 @@ def _estimated_samples(model: ModelSize, workload: Workload, zero: ZeroMemory) -
     shard, dtype = -(-model.spec.vocabulary // workload.tensor), getattr(torch, DTYPES[workload.dtype])
     length, batch = (workload.length, workload.batch) if model.spec.causal else (workload.labels, 1)
     positions = block_positions(length, batch, shard, model.spec.hidden, dtype)
-    gradient = (4 if accumulates_in_fp32(length, positions, dtype) else workload.element) * shard * model.spec.hidden
-    block = workload.element * positions * batch * shard
-    stream = 4 * workload.element * paper.layer.residual
+    gradient = (4 if accumulates_in_fp32(length, positions, dtype) else workload.itemsize) * shard * model.spec.hidden
+    block = workload.itemsize * positions * batch * shard
+    stream = 4 * workload.itemsize * paper.layer.residual
     # With ZeRO-3 the sample in the middle of backward is of the layer with the most gathered parameters.
     gathered = zero.gathered_by_layer if zero.settings.stage == 3 else {("backward", 0): 0.0}
     _, middle = max(gathered, key=gathered.__getitem__)
@@ -175,7 +175,7 @@ def _estimated_samples(model: ModelSize, workload: Workload, zero: ZeroMemory) -
     return [
         MemorySample("forward", layers, saved + gradient, block, 0.0),
         MemorySample(
-            "backward", layers - 1, saved, one_layer + stream + workload.element * shard * model.spec.hidden, 0.0
+            "backward", layers - 1, saved, one_layer + stream + workload.itemsize * shard * model.spec.hidden, 0.0
         ),
         MemorySample("backward", min(max(middle, 0), layers - 1), saved / 2, one_layer + stream, total / 2),
         MemorySample("backward", 0, saved / layers, one_layer + stream, total),

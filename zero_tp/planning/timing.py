@@ -116,7 +116,7 @@ class Timing:
 
     @cached_property
     def rates(self) -> Rates:
-        return Rates(self.device, self.workload.element, matrix_flops(self.device, self.workload.dtype))
+        return Rates(self.device, self.workload.itemsize, matrix_flops(self.device, self.workload.dtype))
 
     @cached_property
     def layer(self) -> Layer:
@@ -174,7 +174,7 @@ class Timing:
         spec, rates = self.spec, self.rates
         flops = forward_flops(spec, self.workload.batch, self.workload.length).core / self.workload.tensor
         if spec.attention == "eager":
-            traffic = 2 * rates.element * (self.layer.scores + self.layer.queries + self._keys)
+            traffic = 2 * rates.itemsize * (self.layer.scores + self.layer.queries + self._keys)
             forward = max(flops / rates.matrix, traffic / rates.memory)
             return forward, 2 * forward
         rate = rates.peak * min(FLASH_SHARE, rates.device.matrix_share)
@@ -193,7 +193,7 @@ class Timing:
 
         A norm's backward reads its input and gradient twice, once for the weight's gradient.
         """
-        spec, e, layer, stream = self.spec, self.workload.element, self.layer, self.layer.residual
+        spec, e, layer, stream = self.spec, self.workload.itemsize, self.layer, self.layer.residual
         biased = zip(self._column_products(), (spec.qkv_bias, spec.mlp_bias), strict=True)
         biased_columns = self._tokens * sum(outputs for (_, outputs), bias in biased if bias)
         row_biases = spec.output_bias + spec.mlp_bias
@@ -231,7 +231,7 @@ class Timing:
         input gradients too. SP adds two exposed all-gathers of the output gradients of row-parallel layers.
         """
         workload, rates = self.workload, self.rates
-        half = rates.collective_seconds(workload.element * self._tokens * self.spec.hidden, workload.tensor)
+        half = rates.collective_seconds(workload.itemsize * self._tokens * self.spec.hidden, workload.tensor)
         overlapped = min(4 * half, self.overlapped_products())
         exposed = 2 * half if workload.sequence else 0.0
         return 4 * half, exposed + 4 * half - overlapped, rates.slowdown(overlapped)
@@ -267,18 +267,18 @@ class Timing:
         workload, hidden, product = self.workload, self.spec.hidden, self.rates.product_seconds
         labels, width = workload.labels, head_products(self.spec) / hidden / workload.tensor
         products = product(labels, width, hidden) + product(labels, hidden, width) + product(hidden, width, labels)
-        return Seconds(products, 6 * workload.element * labels * width / self.rates.memory)
+        return Seconds(products, 6 * workload.itemsize * labels * width / self.rates.memory)
 
     def accumulation_time(self) -> float:
         """Return the seconds that accumulating one micro-batch's gradients takes.
 
         Accumulation in another dtype uses a buffer even for a single micro-batch; it is zeroed once a step.
         """
-        zero, e = self.zero, self.workload.element
-        has_buffer = zero.grad_accum_element != e
+        zero, e = self.zero, self.workload.itemsize
+        has_buffer = zero.grad_accum_itemsize != e
         if zero.accumulation == 1 and not has_buffer:
             return 0.0
-        traffic = 2.0 * zero.grad_accum_element + e + zero.grad_accum_element * has_buffer / zero.accumulation
+        traffic = 2.0 * zero.grad_accum_itemsize + e + zero.grad_accum_itemsize * has_buffer / zero.accumulation
         return self.parameters * traffic / self.rates.memory
 
     def _dp_communication(self, forward: float, backward: float) -> float:
@@ -287,8 +287,8 @@ class Timing:
         DeepSpeed synchronises with the device before each reduction to an owner (stage_1_and_2.py,
         `allreduce_and_copy`), so those never overlap.
         """
-        zero, micro, e = self.zero, self.zero.accumulation, self.workload.element
-        gathers, reductions, sent = *zero.volumes, zero.communication_element * self.parameters
+        zero, micro, e = self.zero, self.zero.accumulation, self.workload.itemsize
+        gathers, reductions, sent = *zero.volumes, zero.communication_itemsize * self.parameters
         if zero.stage == 3:
             layers = self.spec.layers  # one gather and one reduction for each
             gather = self.rates.collective_seconds(e * self.parameters, zero.data, self.workload.tensor, layers)
@@ -322,10 +322,10 @@ class Timing:
         The update reads and writes masters and moments, and reads gradients. It copies 16-bit weights from the masters,
         converts gradients to fp32, takes their norm and clips them.
         """
-        zero, e, memory = self.zero, self.workload.element, self.rates.memory
+        zero, e, memory = self.zero, self.workload.itemsize, self.rates.memory
         part = self.parameters / (zero.data if zero.stage else 1)
         update = 2 * (4 + zero.moments) + 4 + (4 + e if e < 4 else 0)
-        conversion = zero.grad_accum_element + 4 if zero.grad_accum_element < 4 else 0
+        conversion = zero.grad_accum_itemsize + 4 if zero.grad_accum_itemsize < 4 else 0
         clipping, norm = 8 if zero.clips_gradients else 0, 4 * self.parameters
         traffic = part * (update + conversion + clipping) + norm
         host_link = self.device.host_gbps * 1e9 * self.device.link_share
