@@ -111,7 +111,7 @@ class Layer:
         return self.a * self.s**2 * self.b / self.t
 
 
-# ---- the attention core: its activations besides Q, K and V in 16 bits ----------------------------------------------
+# ---- activations of the attention core, besides Q, K and V ----------------------------------------------------------
 
 
 def eager_core(layer: Layer) -> float:
@@ -137,7 +137,7 @@ def saved(layer: Layer, core: Core = eager_core) -> float:
     """Return the bytes without recomputation: sbh(10 + 24/t + 5as/(ht)), under SP sbh/t·(34 + 5as/h).
 
     Equations 1 (t = 1), 2 and 4; table 2, rows "no parallelism", "tensor parallel" and "tensor + sequence parallel",
-    all with the eager core. A gated MLP keeps its two products, the activation's output and the product of the two.
+    all with the eager core. A gated MLP keeps gate and up projection, the activation, and its product with the latter.
     """
     e = layer.itemsize
     stream = 4 * e + (2 if layer.residual_dropout else 0)
@@ -209,7 +209,7 @@ def zero_volume(parameters: float, stage: int, data: int, micro_batches: int = 1
     """Return the elements that a rank sends over DP in a step: 2Ψ(N_d-1)/N_d, at stage 3 3Ψ(N_d-1)/N_d (1910.02054, 7).
 
     Stages 0 to 2: reduce-scatter and all-gather (an all-reduce is both); stage 3: an all-gather in forward, one in
-    backward, and the reduce-scatter. Stage 2 reduces and stage 3 does all of it in each micro-batch.
+    backward, and the reduce-scatter. Stage 2 reduces in each micro-batch; stage 3 also gathers in each.
     """
     reductions = micro_batches if stage >= 2 else 1
     gathers = 2 * micro_batches if stage == 3 else 1

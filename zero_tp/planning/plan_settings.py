@@ -57,8 +57,8 @@ class Workload:
         return ELEMENT_BYTES[self.dtype]
 
     @property
-    def partitioned(self) -> bool:
-        """Return whether P_a partitions activation checkpoints over TP; SP shards them without it."""
+    def partitions_checkpoints(self) -> bool:
+        """Return whether P_a partitions activation checkpoints over TP. SP shards them anyway."""
         return bool(self.checkpointing.get("partition_activations")) and self.tensor > 1 and not self.sequence
 
     @property
@@ -70,10 +70,10 @@ class Workload:
         """Return the permanent bytes of activation checkpoints on the device (M_D's buffer) and on the host."""
         recomputed = len(self.policy.recomputed_layers(layers))
         slots = self.checkpointing.get("number_checkpoints") or recomputed
-        parts = self.tensor if self.sequence or self.partitioned else 1
+        parts = self.tensor if self.sequence or self.partitions_checkpoints else 1
         size = self.itemsize * math.ceil(self.length * self.batch * hidden / parts)
         if not self.checkpointing.get("contiguous_memory_optimization"):
-            return 0.0, float(recomputed * page_locked(size)) if self.offloads_checkpoints else 0.0
+            return (0.0, float(recomputed * page_locked(size))) if self.offloads_checkpoints else (0.0, 0.0)
         return (0.0, float(page_locked(slots * size))) if self.offloads_checkpoints else (float(slots * size), 0.0)
 
     def fully_recomputed_layers(self, layers: int) -> range:
@@ -194,7 +194,7 @@ class ZeroSettings:
         return ELEMENT_BYTES[self.dtype]
 
     @property
-    def single_replica(self) -> bool:
+    def keeps_gradients_in_place(self) -> bool:
         """Return whether gradients stay in `parameter.grad`; see `zero_tp.zero.stages.keeps_gradients_in_place`."""
         return self.stage in (1, 2) and self.data == 1 and not self.offload_optimizer and not self.copies_gradients
 

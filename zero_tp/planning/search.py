@@ -54,7 +54,7 @@ class Search:
         self.ranked = list(self._candidates())
         if not self.ranked:
             raise UserError(
-                f"--search: no tensor size splits {self.ranks} ranks, the model and a global batch of "
+                f"--search: no TP size suits {self.ranks} ranks, the model's heads and MLP, and a global batch of "
                 f"{config.global_batch}; change one of them"
             )
         self.ranked.sort(key=lambda this: (max(0.0, this.shortage), this.time.total, this.needed))
@@ -156,7 +156,7 @@ def _estimated_samples(model: ModelSize, workload: Workload, zero: ZeroMemory) -
     """Return a few samples by the papers' formulas: the end of forward, and three in backward.
 
     They add what the formulas leave out: all activations of the layer whose backward runs, the gradient of the output
-    layer and a block of logits (as in parallel/loss.py), and gradients of the residual stream.
+    layer and gradients of the residual stream. One block of logits replaces all logits (parallel/loss.py).
     """
     paper, layers = PaperMemory(model, workload, zero.settings.stage, zero.settings.data), model.spec.layers
     logits = 4.0 * workload.labels * model.spec.vocabulary / workload.tensor

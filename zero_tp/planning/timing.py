@@ -51,8 +51,8 @@ class LayerTime(NamedTuple):
         return {"forward": self.forward.total, "backward": backward, "again": self.recompute.total}
 
 
-Bytes = tuple[float, float]
-"""The bytes that an operation's forward reads and writes, and those of its backward."""
+Traffic = tuple[float, float]
+"""(forward, backward): the bytes that an operation reads and writes in each."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Timing:
-    """The estimate of one step's time.
+class StepTimeEstimator:
+    """Compute the `StepTime` of a run on one kind of device.
 
-    A token's experts count as one MLP with their total width. Copies sort the tokens by expert.
+    A token's experts count as one MLP with their total width. Tokens are copied to sort them by expert.
 
     Attributes:
         parameters: elements on one rank before ZeRO partitions them (Ψ/t).
@@ -188,8 +188,8 @@ class Timing:
         """Return the elements of the keys that this rank computes: at least one head's."""
         return self._tokens * self.spec.head_size * max(1.0, self.spec.kv_heads / self.workload.tensor)
 
-    def memory_traffic(self) -> dict[str, Bytes]:
-        """Return the bytes by operation, besides products. Those in `recompute.modules` have the same names there.
+    def memory_traffic(self) -> dict[str, Traffic]:
+        """Return the bytes by operation, without products. `recompute.modules` has the same names.
 
         A norm's backward reads its input and gradient twice, once for the weight's gradient.
         """
@@ -203,7 +203,7 @@ class Timing:
         rotated = 0.0 if spec.rotary is None else 2 * (queries + keys)
         eager = spec.attention == "eager"
         transposed = queries + (queries + 2 * keys if eager else 0.0)
-        # Besides softmax and dropout, forward copies the mask into the product's result and reads it there.
+        # Forward has softmax, dropout, and `baddbmm`, which copies the mask into its result and adds the product to it.
         scores = layer.scores if eager else 0.0
         sorted_copies = 0.0  # of tokens before the experts, and of their outputs
         if spec.experts is not None:
@@ -248,14 +248,14 @@ class Timing:
         micro, layers = self.zero.accumulation, self.spec.layers
         recomputed = self.workload.policy.mean_recomputed_layers(layers, micro)
         layer, head = self.layer_time(), self.head_time()
-        of_layers = Seconds(*(layers * sum(both) for both in zip(layer.forward, layer.backward, strict=True)))
+        all_layers = Seconds(*(layers * sum(passes) for passes in zip(layer.forward, layer.backward, strict=True)))
         backward = layers * layer.backward.total + recomputed * layer.recompute.total
         optimizer, host = self._optimizer()
         return StepTime(
-            products=micro * (of_layers.products + head.products),
+            products=micro * (all_layers.products + head.products),
             recompute=micro * recomputed * layer.recompute.total,
-            elementwise=micro * (of_layers.memory_bound + self.accumulation_time() + head.memory_bound),
-            tp_communication=micro * of_layers.collectives,
+            elementwise=micro * (all_layers.memory_bound + self.accumulation_time() + head.memory_bound),
+            tp_communication=micro * all_layers.collectives,
             dp_communication=self._dp_communication(layers * layer.forward.total + head.total, backward),
             optimizer=optimizer,
             host=host,
@@ -288,23 +288,23 @@ class Timing:
         `allreduce_and_copy`), so those never overlap.
         """
         zero, micro, e = self.zero, self.zero.accumulation, self.workload.itemsize
-        gathers, reductions, sent = *zero.volumes, zero.communication_itemsize * self.parameters
+        (gathers, reductions), gradient_bytes = zero.volumes, zero.communication_itemsize * self.parameters
         if zero.stage == 3:
             layers = self.spec.layers  # one gather and one reduction for each
             gather = self.rates.collective_seconds(e * self.parameters, zero.data, self.workload.tensor, layers)
-            reduce = self.rates.collective_seconds(sent, zero.data, self.workload.tensor, layers)
-            overlapped = micro * (forward + backward) if zero.overlap else 0.0
-            return self._exposed(gathers * gather + reductions * reduce, overlapped)
+            reduce = self.rates.collective_seconds(gradient_bytes, zero.data, self.workload.tensor, layers)
+            computing = micro * (forward + backward) if zero.overlap else 0.0
+            return self._exposed(gathers * gather + reductions * reduce, computing)
         bucket = zero.reduce_bucket if zero.reduces_in_buckets else ALLREDUCE_BUCKET
         calls = max(1, -(-self.parameters // bucket))
         if zero.reduces_to_owners:
             # A partition's end also ends a bucket. NCCL reduces to one rank in a chain: each link carries the whole
             # tensor (tuning.cc: N steps), instead of (N-1)/N of it in a ring.
-            calls, sent = calls + zero.data - 1, sent * zero.data / (zero.data - 1)
+            calls, gradient_bytes = calls + zero.data - 1, gradient_bytes * zero.data / (zero.data - 1)
         gather = self.rates.collective_seconds(e * self.parameters, zero.data, self.workload.tensor)
-        reduce = self.rates.collective_seconds(sent, zero.data, self.workload.tensor, calls)
-        overlapped = (micro if zero.stage == 2 else 1) * backward if self.reduces_in_backward else 0.0
-        return gathers * gather + self._exposed(reductions * reduce, overlapped)
+        reduce = self.rates.collective_seconds(gradient_bytes, zero.data, self.workload.tensor, calls)
+        computing = (micro if zero.stage == 2 else 1) * backward if self.reduces_in_backward else 0.0
+        return gathers * gather + self._exposed(reductions * reduce, computing)
 
     @property
     def reduces_in_backward(self) -> bool:

@@ -101,8 +101,8 @@ class ZeroMemory:
         return sum(self.partition_sizes)
 
     @cached_property
-    def overlapping_sizes(self) -> list[int]:
-        """Return the elements of each parameter that rank 0's partition has a part of: their whole gradients stay."""
+    def sizes_in_partition(self) -> list[int]:
+        """Return the elements of each parameter that is partly in rank 0's partition. Its whole gradient stays."""
         groups = zip(self.parameters.groups, self.partition_sizes, strict=True)
         return [
             size
@@ -113,7 +113,7 @@ class ZeroMemory:
 
     @cached_property
     def states(self) -> StateBytes:
-        """Return the permanent bytes. The first step creates the optimizer's moments, which count from then on."""
+        """Return the permanent bytes, including the optimizer's moments, which a run's first step creates."""
         zero, total, part = self.settings, self.parameters.total, self.partition_numel
         e, largest = zero.itemsize, self.parameters.largest
         if zero.stage == 0:
@@ -148,7 +148,7 @@ class ZeroMemory:
             return [self._grad_itemsize * self.partition_numel, *(4 * size for size in self._sub_groups)]
         copies = [size * length for length in self.partition_sizes for size in (4, 4, e)]
         accumulates = zero.stage == 2 and zero.accumulation > 1 and not zero.accumulates_wider
-        return [*copies, e * self.parameters.largest, *(e * size for size in self.overlapping_sizes if accumulates)]
+        return [*copies, e * self.parameters.largest, *(e * size for size in self.sizes_in_partition if accumulates)]
 
     @cached_property
     def pinned(self) -> list[int]:
@@ -188,7 +188,7 @@ class ZeroMemory:
         """Return the bytes of reduced gradients of this rank's partition, which stages 1 and 2 keep for the step."""
         if self.settings.accumulates_wider:
             return float(self.settings.grad_accum_itemsize * self.partition_numel)
-        return 0.0 if self.settings.offload_optimizer else float(self.settings.itemsize * sum(self.overlapping_sizes))
+        return 0.0 if self.settings.offload_optimizer else float(self.settings.itemsize * sum(self.sizes_in_partition))
 
     @cached_property
     def gathered_by_layer(self) -> dict[tuple[str, int], float]:
@@ -216,7 +216,7 @@ class ZeroMemory:
             gathered = states.gathered + self.gathered_by_layer[phase, layer]
             return states._replace(gathered=gathered, buffers=states.buffers + copies)
         gradient_numel = total if accumulates else min(finished, total)
-        if zero.stage == 0 or zero.single_replica or zero.separate_fp32_grads:
+        if zero.stage == 0 or zero.keeps_gradients_in_place or zero.separate_fp32_grads:
             return states._replace(gradients=e * gradient_numel)
         if zero.stage == 1 and not zero.overlap:
             bucket = self._grad_itemsize * self.bucket if phase == "backward" or accumulates else 0
@@ -249,13 +249,12 @@ class ZeroMemory:
     def in_last_reduction(self) -> StateBytes:
         """Return the bytes in the last reduction, when all activations have been freed."""
         zero, states, total = self.settings, self.states, self.parameters.total
-        if zero.stage in (0, 3) or zero.single_replica or zero.separate_fp32_grads:
+        if zero.stage in (0, 3) or zero.keeps_gradients_in_place or zero.separate_fp32_grads:
             states = self.in_micro_batch("backward", total, -1)
-            flat = 0
+            copied = 0  # bytes for each element
             if zero.stage == 0 or zero.separate_fp32_grads:  # a flat copy, and its cast to another dtype
-                flat = self._grad_itemsize
-                flat += zero.communication_itemsize if zero.communication_itemsize != flat else 0
-            flattened = flat * min(total, ALLREDUCE_BUCKET) if zero.data > 1 else 0
+                copied = sum({self._grad_itemsize, zero.communication_itemsize})
+            flattened = copied * min(total, ALLREDUCE_BUCKET) if zero.data > 1 else 0
             return states._replace(buffers=states.buffers + flattened)
         if zero.stage == 1 and not zero.overlap:
             # Gradients move into the bucket. When it is full, the buffer of reduced gradients is allocated.
@@ -330,7 +329,7 @@ class ZeroMemory:
         temporaries = self._temporaries(updated, 2, updated)
         if zero.offload_optimizer:
             return states._replace(host=states.host + temporaries)
-        if zero.single_replica:  # a group's gradients are freed after their conversion to fp32
+        if zero.keeps_gradients_in_place:  # a group's gradients are freed after their conversion to fp32
             states = states._replace(gradients=states.gradients - zero.itemsize * updated)
         return states._replace(buffers=self.states.buffers + temporaries)
 
