@@ -164,9 +164,9 @@ class ZeroMemory:
         rounding = 0 if self.settings.cpu else sum(page_locked(size) - size for size in self.pinned)
         return float(parameters + sum(self._host_optimizer_tensors) + rounding)
 
-    @property
+    @cached_property
     def _sub_groups(self) -> list[int]:
-        """Return the elements of ZeRO-3's sub-groups, which the optimizer updates one after another."""
+        """Return the elements of ZeRO-3's sub-groups, which the optimizer updates one after another (stage3.py)."""
         sub_groups = []
         for group in self.parameters.groups:
             filled = 0
@@ -336,10 +336,7 @@ class ZeroMemory:
     @property
     def _update_numel(self) -> int:
         """Return the elements that the optimizer updates at once: the largest group, or stage 3's sub-group."""
-        largest_group = max(self.partition_sizes)
-        if self.settings.stage < 3:
-            return largest_group
-        return min(largest_group, max(self.settings.sub_group, -(-self.parameters.largest // self.settings.data)))
+        return max(self.partition_sizes if self.settings.stage < 3 else self._sub_groups)
 
     def _temporaries(self, largest: int, count: int, total: int) -> float:
         """Return the bytes of temporaries of torch's unfused optimizers.
