@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from zero_tp.planning.formulas import Layer
 from zero_tp.planning.memory import PaperMemory
-from zero_tp.planning.timing import StepTime, Timing
+from zero_tp.planning.timing import StepTime, StepTimeEstimator
 
 
 def activation_factor(p: int, m: int = 1) -> float:
@@ -78,7 +78,7 @@ class PipelineTime(StepTime):
         return {**super().terms(), "pipeline transfers": self.stages, "pipeline bubble": self.bubble}
 
 
-def pipeline_time(whole: Timing, p: int, m: int = 1) -> PipelineTime:
+def pipeline_time(whole: StepTimeEstimator, p: int, m: int = 1) -> PipelineTime:
     """Return the seconds of one step with p stages.
 
     The last stage computes the head after its layers. The others wait for it in every micro-batch.
@@ -96,7 +96,7 @@ def pipeline_time(whole: Timing, p: int, m: int = 1) -> PipelineTime:
     return PipelineTime(**vars(time), stages=transfers, bubble=bubble_share(p, micro, m) * working)
 
 
-def transfer_time(whole: Timing, p: int, m: int) -> float:
+def transfer_time(whole: StepTimeEstimator, p: int, m: int) -> float:
     """Return the seconds in which one micro-batch's activations and gradients move between stages."""
     if p == 1:
         return 0.0
@@ -104,5 +104,5 @@ def transfer_time(whole: Timing, p: int, m: int) -> float:
     near = workload.tensor * whole.zero.data * p <= device.per_node
     speed = device.intra_gbps * device.link_share if near else device.inter_gbps * device.inter_share
     # Each TP rank sends its part.
-    part = workload.element * workload.length * workload.batch * whole.spec.hidden / workload.tensor
+    part = workload.itemsize * workload.length * workload.batch * whole.spec.hidden / workload.tensor
     return 2 * m * part / (speed * 1e9)

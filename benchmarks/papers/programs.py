@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from zero_tp.planning.timing import Bytes, Timing
+from zero_tp.planning.timing import StepTimeEstimator, Traffic
 
 
-class Megatron2019Synchronous(Timing):
+class Megatron2019Synchronous(StepTimeEstimator):
     """Megatron-LM in 2019, with gradients reduced after backward."""
 
     def overlapped_products(self) -> float:
         """Return 0: its autograd functions wait for every collective (mpu/mappings.py)."""
         return 0.0
 
-    def memory_traffic(self) -> dict[str, Bytes]:
+    def memory_traffic(self) -> dict[str, Traffic]:
         """Count three operations on the scores and the biases of column-parallel products, each by itself.
 
         The scores are divided, multiplied and subtracted from (mpu/transformer.py). torch's linear layer then added the
         bias of a tensor of three dimensions after the product.
         """
-        passes, e = super().memory_traffic(), self.workload.element
+        passes, e = super().memory_traffic(), self.workload.itemsize
         forward, backward = passes["attention_core"]
         passes["attention_core"] = forward + 4 * e * self.layer.scores, backward + 4 * e * self.layer.scores
         passes["column biases"] = 2 * passes["column biases"][1], passes["column biases"][1]
@@ -33,13 +33,13 @@ class Megatron2019(Megatron2019Synchronous):
         return True
 
 
-class Megatron2022(Timing):
+class Megatron2022(StepTimeEstimator):
     """Megatron-LM in 2022. A fused kernel scales, masks and takes the softmax; gradients are reduced after backward."""
 
-    def memory_traffic(self) -> dict[str, Bytes]:
+    def memory_traffic(self) -> dict[str, Traffic]:
         passes = super().memory_traffic()
         forward, backward = passes["attention_core"]
-        passes["attention_core"] = forward - 2 * self.workload.element * self.layer.scores, backward
+        passes["attention_core"] = forward - 2 * self.workload.itemsize * self.layer.scores, backward
         return passes
 
     def accumulation_time(self) -> float:
@@ -47,4 +47,4 @@ class Megatron2022(Timing):
 
         With bf16 Megatron-LM requires fp32 accumulation (megatron/arguments.py).
         """
-        return super().accumulation_time() - 2 * self.workload.element * self.parameters / self.rates.memory
+        return super().accumulation_time() - 2 * self.workload.itemsize * self.parameters / self.rates.memory

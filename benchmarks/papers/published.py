@@ -16,7 +16,7 @@ from zero_tp.models.flops import model_flops
 from zero_tp.planning.memory import ModelSize, run_model_size
 from zero_tp.planning.plan_settings import ZeroSettings, workload_of
 from zero_tp.planning.rates import matrix_flops
-from zero_tp.planning.timing import Timing
+from zero_tp.planning.timing import StepTimeEstimator
 from zero_tp.shipped import CONFIGS, shipped_path
 
 # 16 V100 at 450 W a node, of which 39 TFLOP/s are 30 %; NVSwitch; 8 InfiniBand ports of 100 Gb/s, half a port each.
@@ -42,7 +42,7 @@ class Run:
     pipeline: int = 1
     interleaving: int = 1
     device: Device = A100
-    program: type[Timing] = Megatron2022
+    program: type[StepTimeEstimator] = Megatron2022
 
     def changed(self, *changes: str) -> Run:
         return replace(self, changes=(*self.changes, *changes))
@@ -65,7 +65,7 @@ class Run:
         config = self.config
         zero = ZeroSettings.of(config, cpu=False)
         if self.program is Megatron2022:
-            zero = replace(zero, grad_accum_element=4, communication_element=4)  # which DeepSpeed refuses at stage 0
+            zero = replace(zero, grad_accum_itemsize=4, communication_itemsize=4)  # which DeepSpeed refuses at stage 0
         timing = self.program(
             spec=self.model.spec,
             workload=workload_of(config, cpu=False, varlen=self.device.varlen),

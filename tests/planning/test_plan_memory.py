@@ -32,7 +32,7 @@ from zero_tp.planning.gathered import most_gathered
 from zero_tp.planning.memory import model_size
 from zero_tp.planning.plan_settings import ZeroSettings, workload_of
 from zero_tp.planning.tracking import join_parts, measure
-from zero_tp.planning.zero import ZeroMemory
+from zero_tp.planning.zero import RankParameters, ZeroMemory
 from zero_tp.topology import Topology
 
 
@@ -157,6 +157,14 @@ def test_gradients_in_fp32_count_while_they_are_sent_and_while_an_offloaded_opti
     assert accumulated.in_last_reduction().buffers - kept == 4 * accumulated.parameters.total
     bucketed = [zero_memory("zero_optimization.stage=2", *each).in_last_reduction().buffers for each in ([], [sent])]
     assert bucketed[1] - bucketed[0] == 4 * 400_000, "a bucket's copy in fp32"
+
+
+def test_the_parameter_that_fills_a_sub_group_belongs_to_it() -> None:
+    overrides = ["zero_optimization.stage=3", "zero_optimization.sub_group_size=10", "zero_tp.parallel.tensor=1"]
+    settings = replace(ZeroSettings.of(load(overrides), cpu=False), data=1)
+    parameters = RankParameters((6, 6, 6), (2,), ((6,), (6,), (6,), (2,)), (0, 0, 0, 0), False)
+    memory = ZeroMemory(parameters, settings)
+    assert memory.in_grad_conversion().gradients - memory.states.gradients == 4 * (6 + 6), "the update's fp32 gradients"
 
 
 def test_a_recomputed_layer_is_gathered_as_a_whole() -> None:

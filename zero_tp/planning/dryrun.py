@@ -55,9 +55,9 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, all_layers: bool = 
     """
     if not workload.cpu and has_real_device():
         return run_isolated(dry_run, config, workload, all_layers=all_layers)
-    with fake_micro_batch(config, workload, all_layers=all_layers) as (model, batch, order):
+    with fake_micro_batch(config, workload, all_layers=all_layers) as (model, batch, representatives):
         parts = measure(model, batch)
-    return join_parts(parts, order)
+    return join_parts(parts, representatives)
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def fake_micro_batch(
         if not workload.cpu:
             device = stack.enter_context(simulated_accelerator(varlen=workload.varlen))
         stack.enter_context(torch.random.fork_rng([]))
-        # Run backward in this thread: autograd has no thread for a device that is registered after its first use.
+        # Run backward in this thread: autograd starts no thread for a device registered after the first backward.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode())
         spec = architecture_of(config).spec(config)
@@ -87,7 +87,7 @@ def fake_micro_batch(
         executed = kinds if all_layers else representative_layers(kinds, reach)
         numbers = {context: number for number, context in enumerate(layer_contexts(executed, reach))}
         contexts = enumerate(layer_contexts(kinds, reach))
-        order = [number if all_layers else numbers[context] for number, context in contexts]
+        representatives = [number if all_layers else numbers[context] for number, context in contexts]
         rotary = spec.rotary
         if rotary is not None and workload.documents:  # fake positions have no maximum
             rotary = replace(rotary, by_length=False)
@@ -106,10 +106,10 @@ def fake_micro_batch(
         recomputing = tuple(number for number, kind in enumerate(executed) if kind.recomputes)
         policy = _FixedLayersPolicy(**workload.policy.model_dump(), numbers=recomputing)
         ActivationMemory(model, policy, workload.checkpointing, device)  # wraps the layers' forward
-        yield model, batch_of(workload, spec, device), order
+        yield model, fake_batch(workload, spec, device), representatives
 
 
-def batch_of(workload: Workload, spec: TransformerSpec, device: torch.device) -> AnyBatch:
+def fake_batch(workload: Workload, spec: TransformerSpec, device: torch.device) -> AnyBatch:
     """Return a fake micro-batch of the workload."""
     tokens = torch.zeros(workload.batch, workload.length, dtype=torch.long, device=device)
     if spec.causal:
@@ -212,7 +212,7 @@ def layer_contexts(kinds: Sequence[LayerKind], reach: int = 1) -> list[tuple[Any
 
 
 def representative_layers(kinds: Sequence[LayerKind], reach: int = 1) -> list[LayerKind]:
-    """Return the layers without those whose removal leaves the set of contexts unchanged.
+    """Return a short list of layers with the same set of contexts.
 
     Of equal layers three remain, of recomputing ones 1 + 2 · `reach`.
     """

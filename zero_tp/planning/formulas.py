@@ -39,7 +39,7 @@ class Layer:
         s, b, h, a: sequence, batch of one micro-batch, hidden, attention heads.
         t: TP size.
         sequence: SP is on.
-        element: e, bytes of an element.
+        itemsize: e, bytes of an element.
         head_size, kv_heads, mlp_size: d, k and f; None: h/a, a and 4h.
         gated: the MLP multiplies its activation's output by a second product of its input.
         residual_dropout, attention_dropout: whether there is any.
@@ -52,7 +52,7 @@ class Layer:
     a: int
     t: int = 1
     sequence: bool = False
-    element: int = 2
+    itemsize: int = 2
     head_size: int | None = None
     kv_heads: int | None = None
     mlp_size: float | None = None
@@ -71,7 +71,7 @@ class Layer:
             spec.heads,
             workload.tensor,
             workload.sequence,
-            element=workload.element,
+            itemsize=workload.itemsize,
             head_size=spec.head_size,
             kv_heads=spec.kv_heads,
             mlp_size=spec.active_width,
@@ -111,12 +111,12 @@ class Layer:
         return self.a * self.s**2 * self.b / self.t
 
 
-# ---- the attention core: its activations besides Q, K and V in 16 bits ----------------------------------------------
+# ---- activations of the attention core, besides Q, K and V ----------------------------------------------------------
 
 
 def eager_core(layer: Layer) -> float:
     """Return 5as²b/t: softmax output 2, dropout mask 1, dropout output 2 (equation 1); without dropout e·as²b/t."""
-    e = layer.element
+    e = layer.itemsize
     return (2 * e + 1 if layer.attention_dropout else e) * layer.scores
 
 
@@ -137,9 +137,9 @@ def saved(layer: Layer, core: Core = eager_core) -> float:
     """Return the bytes without recomputation: sbh(10 + 24/t + 5as/(ht)), under SP sbh/t·(34 + 5as/h).
 
     Equations 1 (t = 1), 2 and 4; table 2, rows "no parallelism", "tensor parallel" and "tensor + sequence parallel",
-    all with the eager core. A gated MLP keeps its two products, the activation's output and the product of the two.
+    all with the eager core. A gated MLP keeps gate and up projection, the activation, and its product with the latter.
     """
-    e = layer.element
+    e = layer.itemsize
     stream = 4 * e + (2 if layer.residual_dropout else 0)
     attention = e * (2 * layer.queries + 2 * layer.keys)
     return stream * layer.residual + attention + core(layer) + (4 if layer.gated else 2) * e * layer.mlp
@@ -155,8 +155,8 @@ def saved_selective(layer: Layer, core: Core = eager_core, modules: Collection[s
     """
     recomputed = {
         "attention_core": core(layer),
-        "mlp_activation": layer.element * layer.mlp,
-        "norm": layer.recomputed_norms * layer.element * layer.residual,
+        "mlp_activation": layer.itemsize * layer.mlp,
+        "norm": layer.recomputed_norms * layer.itemsize * layer.residual,
     }
     return saved(layer, core) - sum(recomputed[module] for module in modules)
 
@@ -167,7 +167,7 @@ def saved_full(layer: Layer, *, partitioned: bool = False) -> float:
     Args:
         partitioned: P_a (arXiv 1910.02054, section 6.1): each TP rank keeps a t-th of it, 2sbh/t.
     """
-    return layer.element * (layer.sbh / layer.t if partitioned else layer.residual)
+    return layer.itemsize * (layer.sbh / layer.t if partitioned else layer.residual)
 
 
 def saved_outside_layers(layer: Layer, v: float, *, dropout: bool = True) -> float:
@@ -181,13 +181,13 @@ def saved_outside_layers(layer: Layer, v: float, *, dropout: bool = True) -> flo
         dropout: whether the embedding's output has dropout.
     """
     mask = layer.residual if dropout else 0.0
-    return mask + 2 * layer.element * layer.residual + 4 * layer.s * layer.b * v / layer.t
+    return mask + 2 * layer.itemsize * layer.residual + 4 * layer.s * layer.b * v / layer.t
 
 
 # ---- model states (arXiv 1910.02054) ---------------------------------------------------------------------------------
 
 
-def model_states(parameters: float, stage: int, data: int, element: int = 2) -> dict[str, float]:
+def model_states(parameters: float, stage: int, data: int, itemsize: int = 2) -> dict[str, float]:
     """Return the bytes of one device's parameters, gradients and optimizer states (figure 1, sections 5.1 to 5.3).
 
     Their sum in mixed precision at stage 0: 16Ψ; 1 (P_os): 4Ψ + 12Ψ/N_d; 2 (P_os+g): 2Ψ + 14Ψ/N_d; 3 (P_os+g+p):
@@ -197,7 +197,7 @@ def model_states(parameters: float, stage: int, data: int, element: int = 2) -> 
     Args:
         parameters: Ψ on one TP rank.
     """
-    sizes = {"parameters": element, "gradients": element, "optimizer": 12 - (4 if element == 4 else 0)}
+    sizes = {"parameters": itemsize, "gradients": itemsize, "optimizer": 12 - (4 if itemsize == 4 else 0)}
     partitioned_from = {"parameters": 3, "gradients": 2, "optimizer": 1}
     return {name: size * parameters / (data if stage >= partitioned_from[name] else 1) for name, size in sizes.items()}
 
@@ -209,7 +209,7 @@ def zero_volume(parameters: float, stage: int, data: int, micro_batches: int = 1
     """Return the elements that a rank sends over DP in a step: 2Ψ(N_d-1)/N_d, at stage 3 3Ψ(N_d-1)/N_d (1910.02054, 7).
 
     Stages 0 to 2: reduce-scatter and all-gather (an all-reduce is both); stage 3: an all-gather in forward, one in
-    backward, and the reduce-scatter. Stage 2 reduces and stage 3 does all of it in each micro-batch.
+    backward, and the reduce-scatter. Stage 2 reduces in each micro-batch; stage 3 also gathers in each.
     """
     reductions = micro_batches if stage >= 2 else 1
     gathers = 2 * micro_batches if stage == 3 else 1

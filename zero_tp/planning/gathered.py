@@ -36,7 +36,7 @@ def most_gathered(
         recomputed: numbers of the layers whose modules run again in backward; hashable.
         threshold, prefetch_bucket, max_live, max_reuse: DeepSpeed's limits, in elements.
     """
-    sizes = {(number, position): size for number, own in enumerate(modules) for position, size in enumerate(own)}
+    sizes = {(number, position): size for number, numels in enumerate(modules) for position, size in enumerate(numels)}
     partitioned = _partitioned(modules, threshold, tied)
     order = _execution_order(layers, recomputed)
     numel_before = list(accumulate((sum(modules[number]) for number in order), initial=0))
@@ -70,7 +70,7 @@ def most_gathered(
         copied = sum(sizes[parameter] for contents in in_use for parameter in contents)
         # Of the modules after the layers only the last one counts, the output layer: the final norm is small.
         if layers[module] != layers[-1] or module == len(modules) - 1:
-            key = "forward" if step < len(modules) else "backward", layers[module]
+            key = ("forward" if step < len(modules) else "backward", layers[module])
             most[key] = max(most.get(key, 0.0), float(live + size + copied))
 
         for parameter in partitioned[module]:
@@ -93,8 +93,8 @@ def _execution_order(layers: Sequence[int], recomputed: Collection[int]) -> list
 def _partitioned(modules: tuple[tuple[int, ...], ...], threshold: int, tied: bool) -> list[list[ParameterId]]:
     """Return each module's parameters above the persistence threshold; a tied last module has the first module's."""
     partitioned = [
-        [(number, position) for position, size in enumerate(own) if size > threshold]
-        for number, own in enumerate(modules)
+        [(number, position) for position, size in enumerate(numels) if size > threshold]
+        for number, numels in enumerate(modules)
     ]
     if tied:
         partitioned[-1] = [(0, position) for _, position in partitioned[-1]]

@@ -48,8 +48,8 @@ def model_size(config: PretrainedConfig, tensor: int, sequence: bool) -> ModelSi
     modules: list[tuple[int, ...]] = []
     layers: list[int] = []
     for name, module in model.named_modules():
-        if own := tuple(parameter.numel() for parameter in module.parameters(recurse=False)):
-            modules.append(own)
+        if numels := tuple(parameter.numel() for parameter in module.parameters(recurse=False)):
+            modules.append(numels)
             parts = name.split(".")
             is_after_layers = parts[0] != "transformer" or "final_norm" in parts
             layers.append(int(parts[2]) if "layers" in parts else spec.layers if is_after_layers else -1)
@@ -184,7 +184,7 @@ class PaperMemory:
         if policy.mode == "full":
             if self.workload.offloads_checkpoints:
                 return 0.0
-            return formulas.saved_full(layer, partitioned=self.workload.partitioned)
+            return formulas.saved_full(layer, partitioned=self.workload.partitions_checkpoints)
         return formulas.saved_selective(layer, core, policy.chosen_modules)
 
     def all_layers_bytes(self) -> float:
@@ -203,7 +203,7 @@ class PaperMemory:
     def bytes(self) -> dict[str, float]:
         """Return the bytes by category: parameters, gradients, optimizer, activations, those outside the layers."""
         return {
-            **formulas.model_states(self.parameters, self.stage, self.data, self.workload.element),
+            **formulas.model_states(self.parameters, self.stage, self.data, self.workload.itemsize),
             "activations": self.all_layers_bytes(),
             "outside layers": self.outside_bytes(),
         }

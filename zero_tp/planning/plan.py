@@ -16,7 +16,7 @@ from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import ModelSize, PaperMemory, Point, RankMemory, rank_memory, run_model_size
 from zero_tp.planning.plan_settings import Workload, ZeroSettings, workload_of
 from zero_tp.planning.rates import matrix_flops
-from zero_tp.planning.timing import StepTime, Timing
+from zero_tp.planning.timing import StepTime, StepTimeEstimator
 
 HOUR, DAY = 3600, 86400  # seconds
 
@@ -46,7 +46,7 @@ class Estimate:
     def time(self) -> StepTime:
         """Return the seconds of one step."""
         parameters = self.model.parameters.total
-        return Timing(self.model.spec, self.workload, self.device, self.settings, parameters).estimate()
+        return StepTimeEstimator(self.model.spec, self.workload, self.device, self.settings, parameters).estimate()
 
     @property
     def communicators(self) -> int:

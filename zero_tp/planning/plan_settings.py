@@ -52,13 +52,13 @@ class Workload:
         return math.ceil(self.label_fraction * self.length) * self.batch
 
     @property
-    def element(self) -> int:
+    def itemsize(self) -> int:
         """Return the bytes of an element."""
         return ELEMENT_BYTES[self.dtype]
 
     @property
-    def partitioned(self) -> bool:
-        """Return whether P_a partitions activation checkpoints over TP; SP shards them without it."""
+    def partitions_checkpoints(self) -> bool:
+        """Return whether P_a partitions activation checkpoints over TP. SP shards them anyway."""
         return bool(self.checkpointing.get("partition_activations")) and self.tensor > 1 and not self.sequence
 
     @property
@@ -70,10 +70,10 @@ class Workload:
         """Return the permanent bytes of activation checkpoints on the device (M_D's buffer) and on the host."""
         recomputed = len(self.policy.recomputed_layers(layers))
         slots = self.checkpointing.get("number_checkpoints") or recomputed
-        parts = self.tensor if self.sequence or self.partitioned else 1
-        size = self.element * math.ceil(self.length * self.batch * hidden / parts)
+        parts = self.tensor if self.sequence or self.partitions_checkpoints else 1
+        size = self.itemsize * math.ceil(self.length * self.batch * hidden / parts)
         if not self.checkpointing.get("contiguous_memory_optimization"):
-            return 0.0, float(recomputed * page_locked(size)) if self.offloads_checkpoints else 0.0
+            return (0.0, float(recomputed * page_locked(size))) if self.offloads_checkpoints else (0.0, 0.0)
         return (0.0, float(page_locked(slots * size))) if self.offloads_checkpoints else (float(slots * size), 0.0)
 
     def fully_recomputed_layers(self, layers: int) -> range:
@@ -122,8 +122,8 @@ class ZeroSettings:
         stage, data: ZeRO's stage, and N_d.
         cpu: the device is the CPU, and its memory is the host's.
         accumulation: micro-batches of a step.
-        grad_accum_element: bytes of an element of accumulated gradients (`grad_accum_dtype`).
-        communication_element: bytes of an element of gradients sent over DP (`communication_data_type`).
+        grad_accum_itemsize: bytes of an element of accumulated gradients (`grad_accum_dtype`).
+        communication_itemsize: bytes of an element of gradients sent over DP (`communication_data_type`).
         moments: bytes of the optimizer's states for one parameter, without the fp32 master.
         torch_optimizer: the optimizer is an unfused class of torch whose update allocates temporaries.
         clips_gradients: see `gradient_clipping`.
@@ -139,8 +139,8 @@ class ZeroSettings:
     dtype: str
     cpu: bool
     accumulation: int
-    grad_accum_element: int
-    communication_element: int
+    grad_accum_itemsize: int
+    communication_itemsize: int
     moments: int
     torch_optimizer: bool
     clips_gradients: bool
@@ -169,8 +169,8 @@ class ZeroSettings:
             dtype=config.dtype,
             cpu=cpu,
             accumulation=config.accumulation,
-            grad_accum_element=ELEMENT_BYTES[typed["data_types.grad_accum_dtype"] or config.dtype],
-            communication_element=ELEMENT_BYTES[typed["communication_data_type"] or config.dtype],
+            grad_accum_itemsize=ELEMENT_BYTES[typed["data_types.grad_accum_dtype"] or config.dtype],
+            communication_itemsize=ELEMENT_BYTES[typed["communication_data_type"] or config.dtype],
             moments=_moment_bytes(optimizer, params),
             torch_optimizer=_allocates_temporaries(optimizer, params),
             clips_gradients=typed["gradient_clipping"] > 0,
@@ -189,19 +189,19 @@ class ZeroSettings:
         )
 
     @property
-    def element(self) -> int:
+    def itemsize(self) -> int:
         """Return e, the bytes of an element of the run's dtype."""
         return ELEMENT_BYTES[self.dtype]
 
     @property
-    def single_replica(self) -> bool:
+    def keeps_gradients_in_place(self) -> bool:
         """Return whether gradients stay in `parameter.grad`; see `zero_tp.zero.stages.keeps_gradients_in_place`."""
         return self.stage in (1, 2) and self.data == 1 and not self.offload_optimizer and not self.copies_gradients
 
     @property
     def accumulates_wider(self) -> bool:
         """Return whether gradients are accumulated in a wider dtype than the run's."""
-        return self.grad_accum_element > self.element
+        return self.grad_accum_itemsize > self.itemsize
 
     @property
     def separate_fp32_grads(self) -> bool:

@@ -40,12 +40,12 @@ class Rates:
     """The rates of one device in one dtype.
 
     Attributes:
-        element: bytes of an element.
+        itemsize: bytes of an element.
         peak: of the matrix units [FLOP/s].
     """
 
     device: Device
-    element: int
+    itemsize: int
     peak: float
 
     @property
@@ -69,7 +69,7 @@ class Rates:
         for tile_rows, tile_columns in (TILE, TILE[::-1]) if units > 1 else ((1, 1),):
             tiles = math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
             flops = min(flops, math.ceil(tiles / units) * units * 2.0 * tile_rows * tile_columns * depth)
-        return flops / self.matrix + self.element * rows * columns / self.memory
+        return flops / self.matrix + self.itemsize * rows * columns / self.memory
 
     def collective_seconds(self, size: float, ranks: int, stride: int = 1, calls: float = 1) -> float:
         """Return the seconds of a ring all-gather or reduce-scatter.

@@ -54,7 +54,7 @@ class Search:
         self.ranked = list(self._candidates())
         if not self.ranked:
             raise UserError(
-                f"--search: no tensor size splits {self.ranks} ranks, the model and a global batch of "
+                f"--search: no TP size suits {self.ranks} ranks, the model's heads and MLP, and a global batch of "
                 f"{config.global_batch}; change one of them"
             )
         self.ranked.sort(key=lambda this: (max(0.0, this.shortage), this.time.total, this.needed))
@@ -156,7 +156,7 @@ def _estimated_samples(model: ModelSize, workload: Workload, zero: ZeroMemory) -
     """Return a few samples by the papers' formulas: the end of forward, and three in backward.
 
     They add what the formulas leave out: all activations of the layer whose backward runs, the gradient of the output
-    layer and a block of logits (as in parallel/loss.py), and gradients of the residual stream.
+    layer and gradients of the residual stream. One block of logits replaces all logits (parallel/loss.py).
     """
     paper, layers = PaperMemory(model, workload, zero.settings.stage, zero.settings.data), model.spec.layers
     logits = 4.0 * workload.labels * model.spec.vocabulary / workload.tensor
@@ -165,9 +165,9 @@ def _estimated_samples(model: ModelSize, workload: Workload, zero: ZeroMemory) -
     shard, dtype = -(-model.spec.vocabulary // workload.tensor), getattr(torch, DTYPES[workload.dtype])
     length, batch = (workload.length, workload.batch) if model.spec.causal else (workload.labels, 1)
     positions = block_positions(length, batch, shard, model.spec.hidden, dtype)
-    gradient = (4 if accumulates_in_fp32(length, positions, dtype) else workload.element) * shard * model.spec.hidden
-    block = workload.element * positions * batch * shard
-    stream = 4 * workload.element * paper.layer.residual
+    gradient = (4 if accumulates_in_fp32(length, positions, dtype) else workload.itemsize) * shard * model.spec.hidden
+    block = workload.itemsize * positions * batch * shard
+    stream = 4 * workload.itemsize * paper.layer.residual
     # With ZeRO-3 the sample in the middle of backward is of the layer with the most gathered parameters.
     gathered = zero.gathered_by_layer if zero.settings.stage == 3 else {("backward", 0): 0.0}
     _, middle = max(gathered, key=gathered.__getitem__)
@@ -175,7 +175,7 @@ def _estimated_samples(model: ModelSize, workload: Workload, zero: ZeroMemory) -
     return [
         MemorySample("forward", layers, saved + gradient, block, 0.0),
         MemorySample(
-            "backward", layers - 1, saved, one_layer + stream + workload.element * shard * model.spec.hidden, 0.0
+            "backward", layers - 1, saved, one_layer + stream + workload.itemsize * shard * model.spec.hidden, 0.0
         ),
         MemorySample("backward", min(max(middle, 0), layers - 1), saved / 2, one_layer + stream, total / 2),
         MemorySample("backward", 0, saved / layers, one_layer + stream, total),

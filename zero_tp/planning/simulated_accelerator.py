@@ -46,7 +46,7 @@ def run_isolated(function: Callable[..., T], *arguments: Any, **options: Any) ->
     """
     main = vars(sys.modules["__main__"])
     with mock.patch.dict(main, {"__spec__": None}):
-        main.pop("__file__", None)  # else the process would first run this one's script, which may be a training
+        main.pop("__file__", None)  # else the new process would first run this one's script, such as a training
         with multiprocessing.get_context("spawn").Pool(1, _hide_devices) as pool:
             return pool.apply_async(function, arguments, options).get(TIMEOUT_SECONDS)
 

@@ -51,8 +51,8 @@ class LayerTime(NamedTuple):
         return {"forward": self.forward.total, "backward": backward, "again": self.recompute.total}
 
 
-Bytes = tuple[float, float]
-"""The bytes that an operation's forward reads and writes, and those of its backward."""
+Traffic = tuple[float, float]
+"""(forward, backward): the bytes that an operation reads and writes in each."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Timing:
-    """The estimate of one step's time.
+class StepTimeEstimator:
+    """Compute the `StepTime` of a run on one kind of device.
 
-    A token's experts count as one MLP with their total width. Copies sort the tokens by expert.
+    A token's experts count as one MLP with their total width. Tokens are copied to sort them by expert.
 
     Attributes:
         parameters: elements on one rank before ZeRO partitions them (Ψ/t).
@@ -116,7 +116,7 @@ class Timing:
 
     @cached_property
     def rates(self) -> Rates:
-        return Rates(self.device, self.workload.element, matrix_flops(self.device, self.workload.dtype))
+        return Rates(self.device, self.workload.itemsize, matrix_flops(self.device, self.workload.dtype))
 
     @cached_property
     def layer(self) -> Layer:
@@ -174,7 +174,7 @@ class Timing:
         spec, rates = self.spec, self.rates
         flops = forward_flops(spec, self.workload.batch, self.workload.length).core / self.workload.tensor
         if spec.attention == "eager":
-            traffic = 2 * rates.element * (self.layer.scores + self.layer.queries + self._keys)
+            traffic = 2 * rates.itemsize * (self.layer.scores + self.layer.queries + self._keys)
             forward = max(flops / rates.matrix, traffic / rates.memory)
             return forward, 2 * forward
         rate = rates.peak * min(FLASH_SHARE, rates.device.matrix_share)
@@ -188,12 +188,12 @@ class Timing:
         """Return the elements of the keys that this rank computes: at least one head's."""
         return self._tokens * self.spec.head_size * max(1.0, self.spec.kv_heads / self.workload.tensor)
 
-    def memory_traffic(self) -> dict[str, Bytes]:
-        """Return the bytes by operation, besides products. Those in `recompute.modules` have the same names there.
+    def memory_traffic(self) -> dict[str, Traffic]:
+        """Return the bytes by operation, without products. `recompute.modules` has the same names.
 
         A norm's backward reads its input and gradient twice, once for the weight's gradient.
         """
-        spec, e, layer, stream = self.spec, self.workload.element, self.layer, self.layer.residual
+        spec, e, layer, stream = self.spec, self.workload.itemsize, self.layer, self.layer.residual
         biased = zip(self._column_products(), (spec.qkv_bias, spec.mlp_bias), strict=True)
         biased_columns = self._tokens * sum(outputs for (_, outputs), bias in biased if bias)
         row_biases = spec.output_bias + spec.mlp_bias
@@ -203,7 +203,7 @@ class Timing:
         rotated = 0.0 if spec.rotary is None else 2 * (queries + keys)
         eager = spec.attention == "eager"
         transposed = queries + (queries + 2 * keys if eager else 0.0)
-        # Besides softmax and dropout, forward copies the mask into the product's result and reads it there.
+        # Forward has softmax, dropout, and `baddbmm`, which copies the mask into its result and adds the product to it.
         scores = layer.scores if eager else 0.0
         sorted_copies = 0.0  # of tokens before the experts, and of their outputs
         if spec.experts is not None:
@@ -231,7 +231,7 @@ class Timing:
         input gradients too. SP adds two exposed all-gathers of the output gradients of row-parallel layers.
         """
         workload, rates = self.workload, self.rates
-        half = rates.collective_seconds(workload.element * self._tokens * self.spec.hidden, workload.tensor)
+        half = rates.collective_seconds(workload.itemsize * self._tokens * self.spec.hidden, workload.tensor)
         overlapped = min(4 * half, self.overlapped_products())
         exposed = 2 * half if workload.sequence else 0.0
         return 4 * half, exposed + 4 * half - overlapped, rates.slowdown(overlapped)
@@ -248,14 +248,14 @@ class Timing:
         micro, layers = self.zero.accumulation, self.spec.layers
         recomputed = self.workload.policy.mean_recomputed_layers(layers, micro)
         layer, head = self.layer_time(), self.head_time()
-        of_layers = Seconds(*(layers * sum(both) for both in zip(layer.forward, layer.backward, strict=True)))
+        all_layers = Seconds(*(layers * sum(passes) for passes in zip(layer.forward, layer.backward, strict=True)))
         backward = layers * layer.backward.total + recomputed * layer.recompute.total
         optimizer, host = self._optimizer()
         return StepTime(
-            products=micro * (of_layers.products + head.products),
+            products=micro * (all_layers.products + head.products),
             recompute=micro * recomputed * layer.recompute.total,
-            elementwise=micro * (of_layers.memory_bound + self.accumulation_time() + head.memory_bound),
-            tp_communication=micro * of_layers.collectives,
+            elementwise=micro * (all_layers.memory_bound + self.accumulation_time() + head.memory_bound),
+            tp_communication=micro * all_layers.collectives,
             dp_communication=self._dp_communication(layers * layer.forward.total + head.total, backward),
             optimizer=optimizer,
             host=host,
@@ -267,18 +267,18 @@ class Timing:
         workload, hidden, product = self.workload, self.spec.hidden, self.rates.product_seconds
         labels, width = workload.labels, head_products(self.spec) / hidden / workload.tensor
         products = product(labels, width, hidden) + product(labels, hidden, width) + product(hidden, width, labels)
-        return Seconds(products, 6 * workload.element * labels * width / self.rates.memory)
+        return Seconds(products, 6 * workload.itemsize * labels * width / self.rates.memory)
 
     def accumulation_time(self) -> float:
         """Return the seconds that accumulating one micro-batch's gradients takes.
 
         Accumulation in another dtype uses a buffer even for a single micro-batch; it is zeroed once a step.
         """
-        zero, e = self.zero, self.workload.element
-        has_buffer = zero.grad_accum_element != e
+        zero, e = self.zero, self.workload.itemsize
+        has_buffer = zero.grad_accum_itemsize != e
         if zero.accumulation == 1 and not has_buffer:
             return 0.0
-        traffic = 2.0 * zero.grad_accum_element + e + zero.grad_accum_element * has_buffer / zero.accumulation
+        traffic = 2.0 * zero.grad_accum_itemsize + e + zero.grad_accum_itemsize * has_buffer / zero.accumulation
         return self.parameters * traffic / self.rates.memory
 
     def _dp_communication(self, forward: float, backward: float) -> float:
@@ -287,24 +287,24 @@ class Timing:
         DeepSpeed synchronises with the device before each reduction to an owner (stage_1_and_2.py,
         `allreduce_and_copy`), so those never overlap.
         """
-        zero, micro, e = self.zero, self.zero.accumulation, self.workload.element
-        gathers, reductions, sent = *zero.volumes, zero.communication_element * self.parameters
+        zero, micro, e = self.zero, self.zero.accumulation, self.workload.itemsize
+        (gathers, reductions), gradient_bytes = zero.volumes, zero.communication_itemsize * self.parameters
         if zero.stage == 3:
             layers = self.spec.layers  # one gather and one reduction for each
             gather = self.rates.collective_seconds(e * self.parameters, zero.data, self.workload.tensor, layers)
-            reduce = self.rates.collective_seconds(sent, zero.data, self.workload.tensor, layers)
-            overlapped = micro * (forward + backward) if zero.overlap else 0.0
-            return self._exposed(gathers * gather + reductions * reduce, overlapped)
+            reduce = self.rates.collective_seconds(gradient_bytes, zero.data, self.workload.tensor, layers)
+            computing = micro * (forward + backward) if zero.overlap else 0.0
+            return self._exposed(gathers * gather + reductions * reduce, computing)
         bucket = zero.reduce_bucket if zero.reduces_in_buckets else ALLREDUCE_BUCKET
         calls = max(1, -(-self.parameters // bucket))
         if zero.reduces_to_owners:
             # A partition's end also ends a bucket. NCCL reduces to one rank in a chain: each link carries the whole
             # tensor (tuning.cc: N steps), instead of (N-1)/N of it in a ring.
-            calls, sent = calls + zero.data - 1, sent * zero.data / (zero.data - 1)
+            calls, gradient_bytes = calls + zero.data - 1, gradient_bytes * zero.data / (zero.data - 1)
         gather = self.rates.collective_seconds(e * self.parameters, zero.data, self.workload.tensor)
-        reduce = self.rates.collective_seconds(sent, zero.data, self.workload.tensor, calls)
-        overlapped = (micro if zero.stage == 2 else 1) * backward if self.reduces_in_backward else 0.0
-        return gathers * gather + self._exposed(reductions * reduce, overlapped)
+        reduce = self.rates.collective_seconds(gradient_bytes, zero.data, self.workload.tensor, calls)
+        computing = (micro if zero.stage == 2 else 1) * backward if self.reduces_in_backward else 0.0
+        return gathers * gather + self._exposed(reductions * reduce, computing)
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -322,10 +322,10 @@ class Timing:
         The update reads and writes masters and moments, and reads gradients. It copies 16-bit weights from the masters,
         converts gradients to fp32, takes their norm and clips them.
         """
-        zero, e, memory = self.zero, self.workload.element, self.rates.memory
+        zero, e, memory = self.zero, self.workload.itemsize, self.rates.memory
         part = self.parameters / (zero.data if zero.stage else 1)
         update = 2 * (4 + zero.moments) + 4 + (4 + e if e < 4 else 0)
-        conversion = zero.grad_accum_element + 4 if zero.grad_accum_element < 4 else 0
+        conversion = zero.grad_accum_itemsize + 4 if zero.grad_accum_itemsize < 4 else 0
         clipping, norm = 8 if zero.clips_gradients else 0, 4 * self.parameters
         traffic = part * (update + conversion + clipping) + norm
         host_link = self.device.host_gbps * 1e9 * self.device.link_share

@@ -168,7 +168,7 @@ def measure(model: ParallelModel, batch: AnyBatch) -> list[DryRunPart]:
             finished.append((allocations.clock, parameter.numel()))
 
         def mark_layer(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            # Recomputation calls a layer's forward without its hooks. Its backward ends with its input's gradient.
+            # Recomputation calls a layer's forward without hooks. The layer's backward ends with its input's gradient.
             boundaries.append(allocations.clock)
             inputs[0].register_hook(lambda _: boundaries.append(allocations.clock))
 
@@ -212,18 +212,19 @@ def _split(
     return [DryRunPart(part, MemorySample("", 0, *size)) for part, size in zip(samples, sizes, strict=True)]
 
 
-def join_parts(parts: Sequence[DryRunPart], order: Sequence[int]) -> list[MemorySample]:
+def join_parts(parts: Sequence[DryRunPart], representatives: Sequence[int]) -> list[MemorySample]:
     """Return the samples of the whole model.
 
     Args:
         parts: from `measure`, of a model of representative layers.
-        order: for each layer the number of its representative.
+        representatives: for each layer the number of its representative.
     """
     before, *inner, after = parts
     middle = len(inner) // 2
     forward, loss, backward = inner[:middle], inner[middle], inner[:middle:-1]
-    ordered = [(-1, before), *((layer, forward[number]) for layer, number in enumerate(order)), (len(order), loss)]
-    ordered += [(layer, backward[order[layer]]) for layer in reversed(range(len(order)))]
+    numbered = list(enumerate(representatives))
+    ordered = [(-1, before), *((layer, forward[number]) for layer, number in numbered), (len(numbered), loss)]
+    ordered += [(layer, backward[number]) for layer, number in reversed(numbered)]
     samples, start = list[MemorySample](), MemorySample("", -1, 0.0, 0.0, 0.0)
     for layer, part in [*ordered, (-1, after)]:
         samples += [sample.offset_by(start, layer) for sample in part.samples]

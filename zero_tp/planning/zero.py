@@ -101,8 +101,8 @@ class ZeroMemory:
         return sum(self.partition_sizes)
 
     @cached_property
-    def overlapping_sizes(self) -> list[int]:
-        """Return the elements of each parameter that rank 0's partition has a part of: their whole gradients stay."""
+    def sizes_in_partition(self) -> list[int]:
+        """Return the elements of each parameter that is partly in rank 0's partition. Its whole gradient stays."""
         groups = zip(self.parameters.groups, self.partition_sizes, strict=True)
         return [
             size
@@ -113,9 +113,9 @@ class ZeroMemory:
 
     @cached_property
     def states(self) -> StateBytes:
-        """Return the permanent bytes. The first step creates the optimizer's moments, which count from then on."""
+        """Return the permanent bytes, including the optimizer's moments, which a run's first step creates."""
         zero, total, part = self.settings, self.parameters.total, self.partition_numel
-        e, largest = zero.element, self.parameters.largest
+        e, largest = zero.itemsize, self.parameters.largest
         if zero.stage == 0:
             master = 4 * total if e < 4 else 0
             return StateBytes(parameters=e * total, optimizer=zero.moments * total + master)
@@ -123,7 +123,7 @@ class ZeroMemory:
         if zero.stage < 3:
             flat = e * sum(length * zero.data for length in self.partition_sizes)
             if not zero.offload_optimizer:
-                fp32_gradients = zero.grad_accum_element / e * flat if zero.separate_fp32_grads else 0.0
+                fp32_gradients = zero.grad_accum_itemsize / e * flat if zero.separate_fp32_grads else 0.0
                 return StateBytes(parameters=flat, optimizer=master_moments, buffers=fp32_gradients)
             return StateBytes(flat, buffers=e * largest, host=zero.moments * part + self._host_bytes)
         sizes = itertools.chain(*self.parameters.groups)
@@ -132,7 +132,7 @@ class ZeroMemory:
         states = StateBytes(device, gathered=persistent, buffers=e * self.bucket, host=self._host_bytes)
         if zero.offload_optimizer:
             return states._replace(host=states.host + master_moments)
-        return states._replace(gradients=self._grad_element * part, optimizer=master_moments)
+        return states._replace(gradients=self._grad_itemsize * part, optimizer=master_moments)
 
     @cached_property
     def _host_optimizer_tensors(self) -> list[int]:
@@ -141,32 +141,32 @@ class ZeroMemory:
         Stage 3 has accumulated gradients and their fp32 copies. Stages 1 and 2 have masters, fp32 gradients, 16-bit
         weights to copy back, and a buffer. When stage 2 accumulates, each parameter also has a gradient there.
         """
-        zero, e = self.settings, self.settings.element
+        zero, e = self.settings, self.settings.itemsize
         if not zero.offload_optimizer:
             return []
         if zero.stage == 3:
-            return [self._grad_element * self.partition_numel, *(4 * size for size in self._sub_groups)]
+            return [self._grad_itemsize * self.partition_numel, *(4 * size for size in self._sub_groups)]
         copies = [size * length for length in self.partition_sizes for size in (4, 4, e)]
         accumulates = zero.stage == 2 and zero.accumulation > 1 and not zero.accumulates_wider
-        return [*copies, e * self.parameters.largest, *(e * size for size in self.overlapping_sizes if accumulates)]
+        return [*copies, e * self.parameters.largest, *(e * size for size in self.sizes_in_partition if accumulates)]
 
     @cached_property
     def pinned(self) -> list[int]:
         """Return the bytes of each page-locked tensor. Moments and ZeRO-3's masters are pageable."""
         zero = self.settings
-        parameters = [zero.element * length for length in self.partition_sizes if zero.offload_param]
+        parameters = [zero.itemsize * length for length in self.partition_sizes if zero.offload_param]
         return [*parameters, *(self._host_optimizer_tensors if zero.pins_optimizer else [])]
 
     @cached_property
     def _host_bytes(self) -> float:
         """Return the bytes on the host, except moments and ZeRO-3's masters. A CPU rank page-locks nothing."""
-        parameters = self.settings.element * self.partition_numel if self.settings.offload_param else 0
+        parameters = self.settings.itemsize * self.partition_numel if self.settings.offload_param else 0
         rounding = 0 if self.settings.cpu else sum(page_locked(size) - size for size in self.pinned)
         return float(parameters + sum(self._host_optimizer_tensors) + rounding)
 
-    @property
+    @cached_property
     def _sub_groups(self) -> list[int]:
-        """Return the elements of ZeRO-3's sub-groups, which the optimizer updates one after another."""
+        """Return the elements of ZeRO-3's sub-groups, which the optimizer updates one after another (stage3.py)."""
         sub_groups = []
         for group in self.parameters.groups:
             filled = 0
@@ -179,16 +179,16 @@ class ZeroMemory:
         return sub_groups
 
     @property
-    def _grad_element(self) -> int:
+    def _grad_itemsize(self) -> int:
         """Return the bytes of an element of kept gradients: of the wider dtype, accumulation's or the run's."""
-        return max(self.settings.grad_accum_element, self.settings.element)
+        return max(self.settings.grad_accum_itemsize, self.settings.itemsize)
 
     @property
     def _reduced_gradients(self) -> float:
         """Return the bytes of reduced gradients of this rank's partition, which stages 1 and 2 keep for the step."""
         if self.settings.accumulates_wider:
-            return float(self.settings.grad_accum_element * self.partition_numel)
-        return 0.0 if self.settings.offload_optimizer else float(self.settings.element * sum(self.overlapping_sizes))
+            return float(self.settings.grad_accum_itemsize * self.partition_numel)
+        return 0.0 if self.settings.offload_optimizer else float(self.settings.itemsize * sum(self.sizes_in_partition))
 
     @cached_property
     def gathered_by_layer(self) -> dict[tuple[str, int], float]:
@@ -196,7 +196,7 @@ class ZeroMemory:
         zero, parameters = self.settings, self.parameters
         limits = (zero.persistence_threshold, zero.prefetch_bucket, zero.max_live, zero.max_reuse)
         most = most_gathered(parameters.modules, parameters.layers, parameters.tied, self.recomputed, *limits)
-        return {key: zero.element * elements for key, elements in most.items()}
+        return {key: zero.itemsize * elements for key, elements in most.items()}
 
     # ---- over a step -------------------------------------------------------------------------------------------------
 
@@ -209,21 +209,21 @@ class ZeroMemory:
             layer: the layer's number, -1 before the first and L after the last.
             transients: the dry run's transient bytes at that moment.
         """
-        zero, states, e = self.settings, self.states, self.settings.element
+        zero, states, e = self.settings, self.states, self.settings.itemsize
         total, accumulates = self.parameters.total, zero.accumulation > 1
         if zero.stage == 3:
             copies = self._cast_copies(e) if phase == "backward" else 0.0
             gathered = states.gathered + self.gathered_by_layer[phase, layer]
             return states._replace(gathered=gathered, buffers=states.buffers + copies)
         gradient_numel = total if accumulates else min(finished, total)
-        if zero.stage == 0 or zero.single_replica or zero.separate_fp32_grads:
+        if zero.stage == 0 or zero.keeps_gradients_in_place or zero.separate_fp32_grads:
             return states._replace(gradients=e * gradient_numel)
         if zero.stage == 1 and not zero.overlap:
-            bucket = self._grad_element * self.bucket if phase == "backward" or accumulates else 0
-            return states._replace(gradients=self._grad_element * gradient_numel, buffers=states.buffers + bucket)
+            bucket = self._grad_itemsize * self.bucket if phase == "backward" or accumulates else 0
+            return states._replace(gradients=self._grad_itemsize * gradient_numel, buffers=states.buffers + bucket)
         accumulated = 0.0
         if accumulates and (zero.accumulates_wider or not zero.offload_optimizer):
-            accumulated = self._grad_element * total if zero.stage == 1 else self._reduced_gradients
+            accumulated = self._grad_itemsize * total if zero.stage == 1 else self._reduced_gradients
         if phase == "forward":
             return states._replace(gradients=accumulated)
         gradients, flattened = accumulated, 0.0
@@ -244,29 +244,28 @@ class ZeroMemory:
     @property
     def _bucket_bytes(self) -> int:
         """Return the bytes of the buckets in the run's dtype. With `overlap_comm` one fills while one is reduced."""
-        return self.settings.element * self.bucket * (2 if self.settings.overlap else 1)
+        return self.settings.itemsize * self.bucket * (2 if self.settings.overlap else 1)
 
     def in_last_reduction(self) -> StateBytes:
         """Return the bytes in the last reduction, when all activations have been freed."""
         zero, states, total = self.settings, self.states, self.parameters.total
-        if zero.stage in (0, 3) or zero.single_replica or zero.separate_fp32_grads:
+        if zero.stage in (0, 3) or zero.keeps_gradients_in_place or zero.separate_fp32_grads:
             states = self.in_micro_batch("backward", total, -1)
-            flat = 0
+            copied = 0  # bytes for each element
             if zero.stage == 0 or zero.separate_fp32_grads:  # a flat copy, and its cast to another dtype
-                flat = self._grad_element
-                flat += zero.communication_element if zero.communication_element != flat else 0
-            flattened = flat * min(total, ALLREDUCE_BUCKET) if zero.data > 1 else 0
+                copied = sum({self._grad_itemsize, zero.communication_itemsize})
+            flattened = copied * min(total, ALLREDUCE_BUCKET) if zero.data > 1 else 0
             return states._replace(buffers=states.buffers + flattened)
         if zero.stage == 1 and not zero.overlap:
             # Gradients move into the bucket. When it is full, the buffer of reduced gradients is allocated.
-            element = self._grad_element
+            itemsize = self._grad_itemsize
             offsets = itertools.accumulate(self.parameters.matrices, initial=0)
-            unmoved = element * (total - max(offset for offset in offsets if offset <= self.bucket))
+            unmoved = itemsize * (total - max(offset for offset in offsets if offset <= self.bucket))
             finished = states._replace(
-                gradients=max(element * total, unmoved + self._reduced_gradients),
-                buffers=states.buffers + element * self.bucket,
+                gradients=max(itemsize * total, unmoved + self._reduced_gradients),
+                buffers=states.buffers + itemsize * self.bucket,
             )
-            reducing = finished._replace(gradients=unmoved, buffers=finished.buffers + self._cast_copies(element))
+            reducing = finished._replace(gradients=unmoved, buffers=finished.buffers + self._cast_copies(itemsize))
             return max(finished, reducing, key=lambda state: state.gradients + state.buffers)
         gradients = self._add_reduced(self._reduced_gradients if zero.accumulation > 1 else 0)
         copies = self._reduction_copies(min(self.bucket, total))
@@ -277,25 +276,25 @@ class ZeroMemory:
 
         Without `overlap_comm` DeepSpeed reduces a flat copy.
         """
-        element = self.settings.element
-        return self._cast_copies(element) or (0 if self.settings.overlap else element * numel)
+        itemsize = self.settings.itemsize
+        return self._cast_copies(itemsize) or (0 if self.settings.overlap else itemsize * numel)
 
-    def _cast_copies(self, element: int) -> float:
+    def _cast_copies(self, itemsize: int) -> float:
         """Return the bytes of a bucket's flat copy and of its cast to `communication_data_type`; 0 without a cast.
 
         Args:
-            element: bytes of an element of the bucket.
+            itemsize: bytes of an element of the bucket.
         """
-        if self.settings.communication_element == element or self.settings.data == 1:
+        if self.settings.communication_itemsize == itemsize or self.settings.data == 1:
             return 0.0
-        return float((element + self.settings.communication_element) * min(self.bucket, self.parameters.total))
+        return float((itemsize + self.settings.communication_itemsize) * min(self.bucket, self.parameters.total))
 
     def in_grad_conversion(self) -> StateBytes:
         """Return the peak while gradients are converted to fp32 for the masters, before the optimizer steps.
 
         Stages 1 to 3 flatten the gradients of a group and convert the flat tensor, while the gradients still exist.
         """
-        zero, states, e = self.settings, self.states, self.settings.element
+        zero, states, e = self.settings, self.states, self.settings.itemsize
         if zero.stage == 0:
             total = self.parameters.total
             return states._replace(gradients=e * total + (4 * total if e < 4 else 0))
@@ -304,14 +303,14 @@ class ZeroMemory:
                 return states._replace(gathered=0.0)
             if not zero.accumulates_wider:
                 return states
-            bucket = zero.grad_accum_element * self.bucket if zero.stage == 1 and not zero.overlap else 0
+            bucket = zero.grad_accum_itemsize * self.bucket if zero.stage == 1 and not zero.overlap else 0
             return states._replace(gradients=self._reduced_gradients, buffers=states.buffers + bucket)
         if zero.separate_fp32_grads:
             return states._replace(gradients=e * self.parameters.total)
         updated = self._update_numel
         if zero.stage == 3:
             # Persistent parameters are partitioned before the optimizer's step, and gathered after it.
-            flat = zero.grad_accum_element * updated if zero.grad_accum_element < 4 else 0
+            flat = zero.grad_accum_itemsize * updated if zero.grad_accum_itemsize < 4 else 0
             return states._replace(
                 gathered=0.0, gradients=states.gradients + 4 * updated, buffers=states.buffers + flat
             )
@@ -330,17 +329,14 @@ class ZeroMemory:
         temporaries = self._temporaries(updated, 2, updated)
         if zero.offload_optimizer:
             return states._replace(host=states.host + temporaries)
-        if zero.single_replica:  # a group's gradients are freed after their conversion to fp32
-            states = states._replace(gradients=states.gradients - zero.element * updated)
+        if zero.keeps_gradients_in_place:  # a group's gradients are freed after their conversion to fp32
+            states = states._replace(gradients=states.gradients - zero.itemsize * updated)
         return states._replace(buffers=self.states.buffers + temporaries)
 
     @property
     def _update_numel(self) -> int:
         """Return the elements that the optimizer updates at once: the largest group, or stage 3's sub-group."""
-        largest_group = max(self.partition_sizes)
-        if self.settings.stage < 3:
-            return largest_group
-        return min(largest_group, max(self.settings.sub_group, -(-self.parameters.largest // self.settings.data)))
+        return max(self.partition_sizes if self.settings.stage < 3 else self._sub_groups)
 
     def _temporaries(self, largest: int, count: int, total: int) -> float:
         """Return the bytes of temporaries of torch's unfused optimizers.
