@@ -104,7 +104,7 @@ def test_the_loss_is_balanced_only_where_the_config_says_so() -> None:
     batch = inputs(61, padded=False)
     model = parallel_model(reference, Topology(world=1)).train()
     found = model(**batch)
-    assert found.aux_loss is None and model.figures == ()
+    assert found.aux_loss is None and model.metric_names == ()
     assert found.loss.item() == pytest.approx(reference(**batch).loss.item(), rel=1e-5)
 
 
