@@ -137,7 +137,7 @@ def tiny(model_type: str) -> dict[str, Any]:
     """A small config of any model_type, from the general names that may be written for it."""
     fields, aliases = ARCHITECTURES[model_type].fields, CONFIG_MAPPING[model_type].attribute_map
     declared = {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
-    known = (declared | fields.undeclared.keys()) & set(fields.known())
+    known = (declared | fields.undeclared.keys()) & set(fields.names())
     return {
         "model_type": model_type,
         **dict.fromkeys(fields.dropouts, 0.0),
@@ -148,7 +148,7 @@ def tiny(model_type: str) -> dict[str, Any]:
 def fields_of(model_type: str) -> list[str]:
     """All that the config class has, that its file may have, and that the tables know."""
     declared = [field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])]
-    known = (*ARCHITECTURES[model_type].fields.known(), *IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG)
+    known = (*ARCHITECTURES[model_type].fields.names(), *IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG)
     return list(dict.fromkeys((*declared, *known)))
 
 
@@ -231,13 +231,13 @@ def compared(written: dict[str, Any], directory: Path, *, train: bool = False) -
 @EACH_TABLE
 def test_every_field_is_in_one_class(model_type: str) -> None:
     architecture = ARCHITECTURES[model_type]
-    listed = [*architecture.fields.known(), *IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG]
+    listed = [*architecture.fields.names(), *IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG]
     declared = [field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])]
     assert len(declared) > 20
     assert sorted(set(listed)) == sorted(listed), "a field is in two classes"
-    assert set(architecture.fields.undeclared) <= set(architecture.fields.known()) - set(declared)
+    assert set(architecture.fields.undeclared) <= set(architecture.fields.names()) - set(declared)
     # What transformers takes out of a config as settings of generation is of no table.
-    assert not set(GenerationConfig._get_default_generation_params()) & set(architecture.fields.known()) - {"use_cache"}
+    assert not set(GenerationConfig._get_default_generation_params()) & set(architecture.fields.names()) - {"use_cache"}
 
 
 @EACH_TABLE

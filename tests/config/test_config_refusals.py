@@ -229,7 +229,7 @@ MODEL, OBJECTIVE = "zero_tp.model", "zero_tp.objective"
         ({"zero_tp.training.steps": 10**30}, "zero_tp.training.steps: 1000000000000000000000000000000 is beyond 2^53"),
         ({"zero_tp.data.train": {"a": -(10.0**200)}}, "zero_tp.data.train.a: -1e+200 is beyond 2^53"),
         ({f"{MODEL}.vocab_size": 2**53}, f"{MODEL}.vocab_size: 9007199254740992 is more than 2147483647: sizes and"),
-        ({f"{MODEL}.n_layer": 2**31}, f"{MODEL}.n_layer: 2147483648 is more than 10000: each is built by itself"),
+        ({f"{MODEL}.n_layer": 2**31}, f"{MODEL}.n_layer: 2147483648 is more than 10000: each one is built separately"),
         ({f"{MODEL}.vocab_size": 2**31 - 1, f"{MODEL}.n_embd": 2**20}, f"{MODEL}.hidden_size: a matrix of 2147483647"),
         ({"train_micro_batch_size_per_gpu": 2**31}, "train_micro_batch_size_per_gpu: 2147483648: must be less than"),
         (

@@ -16,7 +16,7 @@ from zero_tp.architectures import architecture_of
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.data.batch import Batch, separate_documents
 from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.models.attention import AttentionCore, SDPACore, disable_cudnn_for_mask, runs_without_mask
+from zero_tp.models.attention import AttentionCore, SDPACore, can_use_varlen, disable_cudnn_for_mask
 from zero_tp.models.context import AttentionMask, PackedSequences, VarlenMask
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
@@ -184,4 +184,4 @@ def test_no_mask_reaches_cudnn() -> None:
         masked = torch._fused_sdp_choice(query, query, query, mask, 0.0, False)
     assert SDPBackend(masked) == SDPBackend.EFFICIENT_ATTENTION
     mask_of_documents = AttentionMask(1024, 1024, packed=PackedSequences.one_per_row(2, 1024, DEVICE))
-    assert runs_without_mask(mask_of_documents, spec_of(128, 2), torch.bfloat16, DEVICE)
+    assert can_use_varlen(mask_of_documents, spec_of(128, 2), torch.bfloat16, DEVICE)

@@ -93,7 +93,7 @@ CASES = [
 @pytest.mark.parametrize(("tensor", "through", "refused"), CASES)
 def test_a_model_that_is_split_needs_its_topology(ranks: Pools, tensor: int, through: str, refused: bool) -> None:
     for said, loss in ranks(2).run(prepared, tensor, through):
-        assert ("does not know its topology" in said) == refused
+        assert ("does not know this model's topology" in said) == refused
         assert (loss > 0) == (not refused)
 
 

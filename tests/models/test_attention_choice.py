@@ -18,7 +18,7 @@ from zero_tp.architectures import architecture_of
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.config import RunConfig
 from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.models.attention import CORES, Attention, SDPACore, runs_without_mask
+from zero_tp.models.attention import CORES, Attention, SDPACore, can_use_varlen
 from zero_tp.models.context import AttentionMask
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
@@ -49,8 +49,8 @@ def spec_of(**fields: Any) -> TransformerSpec:
     ("unmasked", "mask", "fields", "dtype", "capability"),
     [
         (True, {}, {}, torch.bfloat16, (8, 0)),
-        (True, {"padding": None}, {}, torch.float16, (12, 0)),
-        (False, {"padding": torch.ones(1, 1024)}, {}, torch.bfloat16, (9, 0)),
+        (True, {"padding_mask": None}, {}, torch.float16, (12, 0)),
+        (False, {"padding_mask": torch.ones(1, 1024)}, {}, torch.bfloat16, (9, 0)),
         (False, {"first_query": 8, "keys": 1032}, {}, torch.bfloat16, (9, 0)),
         (False, {}, {}, torch.bfloat16, (7, 5)),
         (False, {}, {}, torch.float32, (9, 0)),
@@ -69,7 +69,7 @@ def test_which_documents_and_windows_take_a_mask(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     devices.runs_varlen.cache_clear()
-    assert runs_without_mask(replace(WHOLE, **mask), spec_of(**fields), dtype, CUDA) == unmasked
+    assert can_use_varlen(replace(WHOLE, **mask), spec_of(**fields), dtype, CUDA) == unmasked
     devices.runs_varlen.cache_clear()
     assert not devices.runs_varlen(torch.device("cpu"))
 

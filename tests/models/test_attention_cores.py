@@ -54,7 +54,7 @@ def test_output_and_gradients(name: str, padding: str, dtype: torch.dtype, allow
     upstream = torch.randn(BATCH, HEADS, LENGTH, SIZE).to(dtype)
     given, exact = fused.clone().requires_grad_(), fused.double().requires_grad_()
 
-    mask = core.build_mask(AttentionMask(LENGTH, LENGTH, padding=tokens), spec, fused)
+    mask = core.build_mask(AttentionMask(LENGTH, LENGTH, padding_mask=tokens), spec, fused)
     output = core(*given.permute(2, 1, 3, 0, 4), mask)
     output.backward(upstream)
 

@@ -104,7 +104,7 @@ def test_the_loss_is_balanced_only_where_the_config_says_so() -> None:
     batch = inputs(61, padded=False)
     model = parallel_model(reference, Topology(world=1)).train()
     found = model(**batch)
-    assert found.aux_loss is None and model.figures == ()
+    assert found.aux_loss is None and model.metric_names == ()
     assert found.loss.item() == pytest.approx(reference(**batch).loss.item(), rel=1e-5)
 
 
@@ -115,7 +115,7 @@ def test_the_loss_is_balanced_only_where_the_config_says_so() -> None:
         ("qwen2_moe", {"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers: no layer has experts"),
         ("qwen3_moe", {"decoder_sparse_step": 4}, "decoder_sparse_step: no layer has experts"),
         ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window: 0 is not positive"),
-        ("qwen2_moe", {"num_key_value_heads": None}, "num_key_value_heads: null: transformers computes nothing"),
+        ("qwen2_moe", {"num_key_value_heads": None}, "num_key_value_heads: null, with which transformers fails"),
         ("olmoe", {"clip_qkv": -1.0}, "clip_qkv: -1.0 is not positive"),
     ],
 )

@@ -41,7 +41,7 @@ def encoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
 
 def without_sentences(model_type: str) -> str:
     """The class that has no sentence head."""
-    name = ARCHITECTURES[model_type].without_sentences
+    name = ARCHITECTURES[model_type].masked_lm_class
     assert name is not None
     return name
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from tests.support.compare import WholeWeights, check_close, gradient_of, whole_gradients
 from zero_tp import architectures as tables
-from zero_tp.architectures import architecture_of, as_stored, native_class_of, weights_of
+from zero_tp.architectures import architecture_of, file_tensors, native_class_of, weights_of
 from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.topology import Topology
@@ -23,7 +23,7 @@ from zero_tp.weights.export import live_entries
 def to_ours(config: PretrainedConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Hugging Face's tensors, or what belongs to each, under our names."""
     weights = weights_of(config)
-    stored = as_stored(weights, theirs)
+    stored = file_tensors(weights, theirs)
     return {weight.our_name: weight.from_hf(stored) for weight in weights}
 
 
@@ -70,7 +70,7 @@ def check_gradients(model: ParallelModel, reference: Any) -> int:
     """
     theirs = gradients(reference)
     weights = weights_of(model.config)
-    assert {name for weight in weights for name in weight.names} == as_stored(weights, theirs).keys()
+    assert {name for weight in weights for name in weight.names} == file_tensors(weights, theirs).keys()
     ours = whole_gradients(model)
     check_close(ours, to_ours(model.config, theirs))
     return len(ours)

@@ -120,9 +120,9 @@ def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:
 def stale_weights(engine: Any, masters: dict[str, Tensor]) -> list[str]:
     """Names of the module's weights that differ from the fp32 weights in its dtype. Collective."""
     from tests.support.native import native_tensors
-    from zero_tp.architectures import as_stored, weights_of
+    from zero_tp.architectures import file_tensors, weights_of
 
-    stored = as_stored(weights_of(engine.model.config), masters)
+    stored = file_tensors(weights_of(engine.model.config), masters)
     return [
         name
         for name, tensor in native_tensors(engine.model)

@@ -8,7 +8,7 @@ import pkgutil
 from transformers import PretrainedConfig
 
 from zero_tp.architectures.fields import Fields
-from zero_tp.architectures.table import Architecture, Weight, as_stored, to_hf
+from zero_tp.architectures.table import Architecture, Weight, file_tensors, to_hf
 from zero_tp.errors import UserError
 
 _MODULES = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
@@ -26,7 +26,7 @@ __all__ = [
     "Weight",
     "aliases_of",
     "architecture_of",
-    "as_stored",
+    "file_tensors",
     "native_class_of",
     "to_hf",
     "weights_of",
@@ -55,7 +55,7 @@ def native_class_of(config: PretrainedConfig) -> str:
     It is the class without a sentence head if the config's `architectures` names that one.
     """
     architecture = architecture_of(config)
-    other = architecture.without_sentences
+    other = architecture.masked_lm_class
     return other if other is not None and config.architectures == [other] else architecture.native_class
 
 

@@ -1,6 +1,6 @@
 """bert is Hugging Face's BertForPreTraining (arXiv 1810.04805), with post-norm layers.
 
-`megatron_bert.py` takes from here what both share.
+`megatron_bert.py` imports the parts that both share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIELDS = Fields(
         **GENERATION_FIELDS,
         "classifier_dropout": UNTRAINED_HEAD,
         # Fields of the first releases' files, which the class never reads.
-        **dict.fromkeys(("directionality", "output_past"), "a note of who wrote the file"),
+        **dict.fromkeys(("directionality", "output_past"), "a note by the file's author"),
         **dict.fromkeys(
             (
                 "pooler_fc_size",
@@ -46,7 +46,7 @@ FIELDS = Fields(
     },
 )
 
-WITHOUT_SENTENCES = "BertForMaskedLM"
+MASKED_LM_CLASS = "BertForMaskedLM"
 OPTIONAL_HEADS = {
     "the head of masked tokens": r"cls\.predictions\..+",
     "the pooler": r"bert\.pooler\..+",
@@ -61,11 +61,11 @@ OBSOLETE_SUFFIXES = {".gamma": ".weight", ".beta": ".bias"}
 """Names of norms in files that were converted from TensorFlow."""
 
 
-def encoder_spec(config: PretrainedConfig, without_sentences: str, **overrides: Any) -> TransformerSpec:
+def encoder_spec(config: PretrainedConfig, masked_lm_class: str, **overrides: Any) -> TransformerSpec:
     """Return the spec of an encoder: Llama's with the differences that both encoders share.
 
     Args:
-        without_sentences: name of the class that has no sentence head.
+        masked_lm_class: name of the class that has no sentence head.
         overrides: arguments of TransformerSpec that differ between encoders.
     """
     return common.spec(
@@ -83,7 +83,7 @@ def encoder_spec(config: PretrainedConfig, without_sentences: str, **overrides: 
             attention="attention_probs_dropout_prob",
         ),
         causal=False,
-        sentence_head=config.architectures != [without_sentences],
+        sentence_head=config.architectures != [masked_lm_class],
         token_types=config.type_vocab_size,
         **overrides,
     )
@@ -128,11 +128,11 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
 
 ARCHITECTURE = Architecture(
     fields=FIELDS,
-    translate=partial(encoder_spec, without_sentences=WITHOUT_SENTENCES, layer="post_norm", embedding_norm=True),
+    translate=partial(encoder_spec, masked_lm_class=MASKED_LM_CLASS, layer="post_norm", embedding_norm=True),
     weights=weights,
     tied=TIED,
     native_class="BertForPreTraining",
-    without_sentences=WITHOUT_SENTENCES,
+    masked_lm_class=MASKED_LM_CLASS,
     base_prefix="bert.",
     optional_heads=OPTIONAL_HEADS,
     obsolete_tensors=OBSOLETE_TENSORS,

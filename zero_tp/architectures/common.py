@@ -1,4 +1,4 @@
-"""What architecture tables share: Llama's fields, spec and weights, from which most decoders differ in a few places.
+"""The parts that architecture tables share: Llama's fields, spec and weights, from which most decoders differ little.
 
 Llama has RMSNorm, rotary positions, gated MLPs and grouped queries. Fields are read by Hugging Face's general names
 (`hidden_size`), which every config class maps to its own (`n_embd`).
@@ -170,7 +170,7 @@ def grouped_heads(config: PretrainedConfig) -> tuple[int, int, int]:
     hidden, heads = config.hidden_size, config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", heads)
     if kv_heads is None:
-        raise ConfigError(f"{MODEL_KEY}.num_key_value_heads", "null: transformers computes nothing", f"give {heads}")
+        raise ConfigError(f"{MODEL_KEY}.num_key_value_heads", "null, with which transformers fails", f"give {heads}")
     if heads % kv_heads:
         mismatch = f"{heads} attention heads ≠ {kv_heads} KV heads × {heads / kv_heads:.4g} each"
         raise ConfigError(f"{MODEL_KEY}.num_key_value_heads", mismatch, "give a divisor of num_attention_heads")

@@ -42,14 +42,14 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
     A token id that the block omits is None if Hugging Face's default is outside the vocabulary.
     """
     model_type = _model_type(model)
-    known, config_class = fields_of(model_type), cast(Any, CONFIG_MAPPING[model_type])
+    rules, config_class = fields_of(model_type), cast(Any, CONFIG_MAPPING[model_type])
     written = {name: value for name, value in model.items() if name != "model_type"}
-    fields = validate(_pydantic_model(config_class, known), written, MODEL_KEY).model_dump(exclude_unset=True)
+    fields = validate(_pydantic_model(config_class, rules), written, MODEL_KEY).model_dump(exclude_unset=True)
     aliases: dict[str, str] = config_class.attribute_map
     _check_aliases(fields, aliases)
     _check_sizes(fields, aliases)
     with _errors_by_written_name(fields, aliases):
-        known.check({aliases.get(name, name): value for name, value in fields.items() if value is not None})
+        rules.check({aliases.get(name, name): value for name, value in fields.items() if value is not None})
     vocabulary: int = fields.get("vocab_size", config_class.vocab_size)
     for name in TOKEN_IDS:
         default = getattr(config_class, name)
@@ -60,10 +60,10 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
         config: PretrainedConfig = config_class(**fields)
     except (ValueError, TypeError, KeyError, ZeroDivisionError, StrictDataclassError) as error:  # its own checks
         why = in_json_words(" ".join(str(error).split()))
-        named = [name for name in fields if re.search(rf"\b({name}|{name.replace('_', ' ')})\b", why)]
+        causes = [name for name in fields if re.search(rf"\b({name}|{name.replace('_', ' ')})\b", why)]
         if "rope_parameters" in why:
-            named = named or [name for name in ROPE if name in fields]  # its older names
-        key = f"{MODEL_KEY}.{named[-1]}" if named else MODEL_KEY
+            causes = causes or [name for name in ROPE if name in fields]  # its older names
+        key = f"{MODEL_KEY}.{causes[-1]}" if causes else MODEL_KEY
         raise ConfigError(
             key, f"{config_class.__name__} refuses it ({one_line(why, 200)})", "correct that field"
         ) from None
@@ -86,7 +86,7 @@ def _check_sizes(fields: dict[str, Any], aliases: dict[str, str]) -> None:
     for name, value in fields.items():
         most = MAX_LAYERS if name in counts else MAX_SIZE
         if isinstance(value, int) and abs(value) > most:
-            reason = "each is built by itself" if name in counts else "sizes and token ids are counted in 32 bits"
+            reason = "each one is built separately" if name in counts else "sizes and token ids are counted in 32 bits"
             raise ConfigError(f"{MODEL_KEY}.{name}", f"{value} is more than {most}: {reason}", "use a smaller one")
 
 
@@ -113,15 +113,15 @@ def config_from_json(raw: dict[str, Any], directory: Path, **changes: Any) -> Pr
     """
     try:
         model_type = _model_type(raw)
-        known = fields_of(model_type)
-        fields = _declared_fields(raw, CONFIG_MAPPING[model_type], known)
+        rules = fields_of(model_type)
+        fields = _declared_fields(raw, CONFIG_MAPPING[model_type], rules)
         vocabulary = fields.get("vocab_size")
         for name in TOKEN_IDS:
             value = fields.get(name)
             if not isinstance(value, int) or not isinstance(vocabulary, int) or 0 <= value < vocabulary:
                 continue
             # transformers gives a padding row to a negative id too, as torch counts from the end.
-            has_row = name == "pad_token_id" and name in known.read and -vocabulary <= value < 0
+            has_row = name == "pad_token_id" and name in rules.read and -vocabulary <= value < 0
             fields[name] = value + vocabulary if has_row else None
         config = config_from_block({"model_type": model_type, **fields, **changes})
     except ConfigError as error:
@@ -141,12 +141,12 @@ def read_config_json(directory: Path, key: str = "") -> dict[str, Any]:
     Args:
         key: see `config_from_directory`.
     """
-    named = f" {directory}" if key else ""
+    suffix = f" {directory}" if key else ""
     where = key or str(directory)
     if not directory.is_dir():
-        raise ConfigError(where, f"no directory{named}", _GIVE_DIRECTORY)
+        raise ConfigError(where, f"no directory{suffix}", _GIVE_DIRECTORY)
     if not (directory / CONFIG).is_file():
-        raise ConfigError(where, f"no {CONFIG} in{named or ' it'}", _GIVE_DIRECTORY)
+        raise ConfigError(where, f"no {CONFIG} in{suffix or ' it'}", _GIVE_DIRECTORY)
     raw = read_json(directory / CONFIG)
     if "zero_tp" in raw:
         remedy = f"export it with zero-tp convert to-hf {directory} --output DIR, and give that DIR"
@@ -180,12 +180,12 @@ def check_unchanged(directory: Path, config: PretrainedConfig, saved: dict[str, 
         directory: of `from_pretrained`; its files may have changed since the run started.
         saved: the model config in the checkpoint.
     """
-    known = fields_of(config.model_type)
-    for name in (*inspect.get_annotations(type(config)), *known.undeclared):
+    rules = fields_of(config.model_type)
+    for name in (*inspect.get_annotations(type(config)), *rules.undeclared):
         value, before = getattr(config, name, None), saved.get(name)
         # The data's tokenizer decides the token ids.
-        if name not in TOKEN_IDS and name not in known.irrelevant and value != before:
-            key, remedy = f"{MODEL_KEY}.from_pretrained", "start it with that, or give another --output-dir"
+        if name not in TOKEN_IDS and name not in rules.irrelevant and value != before:
+            key, remedy = f"{MODEL_KEY}.from_pretrained", "restore that value, or give another --output-dir"
             problem = f"{name} in {directory} is {shown(value)}, but the run was started with {shown(before)}"
             raise ConfigError(key, problem, remedy)
 
@@ -206,13 +206,13 @@ def _model_type(model: dict[str, Any]) -> str:
     raise ConfigError(key, f"{shown(model_type)} is unknown", hint if "?" in hint else listed)
 
 
-def _declared_fields(raw: dict[str, Any], config_class: Any, known: Fields) -> dict[str, Any]:
+def _declared_fields(raw: dict[str, Any], config_class: Any, rules: Fields) -> dict[str, Any]:
     """Return the fields of a config.json that the model_type has."""
-    declared = _pydantic_model(config_class, known).model_fields
-    known.check({name: value for name, value in raw.items() if name not in declared})
+    declared = _pydantic_model(config_class, rules).model_fields
+    rules.check({name: value for name, value in raw.items() if name not in declared})
     # Old files also hold generation settings, which transformers removes.
     generation_fields = GenerationConfig._get_default_generation_params()
-    ignored = {*IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG, *known.fixed, *known.irrelevant, *generation_fields}
+    ignored = {*IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG, *rules.fixed, *rules.irrelevant, *generation_fields}
     for name, value in raw.items():
         if name not in declared and name not in ignored:
             problem = f"{shown(value)} is no field of {config_class.__name__}"
@@ -220,13 +220,13 @@ def _declared_fields(raw: dict[str, Any], config_class: Any, known: Fields) -> d
     return {name: raw[name] for name in raw if name in declared}
 
 
-def _pydantic_model(config_class: Any, known: Fields) -> type[BaseModel]:
-    """Return a pydantic model of a config class's fields, declared ones under both names and undeclared ones."""
+def _pydantic_model(config_class: Any, rules: Fields) -> type[BaseModel]:
+    """Return a pydantic model of a config class's fields: declared ones under both names, and `rules.undeclared`."""
     hints = inspect.get_annotations(config_class, eval_str=True)
     hints |= {alias: hints[name] for alias, name in config_class.attribute_map.items() if name in hints}
     if "rope_parameters" in hints:
         hints["rope_parameters"] = dict[str, Any] | None  # pydantic rejects its TypedDict before Python 3.12
-    fields: dict[str, Any] = {name: (hint, None) for name, hint in {**hints, **known.undeclared}.items()}
+    fields: dict[str, Any] = {name: (hint, None) for name, hint in {**hints, **rules.undeclared}.items()}
     return create_model("Fields", __base__=ConfigModel, **fields)
 
 

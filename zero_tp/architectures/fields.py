@@ -83,7 +83,7 @@ class Fields:
     irrelevant: Mapping[str, str] = field(default_factory=dict)
     undeclared: Mapping[str, Any] = field(default_factory=dict)
 
-    def known(self) -> list[str]:
+    def names(self) -> list[str]:
         """Return the names of all fields. A name that is listed twice appears twice."""
         listed = (self.sizes, self.positive, self.dropouts, self.choices, self.read, self.fixed, self.irrelevant)
         return [name for part in listed for name in part]
@@ -128,7 +128,7 @@ class Fields:
             raise ConfigError(f"{MODEL_KEY}.per_layer_config", f"refused: {reason}", "leave it out")
         attributes = vars(config)
         self.check(attributes)
-        known = {*self.known(), *IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG}
+        known = {*self.names(), *IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG}
         for name, value in attributes.items():
             default = getattr(type(config), name, _NO_DEFAULT)
             if name.startswith("_") or name in known or value == default:

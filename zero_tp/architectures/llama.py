@@ -10,7 +10,7 @@ FIELDS = common.fields(
     fixed={"rope_interleaved": (False, "the class rotates feature i with feature i + d/2")},
     irrelevant={
         "pretraining_tp": "transformers computes the same for every value",
-        "is_llama_config": "a note of who wrote the file",
+        "is_llama_config": "a note by the file's author",
     },
 )
 ARCHITECTURE = common.architecture(FIELDS, common.spec, "LlamaForCausalLM")

@@ -10,7 +10,7 @@ from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.architectures.table import Architecture, Weight
 
 MODEL_TYPE = "megatron-bert"
-WITHOUT_SENTENCES = "MegatronBertForMaskedLM"
+MASKED_LM_CLASS = "MegatronBertForMaskedLM"
 
 
 def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
@@ -25,11 +25,11 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
 
 ARCHITECTURE = Architecture(
     fields=bert.FIELDS,
-    translate=partial(bert.encoder_spec, without_sentences=WITHOUT_SENTENCES),
+    translate=partial(bert.encoder_spec, masked_lm_class=MASKED_LM_CLASS),
     weights=weights,
     tied=bert.TIED,
     native_class="MegatronBertForPreTraining",
-    without_sentences=WITHOUT_SENTENCES,
+    masked_lm_class=MASKED_LM_CLASS,
     base_prefix="bert.",
     optional_heads=bert.OPTIONAL_HEADS,
     obsolete_tensors=bert.OBSOLETE_TENSORS,

@@ -45,7 +45,7 @@ ROPE_UNDECLARED: dict[str, Any] = {
     "rope_scaling": dict[str, Any] | None,
     "partial_rotary_factor": float,
 }
-"""Older names of what `rope_parameters` holds."""
+"""Older fields for the contents of `rope_parameters`."""
 
 ROPE = ("rope_parameters", *ROPE_UNDECLARED)
 
@@ -109,7 +109,7 @@ def _rope_type(parameters: Mapping[str, Any]) -> str:
 
 
 def _check_values(parameters: Mapping[str, Any], kind: str) -> None:
-    """Check that `rope_parameters` has what its type reads, and nothing else."""
+    """Check that `rope_parameters` has the keys that its type reads, and no others."""
     read = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_KEYS[kind]}
     for name in parameters:
         if name not in read:

@@ -80,7 +80,7 @@ class TransformerSpec:
         embedding_norm: a norm follows the sum of the embeddings.
         tied: whether the output layer is the word embedding.
         padding_token: its row of the word embedding starts as zeros and gets no gradient from the look-up.
-        init_std: σ of N(0, σ). residual_std: that of the weights that end a residual branch.
+        init_std: standard deviation of initial weights. residual_std: that of the weights that end a residual branch.
     """
 
     hidden: int

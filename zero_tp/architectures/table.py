@@ -36,8 +36,8 @@ class Weight:
         heads: Hugging Face interleaves Q, K and V by head, [heads, 3, d, …], where our parameter is [3, heads, d, …].
         rows: (start, stop, total): our parameter is rows [start, stop) of a tensor of `total` rows.
         experts: our parameter stacks this number of matrices, [experts, out, in]; `hf_name` lists them by expert.
-        native_name: its name in transformers' class, if that differs from `hf_name`, its name in files. The class
-            stacks experts as we do; files have a tensor for each.
+        native_name: its name in transformers' class if files differ; `hf_name` is then the name in files. The class
+            stacks experts as we do; files have one tensor for each.
         layers: numbers of the layers that have it; None: all.
     """
 
@@ -72,7 +72,7 @@ class Weight:
         return [replace(self, hf_name=self.names[start : start + parts], experts=None) for start in starts]
 
     def row_ranges(self, rows: int) -> Iterator[RowRange]:
-        """Yield where our parameter's `rows` rows are in their tensors, in our order."""
+        """Map our parameter's `rows` rows to rows of Hugging Face's tensors, in our order."""
         if self.heads is not None:
             size = rows // (3 * self.heads)
             for part in range(3):
@@ -124,8 +124,8 @@ def to_hf(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[str,
     return tensors
 
 
-def as_stored(weights: Iterable[Weight], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename a class's tensors to those of files. Stacked experts become views, one for each expert."""
+def file_tensors(weights: Iterable[Weight], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a transformers class as files name them. Stacked experts become one view each."""
     stored = dict(tensors)
     for weight in weights:
         if weight.native_name in stored:
@@ -144,7 +144,7 @@ class Architecture:
         weights: spec → every parameter; a name with `{layer}` stands for one parameter per layer.
         tied: Hugging Face names that alias another when the embeddings are tied, {alias: source}.
         native_class: name of the transformers class that opens an export.
-        without_sentences: name of the encoder's class without a sentence head.
+        masked_lm_class: name of an encoder's class without a sentence head; None for decoders.
         file_names: of tensors that files name differently, {name in the class: name in files}.
         base_prefix: prefix of names in the class with a head; files of the bare model lack it.
         obsolete_tensors: patterns of buffers that older versions saved, without the prefix. They are ignored.
@@ -158,7 +158,7 @@ class Architecture:
     tied: dict[str, str]
     native_class: str
     base_prefix: str
-    without_sentences: str | None = None
+    masked_lm_class: str | None = None
     obsolete_tensors: tuple[str, ...] = ()
     optional_heads: Mapping[str, str] = field(default_factory=dict)
     obsolete_suffixes: Mapping[str, str] = field(default_factory=dict)
@@ -166,8 +166,8 @@ class Architecture:
 
     @property
     def causal(self) -> bool:
-        """Return whether its models are causal decoders. Only encoders have a `without_sentences`."""
-        return self.without_sentences is None
+        """Return whether its models are causal decoders. Only encoders have a `masked_lm_class`."""
+        return self.masked_lm_class is None
 
     def spec(self, config: PretrainedConfig, key: str = "") -> TransformerSpec:
         """Check a config's fields and translate it to a TransformerSpec.

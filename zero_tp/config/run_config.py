@@ -211,7 +211,7 @@ class RunConfig:
         if masked is not None and not masked.sentence_order:
             from zero_tp.architectures import architecture_of
 
-            config.architectures = [str(architecture_of(config).without_sentences)]
+            config.architectures = [str(architecture_of(config).masked_lm_class)]
         return config
 
 

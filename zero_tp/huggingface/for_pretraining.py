@@ -6,7 +6,7 @@ from typing import Any
 
 from zero_tp.huggingface.arguments import forward_options, with_signature_of
 from zero_tp.huggingface.model import HuggingFaceModel
-from zero_tp.models.masked_lm import FIGURES, MaskedLM
+from zero_tp.models.masked_lm import METRIC_NAMES, MaskedLM
 
 
 class ZeroTPForPreTraining(MaskedLM, HuggingFaceModel):
@@ -28,4 +28,4 @@ class ZeroTPForPreTraining(MaskedLM, HuggingFaceModel):
         if not self._is_evaluation(options):
             return super().forward(*args, **options)
         output = super().forward(*args, **options | {"return_logits": True})
-        return type(output)(**{name: value for name, value in output.items() if name not in FIGURES})
+        return type(output)(**{name: value for name, value in output.items() if name not in METRIC_NAMES})

@@ -39,7 +39,7 @@ def parallel_model(
             f"model: {type(native).__name__} is no model of transformers; give one, such as GPT2LMHeadModel"
         )
     architecture = architecture_of(native.config)
-    classes = (architecture.native_class, architecture.without_sentences)
+    classes = (architecture.native_class, architecture.masked_lm_class)
     class_name = next((base.__name__ for base in type(native).__mro__ if base.__name__ in classes), None)
     if class_name is None:
         names = " or ".join(filter(None, classes))

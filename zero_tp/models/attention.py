@@ -46,7 +46,7 @@ class AttentionCore(nn.Module):
 
     @staticmethod
     def build_mask(mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | VarlenMask | None:
-        """Return what is added to the scores, [b or 1, 1, s or 1, keys]: 0, or -∞ for hidden keys.
+        """Return the additive mask of the scores, [b or 1, 1, s or 1, keys]: 0, or -∞ for hidden keys.
 
         Layers with the same window share it. `SDPACore` may return a `VarlenMask`, or None, instead.
 
@@ -62,10 +62,10 @@ VARLEN_HEAD_SIZE = 192
 """The largest head size whose backward torch's flash kernels support on all their devices."""
 
 
-def runs_without_mask(mask: AttentionMask, spec: TransformerSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether `varlen_attn` can compute these documents and windows; then no mask is built."""
+def can_use_varlen(mask: AttentionMask, spec: TransformerSpec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether `varlen_attn` can compute these documents and windows, so that no mask tensor is built."""
     return (
-        mask.padding is None
+        mask.padding_mask is None
         and (mask.first_key, mask.keys) == (mask.first_query, mask.queries)
         and devices.runs_varlen(device)
         and dtype in VARLEN_DTYPES
@@ -86,7 +86,7 @@ class SDPACore(AttentionCore):
     def build_mask(mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | VarlenMask | None:
         if mask.is_plain:
             return None
-        if not runs_without_mask(mask, spec, like.dtype, like.device):
+        if not can_use_varlen(mask, spec, like.dtype, like.device):
             return AttentionCore.build_mask(mask, spec, like)
         packed = mask.packed or PackedSequences.one_per_row(like.shape[1], mask.queries, like.device)
         return VarlenMask(packed, -1 if mask.window is None else mask.window - 1)
@@ -203,9 +203,9 @@ class Attention(ElementwiseModule):
                 by_rank = heads_by_rank(spec.heads, heads, make.topology.tensor)
                 setattr(self, name, SplitRMSNorm(make.child(name), by_rank, spec.head_size, spec.norm_epsilon))
         elif spec.query_key_norm == "heads":
-            norm, by_heads = NORMS[spec.norm], make.topology.tensor > 1
-            self.query_norm = norm(make.child("query_norm"), spec.head_size, spec.norm_epsilon, sharded_input=by_heads)
-            self.key_norm = norm(make.child("key_norm"), spec.head_size, spec.norm_epsilon, sharded_input=by_heads)
+            norm, sharded = NORMS[spec.norm], make.topology.tensor > 1
+            self.query_norm = norm(make.child("query_norm"), spec.head_size, spec.norm_epsilon, sharded_input=sharded)
+            self.key_norm = norm(make.child("key_norm"), spec.head_size, spec.norm_epsilon, sharded_input=sharded)
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
         query, key, value = self.qkv(tensor, sequence=context.sequence)

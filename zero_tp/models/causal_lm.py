@@ -52,10 +52,10 @@ class CausalLM(ParallelModel):
         return self.head
 
     @property
-    def figures(self) -> tuple[str, ...]:
+    def metric_names(self) -> tuple[str, ...]:
         return ("aux_loss",) if self.spec.experts is not None and self.spec.experts.loss_weight is not None else ()
 
-    def totals(self, output: Any, arguments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    def metric_sums(self, output: Any, arguments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         return {"loss": (output.loss.double().sum(), (arguments["shift_labels"] != IGNORE_INDEX).sum())}
 
     def forward(
@@ -160,7 +160,7 @@ class CausalLM(ParallelModel):
         *,
         balance: RouterBalance | None = None,
     ) -> tuple[Tensor, bool]:
-        """Return (input of the output layer, [s, b, h], whether it is a sequence shard). Arguments: see `forward`.
+        """Return the output layer's input, [s, b, h], and whether it is a sequence shard. Arguments: see `forward`.
 
         Args:
             balance: statistics of the routers, for the load-balancing loss.
@@ -182,7 +182,7 @@ class CausalLM(ParallelModel):
     def _check_shapes(
         self,
         ids: Tensor,
-        padding: Tensor | None,
+        padding_mask: Tensor | None,
         positions: Tensor | None,
         documents: Tensor | None,
         cache: Cache | None,
@@ -200,6 +200,6 @@ class CausalLM(ParallelModel):
                 f"frequencies; give rows of at most {self.spec.positions} tokens"
             )
         self._check_length(past + length)
-        check_shape("attention_mask", padding, (batch,), past + length)
+        check_shape("attention_mask", padding_mask, (batch,), past + length)
         check_shape("position_ids", positions, (1, batch), length)
         check_shape("document_ids", documents, (batch,), length)

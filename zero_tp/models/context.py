@@ -1,4 +1,4 @@
-"""What all layers of a forward share: masks, rotary tables, cache, and whether it runs on sequence shards.
+"""The state that all layers of a forward share: masks, rotary tables, cache, and whether it runs on sequence shards.
 
 s queries, k keys, b batch. Keys are the tokens that a cache still holds and the queries themselves.
 """
@@ -73,7 +73,7 @@ def document_ids_from_positions(positions: Tensor) -> Tensor | None:
 
 
 class VarlenMask(NamedTuple):
-    """What `varlen_attn` takes instead of a mask tensor.
+    """The arguments of `varlen_attn` that replace a mask tensor.
 
     A token sees itself and `window` earlier tokens of its sequence; a negative window is unlimited.
     """
@@ -84,12 +84,12 @@ class VarlenMask(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What limits the tokens that a token attends to: causal order, cache, window, documents and padding.
+    """The limits on the tokens that a token attends to: causal order, cache, window, documents and padding.
 
     Attributes:
         queries, keys: s and k.
         first_query, first_key: positions of the first ones in the sequence; a windowed cache has dropped earlier keys.
-        padding: [b, all tokens so far], 1 for a token and 0 for padding; None without padding.
+        padding_mask: [b, all tokens so far], 1 for a token and 0 for padding; None without padding.
         packed: the documents packed in the rows; None for one document per row.
         window: how many tokens a token sees, itself included (`VarlenMask.window` excludes it); None: unlimited.
         causal: a token sees itself and those before it; else all of its row.
@@ -99,20 +99,20 @@ class AttentionMask:
     keys: int
     first_query: int = 0
     first_key: int = 0
-    padding: Tensor | None = None
+    padding_mask: Tensor | None = None
     packed: PackedSequences | None = None
     window: int | None = None
     causal: bool = True
 
     @property
     def is_plain(self) -> bool:
-        """Return whether SDPA needs no mask: its `is_causal`, or no mask in an encoder, computes the same."""
+        """Return whether SDPA needs no mask tensor: a decoder needs only `is_causal`, an encoder nothing."""
         if not self.causal:
-            return self.padding is None
+            return self.padding_mask is None
         windowed = self.window is not None and self.first_query + self.queries - self.first_key > self.window
         ends_together = self.first_key + self.keys == self.first_query + self.queries
         is_aligned = ends_together and self.queries in (1, self.keys)
-        return self.padding is None and self.packed is None and not windowed and is_aligned
+        return self.padding_mask is None and self.packed is None and not windowed and is_aligned
 
     def visible(self, device: torch.device) -> Tensor:
         """Return the mask as booleans, [b or 1, 1, s, k]; [b or 1, 1, 1, k] if not causal.
@@ -130,8 +130,8 @@ class AttentionMask:
         if self.packed is not None:
             ids = self.packed.sequence_ids
             visible = visible & (ids[:, None, :, None] == ids[:, None, None, :])
-        if self.padding is not None:
-            unpadded = self.padding[:, self.first_key : self.first_key + self.keys].to(device).bool()
+        if self.padding_mask is not None:
+            unpadded = self.padding_mask[:, self.first_key : self.first_key + self.keys].to(device).bool()
             # A cache of fixed length has more keys than there are tokens; causality hides them.
             unpadded = torch.nn.functional.pad(unpadded, (0, self.keys - unpadded.shape[1]), value=True)
             visible = visible & unpadded[:, None, None, :]
@@ -139,9 +139,9 @@ class AttentionMask:
 
     def _visible_bidirectional(self, device: torch.device) -> Tensor:
         assert self.window is None and self.packed is None and self.queries == self.keys
-        if self.padding is None:
+        if self.padding_mask is None:
             return torch.ones(1, 1, 1, self.keys, dtype=torch.bool, device=device)
-        unpadded = self.padding.to(device).bool()
+        unpadded = self.padding_mask.to(device).bool()
         return (unpadded | ~unpadded.any(1, keepdim=True))[:, None, None, :]
 
 
@@ -150,7 +150,7 @@ class ForwardInputs:
     """The inputs of a forward other than tokens.
 
     Attributes:
-        padding: [b, all tokens so far], 1 for a token, 0 for padding; None without padding.
+        padding_mask: [b, all tokens so far], 1 for a token, 0 for padding; None without padding.
         positions: [b or 1, s]; by default those after the cached ones. If frequencies depend on the length
             (`Rotary.by_length`), reading the greatest position synchronises with the device.
         packed: the documents packed in the rows; a token attends to its own.
@@ -158,7 +158,7 @@ class ForwardInputs:
         balance: statistics of the routers, for the load-balancing loss.
     """
 
-    padding: Tensor | None = None
+    padding_mask: Tensor | None = None
     positions: Tensor | None = None
     packed: PackedSequences | None = None
     cache: Cache | None = None

@@ -28,7 +28,7 @@ class _Flash(torch.autograd.Function):
         batch, heads, length, size = query.shape
         output = query.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)  # as the output projection reads it
         lse = query.new_empty(batch, heads, length, dtype=torch.float32)
-        for index, kv_index, repeats in _blocks(query, key):
+        for index, kv_index, repeats in _head_blocks(query, key):
             keys, values = (tensor[kv_index].repeat_interleave(repeats, 0) for tensor in (key, value))
             _attend(query[index], keys, values, output[index], lse[index], causal=causal)
         ctx.save_for_backward(query, key, value, output, lse)
@@ -40,7 +40,7 @@ class _Flash(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, output, lse = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for index, kv_index, repeats in _blocks(query, key):
+        for index, kv_index, repeats in _head_blocks(query, key):
             keys, values = (tensor[kv_index].repeat_interleave(repeats, 0) for tensor in (key, value))
             parts = (tensor[index] for tensor in (output, lse, gradient))
             dq[index], *key_and_value = _gradients(query[index], keys, values, *parts, causal=ctx.causal)
@@ -49,8 +49,8 @@ class _Flash(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-def _blocks(query: Tensor, key: Tensor) -> Iterator[tuple[tuple[int, slice], tuple[int, slice], int]]:
-    """Yield (index of a block's row and heads, index of its row and KV heads, how often to repeat each KV head)."""
+def _head_blocks(query: Tensor, key: Tensor) -> Iterator[tuple[tuple[int, slice], tuple[int, slice], int]]:
+    """Yield (index of some heads of one row, index of their KV heads, how often to repeat each KV head)."""
     batch, heads, length, _ = query.shape
     group = heads // key.shape[1]
     max_heads = max(1, BLOCK_ELEMENTS // (min(BLOCK, length) * length))

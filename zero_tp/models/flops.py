@@ -1,7 +1,7 @@
 """Count a model's FLOPs, and the share of a device's peak that a run reaches (MFU, HFU).
 
-A multiply-add is two FLOPs. Work once per row, such as a pooler's, is not counted. s sequence, h hidden, a heads, k KV
-heads, d head size, L layers, v vocabulary.
+A multiply-add is two FLOPs. Work done once per row, such as a pooler's, is not counted. s sequence, h hidden, a heads,
+k KV heads, d head size, L layers, v vocabulary.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class ForwardFlops(NamedTuple):
-    """FLOPs of a forward: one layer's weights (mean over layers), one layer's attention core, the head."""
+    """FLOPs of a forward: one layer's matrices (mean over layers), one layer's attention core, the head."""
 
-    layer: float
+    matrices: float
     core: float
     logits: float
 
 
 def layer_products(spec: TransformerSpec) -> float:
-    """Return the multiply-adds per token of one layer's matrices, their number of elements, averaged over layers.
+    """Return the multiply-adds per token, one for each element of a layer's matrices, averaged over layers.
 
     Experts count only if they compute the token; routers and the shared experts' gates count too.
     """
@@ -57,8 +57,8 @@ def model_flops(spec: TransformerSpec, global_batch: int, length: int, label_fra
     Args:
         label_fraction: see `forward_flops`.
     """
-    layer, core, logits = forward_flops(spec, global_batch, length, label_fraction)
-    return 3 * (spec.layers * (layer + core) + logits)
+    matrices, core, logits = forward_flops(spec, global_batch, length, label_fraction)
+    return 3 * (spec.layers * (matrices + core) + logits)
 
 
 def hardware_flops(
@@ -77,9 +77,9 @@ def hardware_flops(
         recomputed: (whole layers, layers of which only the attention core), see
             `RecomputePolicy.recomputed_layers_and_cores`.
     """
-    layer, core, _ = forward_flops(spec, global_batch, length, label_fraction)
+    matrices, core, _ = forward_flops(spec, global_batch, length, label_fraction)
     layers, cores = recomputed
-    return model_flops(spec, global_batch, length, label_fraction) + layers * (layer + core) + cores * core
+    return model_flops(spec, global_batch, length, label_fraction) + layers * (matrices + core) + cores * core
 
 
 def utilisation(flops: float, seconds: float, devices: int, peak_flops: float | None) -> float | None:

@@ -48,7 +48,7 @@ class PreTrainingOutput(ModelOutput):
     sentence_accuracy: Tensor | None = None
 
 
-FIGURES = ("masked_loss", "masked_accuracy", "sentence_loss", "sentence_accuracy")
+METRIC_NAMES = ("masked_loss", "masked_accuracy", "sentence_loss", "sentence_accuracy")
 
 
 def labelled_positions(labels: Tensor) -> Tensor:
@@ -69,13 +69,13 @@ class MaskedLM(ParallelModel):
         return self.head.decoder
 
     @property
-    def figures(self) -> tuple[str, ...]:
-        return FIGURES if self.spec.sentence_head else ("masked_accuracy",)
+    def metric_names(self) -> tuple[str, ...]:
+        return METRIC_NAMES if self.spec.sentence_head else ("masked_accuracy",)
 
-    def totals(self, output: Any, arguments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    def metric_sums(self, output: Any, arguments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         labels = {"masked": arguments["labels"], "sentence": arguments.get("next_sentence_label")}
         counts = {kind: (label != IGNORE_INDEX).sum() for kind, label in labels.items() if label is not None}
-        kinds = {name: name.partition("_")[0] for name in FIGURES}
+        kinds = {name: name.partition("_")[0] for name in METRIC_NAMES}
         return {
             name: (getattr(output, name).double().sum(), counts[kind]) for name, kind in kinds.items() if kind in counts
         }
@@ -104,7 +104,7 @@ class MaskedLM(ParallelModel):
             token_type_ids: [b, s], by default 0. position_ids: [b or 1, s], by default from 0.
             labels: [b, s], the token at a masked position; -100 is ignored.
             next_sentence_label: [b], 0 where a row's segments are in order, 1 where they are swapped; -100 is ignored.
-            label_places: `labelled_positions(labels)`, [n] in b·s; if absent, the forward synchronises with the device.
+            label_places: `labelled_positions(labels)`, [n], below b·s; if absent, forward synchronises with the device.
             return_logits: also return both kinds of logits.
             reduction: `none` returns each token's and each row's loss, for evaluation, without gradient.
             num_items_in_batch, num_rows_in_batch: divisors of the sums of the losses; by default the numbers of labels.
@@ -142,11 +142,11 @@ class MaskedLM(ParallelModel):
         return output
 
     def _check_inputs(
-        self, ids: Tensor, padding: Tensor | None, types: Tensor | None, positions: Tensor | None, labels: Tensor | None
+        self, ids: Tensor, mask: Tensor | None, types: Tensor | None, positions: Tensor | None, labels: Tensor | None
     ) -> None:
         batch, length = ids.shape
         self._check_length(length)
-        for name, tensor in {"attention_mask": padding, "token_type_ids": types, "labels": labels}.items():
+        for name, tensor in {"attention_mask": mask, "token_type_ids": types, "labels": labels}.items():
             check_shape(name, tensor, (batch,), length)
         check_shape("position_ids", positions, (1, batch), length)
         self._check_ids("token ids", ids)

@@ -54,7 +54,7 @@ class ParallelModel(WrapperChecks, ABC):
         spec: by default that of the config's architecture; another one may have fewer layers.
 
     Attributes:
-        generation_config: of a causal model, the source's, else derived from the config; None for encoders.
+        generation_config: the weight source's, else derived from the config; None for encoders.
         gradient_hooks: sum partial gradients over TP in every backward.
     """
 
@@ -89,8 +89,8 @@ class ParallelModel(WrapperChecks, ABC):
         self.spec.check(self.topology.tensor)
         has_rng = torch.device(device).type not in DEVICES_WITHOUT_RNG
         self.streams = RandomStreams(self.topology, seed, device if has_rng else "cpu")
-        chosen = parse_dtype(dtype) or parse_dtype(config.dtype) or torch.float32
-        make = ParameterMaker(self.topology, source or SeededInit(seed), chosen, device)
+        weight_dtype = parse_dtype(dtype) or parse_dtype(config.dtype) or torch.float32
+        make = ParameterMaker(self.topology, source or SeededInit(seed), weight_dtype, device)
         self.transformer = Transformer(make.child("transformer"), self.spec, self.streams)
         self._make_heads(make)
         # Registered before DeepSpeed builds an engine around the model.
@@ -111,15 +111,15 @@ class ParallelModel(WrapperChecks, ABC):
         """Make the heads, which turn hidden states into losses."""
 
     @property
-    def figures(self) -> tuple[str, ...]:
+    def metric_names(self) -> tuple[str, ...]:
         """Return the names of an output's metrics other than the loss; they have the loss's divisors."""
         return ()
 
     @abstractmethod
-    def totals(self, output: Any, arguments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return (sum, count) of each figure of an output with `reduction="none"`, fp64 and int64.
+    def metric_sums(self, output: Any, arguments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return (sum, count) of each metric of an output with `reduction="none"`, fp64 and int64.
 
-        The loss is the figure "loss", or the sum of the figures whose names end in "loss".
+        The loss is the metric "loss", or the sum of the metrics whose names end in "loss".
 
         Args:
             arguments: the forward's arguments.
@@ -165,7 +165,7 @@ class ParallelModel(WrapperChecks, ABC):
 
     def _check_call(self, output: str, reduction: str, return_dict: bool | None) -> None:
         if reduction not in ("mean", "none"):
-            raise ValueError(f"reduction {reduction!r}: it is 'mean' or 'none'")
+            raise ValueError(f"reduction {reduction!r} is neither 'mean' nor 'none'")
         if return_dict is False:
             raise ValueError(f"return_dict=False: outputs are {output}; take what you need by name")
         if self.topology.tensor > 1 and self.topology.tensor_group is None:
@@ -177,6 +177,6 @@ class ParallelModel(WrapperChecks, ABC):
 
 
 def check_shape(name: str, tensor: Tensor | None, rows: tuple[int, ...], columns: int) -> None:
-    """Check that an argument, if it is given, is [one of `rows`, columns]."""
+    """Check that an argument, if given, has the shape [one of `rows`, columns]."""
     if tensor is not None and (tensor.ndim != 2 or tensor.shape[0] not in rows or tensor.shape[1] != columns):
         raise ValueError(f"{name} is {tuple(tensor.shape)}, expected {(rows[-1], columns)}")

@@ -21,8 +21,8 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, balance: RouterBalance) -> tuple[Tensor, Tensor]:
         ctx.balance = balance
-        chosen, probable = balance.choices / balance.tokens, balance.probability_sums / balance.tokens
-        return hidden.view_as(hidden), balance.experts.count * (chosen * probable).sum()
+        fraction, probability = balance.choices / balance.tokens, balance.probability_sums / balance.tokens
+        return hidden.view_as(hidden), balance.experts.count * (fraction * probability).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, loss_gradient: Tensor) -> tuple[Tensor, None]:

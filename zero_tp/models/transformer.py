@@ -23,7 +23,7 @@ from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
 
 
 class Embedding(nn.Module):
-    """Sum of words and, if the spec has them, token types and learned positions; then an optional norm, and dropout.
+    """Sum of the word, token type and position embeddings that the spec has; then an optional norm, and dropout.
 
     Token ids [s, b] → [s, b, h], [s/t, b, h] under SP.
     """
@@ -149,7 +149,7 @@ class Transformer(nn.Module):
         for number, window in enumerate(self.spec.windows):
             if window not in masks:
                 keys, first = cache.get_mask_sizes(length, number) if cache is not None else (length, 0)
-                limits = (inputs.padding, inputs.packed, window, self.spec.causal)
+                limits = (inputs.padding_mask, inputs.packed, window, self.spec.causal)
                 masks[window] = build_mask(AttentionMask(length, keys, past, first, *limits), self.spec, like)
         rotary, cos_sin = self.spec.rotary, None
         if rotary is not None:

@@ -28,18 +28,18 @@ class WrapperChecks(nn.Module):
         from deepspeed.utils import groups  # the caller has imported it
 
         if groups.mpu is not self.topology:
-            self._refuse_averaging("a DeepSpeed engine that does not know its topology")
+            self._refuse_averaging("a DeepSpeed engine without `mpu=topology`")
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> tuple[str, ...]:
         """Refuse torch's DistributedDataParallel around a split model; otherwise return no names."""
-        self._refuse_averaging("torch's DistributedDataParallel, which does not know its topology")
+        self._refuse_averaging("torch's DistributedDataParallel")
         return ()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; refuse those that FSDP and PEFT set on a split model."""
         if name == "_is_fsdp_managed_module":
-            self._refuse_averaging("torch's FSDP, which does not know its topology")
+            self._refuse_averaging("torch's FSDP")
         if name == "peft_config" and self.topology.tensor > 1:
             raise UserError(
                 f"PEFT on a model of tensor parallel size {self.topology.tensor}: an adapter would take a rank's "
@@ -50,7 +50,7 @@ class WrapperChecks(nn.Module):
     def _refuse_averaging(self, engine: str) -> None:
         if self.topology.tensor > 1:
             raise UserError(
-                f"{engine}, such as Accelerator.prepare and Trainer make, would average gradients of different shards "
-                f"of this model of tensor parallel size {self.topology.tensor}; train it with zero-tp pretrain, "
-                "call deepspeed.initialize(mpu=topology), or tensor parallel size 1"
+                f"{engine}, such as Accelerator.prepare and Trainer make, does not know this model's topology: it "
+                f"would average gradients of different shards (tensor parallel size {self.topology.tensor}); train "
+                "with zero-tp pretrain, call deepspeed.initialize(mpu=topology), or use tensor parallel size 1"
             )

@@ -105,7 +105,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> Tensor:
     for number, tensor in enumerate(tensors.values()):
         content = tensor.detach().contiguous().view(-1).view(torch.uint8)
         positions = torch.arange(1, content.numel() + 1, device=tensor.device)
-        # Each position of each tensor has another odd factor: changing a byte, or swapping two, changes the sum.
+        # Each position of each tensor has a different odd factor: changing a byte, or swapping two, changes the sum.
         factors = (positions * 0x1E3779B97F4A7C15 + 2 * number).bitwise_xor(positions >> 7) | 1
         sums.append((content * factors).sum())
     return (torch.stack(sums).sum() + total) >> 1

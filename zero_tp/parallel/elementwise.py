@@ -101,7 +101,7 @@ def _detached(value: Any) -> Any:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # At the second number of rows (of masked tokens) torch compiles one dynamic kernel for all further numbers.
+    # When the number of rows (masked tokens) first changes, torch compiles one dynamic kernel for all later numbers.
     return torch.compile(function, fullgraph=True)
 
 
@@ -144,7 +144,7 @@ def compile_elementwise(model: nn.Module, device: torch.device) -> None:
 
     try:
         COMPILED.map_rows(_probe, (torch.ones(1, device=device),))
-    except (ShortenTraceback, OSError) as error:  # the base class of torch's errors; no file can be written
+    except (ShortenTraceback, OSError) as error:  # the compiler's errors; an unwritable cache directory
         cause = getattr(error, "inner_exception", error)
         raise UserError(
             f"zero_tp.compile: torch can't compile for {device.type} here ({cause}); set it to false"

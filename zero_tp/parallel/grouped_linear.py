@@ -1,6 +1,6 @@
 """Linear layers of E groups, such as experts: rows are sorted by group, and each is multiplied by its group's matrix.
 
-n tokens; each is copied to k groups. A row is a copy in the order of groups. i, o: features of this rank's shard.
+n tokens, each copied to k groups; the rows are these copies, sorted by group. i, o: features of this rank's shard.
 
 If torch has no grouped kernel for the operands, the host reads where groups end and multiplies them one by one. On CUDA
 the kernel takes bf16 rows whose size is a multiple of 16 bytes.
@@ -50,7 +50,7 @@ class Routing(NamedTuple):
 
 
 def _has_grouped_kernel(*operands: Tensor) -> bool:
-    """Return whether `F.grouped_mm` takes the operands: rows of a multiple of 16 bytes; fake tensors in bf16 only."""
+    """Return whether `F.grouped_mm` takes the operands: rows of a multiple of 16 bytes; fake ones must be bf16."""
     dtype = operands[0].dtype
     if dtype != torch.bfloat16 and (is_fake(operands[0]) or dtype not in (torch.float32, torch.float16)):
         return False
@@ -91,7 +91,7 @@ class _ColumnParallelGrouped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, weight: Tensor, routing: Routing, group: Group, sequence: bool) -> Tensor:
-        # The whole parameter, no view of it: ZeRO-3 takes its data away until backward.
+        # The parameter itself, not a view of it: ZeRO-3 frees its data until backward.
         ctx.save_for_backward(tensor, weight, *routing)
         ctx.group, ctx.sequence = group, sequence
         whole = all_gather(tensor, group) if sequence else tensor

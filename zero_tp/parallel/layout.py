@@ -49,7 +49,7 @@ class Sharded:
             offset += part
 
     def rows_of(self, shard: Tensor, rank: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield each part's start and stop in the whole, and a view of its rows in the shard. Zero all padding."""
+        """Zero the padding. Yield each part's start and stop in the whole, and a view of its rows in the shard."""
         offset = 0
         for start, stop, padding in self.ranges(rank, size):
             yield start, stop, shard.narrow(self.dim, offset, stop - start)
@@ -93,7 +93,7 @@ class Replicated:
 
     gradient: Literal["identical", "partial"] = "identical"
 
-    dim: ClassVar[int] = 0  # the dimension of the blocks that are drawn
+    dim: ClassVar[int] = 0  # SeededInit draws blocks of rows along it
 
     def rows_of(self, shard: Tensor, rank: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
         yield 0, shard.shape[0], shard
@@ -143,7 +143,7 @@ def set_layout(
 
 
 def layout_of(parameter: nn.Parameter, name: str = "the parameter") -> Layout:
-    """Return the parameter's layout. ValueError, with `name`: it has none."""
+    """Return the parameter's layout. Raises ValueError, naming `name`, if it has none."""
     layout: Layout | None = getattr(parameter, "tensor_layout", None)
     if layout is None:
         raise ValueError(f"{name} has no layout, so its split over TP ranks is unknown; make it with ParameterMaker")

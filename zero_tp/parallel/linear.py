@@ -1,7 +1,7 @@
 """Column-parallel, row-parallel and replicated linear layers (arXiv 1909.08053, section 3; 2205.05198, section 4.2).
 
-s sequence, b batch, i input features, o output features, t TP size. Without SP activations enter and leave whole,
-[s, b, ·]; under SP they enter and leave as sequence shards, [s/t, b, ·].
+s sequence, b batch, i input features, o output features, t TP size. The input of a column layer and the output of a row
+layer are whole without SP, [s, b, ·]; under SP they are sequence shards, [s/t, b, ·].
 
 Communication of one layer, forward and backward, over the TP group:
 
@@ -67,7 +67,7 @@ def _all_gather_matmul(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """All-gather a sequence shard; multiply its own rows while the rest arrives (`OWN_ROWS_FIRST`).
 
-    Each row's product equals that of one product of all rows, up to the order of a GEMM's sums.
+    Each row equals the same row of a single GEMM over all rows, up to the order of its sums.
 
     Args:
         shard: [s/t, b, i].
@@ -123,7 +123,7 @@ class _ColumnParallel(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[: len(rows)], parameters[len(rows) :]
-        # Whole parameters, not views of their rows: ZeRO-3 takes a parameter's data away until backward.
+        # The parameters themselves, not views of their rows: ZeRO-3 frees a parameter's data until backward.
         ctx.save_for_backward(tensor, *weights)
         ctx.group, ctx.sequence, ctx.fused, ctx.rows = group, sequence, fused, rows
         own_weights = [_used_rows(weight, used) for weight, used in zip(weights, rows, strict=True)]

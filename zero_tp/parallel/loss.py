@@ -23,7 +23,7 @@ from zero_tp.parallel.elementwise import CHUNKED, ElementwiseOps
 from zero_tp.parallel.layout import vocab_shard_range
 
 BLOCK_ELEMENTS = 2**23
-"""Logits of one block on one rank, 32 MiB in fp32; blocks are larger beside a larger weight (`block_positions`)."""
+"""Logits of one block on one rank, 32 MiB in fp32; a larger weight allows more (`block_positions`)."""
 SLICE_ELEMENTS = 2**22
 """Logits converted to fp32 at a time on accelerators, whose kernels need work for all cores: 16 MiB."""
 _FP32_SUMS = ("cuda", "xpu")
@@ -132,9 +132,9 @@ def _log_probability(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return (log-probability of the target, this rank's maximum, factor, whether the target is the argmax), [n] each.
 
-    probability = exp(logit - maximum) · factor; the argmax is computed if `accuracy`. `target` [n] is this rank's
-    row, -1 on other ranks. The maximum is subtracted before the logarithm of the sum: adding the two first would round
-    the loss to the maximum's last digit.
+    probability = exp(logit - maximum) · factor; the argmax is computed if `accuracy`. `target` [n] is a column of
+    this rank's logits, or -1 if another rank has it. The maximum is subtracted before the logarithm of the sum: adding
+    the two first would round the loss to the maximum's last digit.
     """
     target_logit = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1).float().masked_fill(target < 0, 0.0)
     maximum, total = ops.map_rows(_max_and_sum_exp, (logits,), valid, accelerator_elements=SLICE_ELEMENTS)

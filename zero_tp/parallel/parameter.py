@@ -68,7 +68,7 @@ class SeededInit:
             self._draw(part.movedim(layout.dim, 0), name, start, whole[layout.dim], init)
 
     def _draw(self, rows: Tensor, name: str, start: int, total: int, init: Normal) -> None:
-        """Draw in fp32, block by block, the parameter's rows from `start` on into `rows`; it has `total` rows."""
+        """Draw the parameter's rows from `start` on into `rows`, in blocks and fp32; `total`: all its rows."""
         stop = start + len(rows)
         for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
             first, last = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, total)
@@ -99,7 +99,7 @@ class ShardedSeededInit(SeededInit):
         """Draw this rank's blocks; gather all on the group's first rank by one all-to-all."""
         ranks, rank, stop = group_size(self.group), group_rank(self.group), start + len(rows)
         first, last = start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)
-        blocks = [first - (first - last) * index // ranks for index in range(ranks + 1)]
+        blocks = [first + -(-(last - first) * index // ranks) for index in range(ranks + 1)]
         bounds = [min(max(block * BLOCK_ROWS, start), stop) - start for block in blocks]
         own = rows[bounds[rank] : bounds[rank + 1]]
         super()._draw(own, name, start + bounds[rank], total, init)

@@ -110,7 +110,7 @@ class TrainingEngine:
         self._loss = torch.tensor(float("nan"))
         self._norm: Tensor | float = float("nan")
         self.skipped, self.spike = False, ""
-        self._figures = torch.full((len(self.model.figures),), float("nan"))
+        self._figures = torch.full((len(self.model.metric_names),), float("nan"))
         self._spike_bounds = spike
         self.mark: Callable[[str], None] = lambda phase: None
         self.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
@@ -131,7 +131,7 @@ class TrainingEngine:
     @property
     def figures(self) -> dict[str, float]:
         """Return the last step's other losses and accuracies, equal on all ranks. The host waits for the device."""
-        return dict(zip(self.model.figures, self._figures.tolist(), strict=True))
+        return dict(zip(self.model.metric_names, self._figures.tolist(), strict=True))
 
     @property
     def learning_rate(self) -> float:
@@ -211,7 +211,7 @@ class TrainingEngine:
         """Run the forward and backward of all micro-batches; set the step's loss and figures, means over DP."""
         self.engine.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        figures = torch.zeros(len(self.model.figures), dtype=torch.float64, device=self.device)
+        figures = torch.zeros(len(self.model.metric_names), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
             self.activations.begin_micro_batch(index)
             guarding = guarded is not None and index == 0
@@ -221,13 +221,13 @@ class TrainingEngine:
             self.mark("backward")
             self.zero.backward(loss)
             total += loss.detach()
-            for number, name in enumerate(self.model.figures):
+            for number, name in enumerate(self.model.metric_names):
                 figures[number] += getattr(output, name).detach()
             if index < len(batches) - 1:
                 self.zero.step()
         self.mark("update")
         self._loss = all_reduce(total / len(batches), self.topology.data_group) / self.topology.data
-        if self.model.figures:
+        if self.model.metric_names:
             self._figures = all_reduce(figures / len(batches), self.topology.data_group) / self.topology.data
 
     def _is_spike(self, norm: Tensor) -> bool:
@@ -288,7 +288,7 @@ class TrainingEngine:
         sums, names = torch.zeros(2, 1, dtype=torch.float64, device=self.device), ["loss"]
         for batch in map(as_batch, batches):
             output = self._forward(self.engine, batch, reduction="none")
-            totals = self.model.totals(output, batch.arguments())
+            totals = self.model.metric_sums(output, batch.arguments())
             names, pairs = list(totals), list(totals.values())
             sums = sums + torch.stack([torch.stack([total, count.double()]) for total, count in pairs], 1)
         total, count = all_reduce(sums, self.topology.data_group).tolist()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from zero_tp.architectures import aliases_of, architecture_of, as_stored, weights_of
+from zero_tp.architectures import aliases_of, architecture_of, file_tensors, weights_of
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init
 from zero_tp.topology import Topology
@@ -26,7 +26,7 @@ class LiveSource:
         self.weights = {weight.our_name: weight for weight in weights_of(model.config)}
         parameters = dict(model.named_parameters(remove_duplicate=False))
         whole = {name: gather_parameter(parameter).cpu() for name, parameter in parameters.items()}
-        self.tensors = as_stored(self.weights.values(), whole)
+        self.tensors = file_tensors(self.weights.values(), whole)
         self.generation = getattr(model, "generation_config", None)
 
     def fill(
@@ -67,7 +67,7 @@ def load_native(
     names = set(aliases)
     names_of_files = {file_name: name for name, file_name in architecture_of(config).file_names.items()}
     tensors = {names_of_files.get(name, name): tensor for name, tensor in tensors.items()}
-    tensors = as_stored(weights_of(config), tensors)
+    tensors = file_tensors(weights_of(config), tensors)
     for alias, source in aliases.items():
         if alias in tensors and source in tensors and not torch.equal(tensors[alias], tensors[source]):
             raise RuntimeError(f"tensors {source} and {alias} differ, but the config ties them")

@@ -23,7 +23,7 @@ from zero_tp.architectures import (
     Weight,
     aliases_of,
     architecture_of,
-    as_stored,
+    file_tensors,
     native_class_of,
     weights_of,
 )
@@ -62,7 +62,7 @@ def native_model(config: PretrainedConfig) -> Any:
 
 def stored_shapes(native: Any, config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a native model's tensors, by the names that files of its weights have."""
-    return {name: tuple(tensor.shape) for name, tensor in as_stored(weights_of(config), native.state_dict()).items()}
+    return {name: tuple(tensor.shape) for name, tensor in file_tensors(weights_of(config), native.state_dict()).items()}
 
 
 class PretrainedSource:
