@@ -91,7 +91,7 @@ def simulate(world: World, folder: Path) -> dict[str, Any]:
             config = RunConfig.load(file, (), world.ranks, saved_start(run, None))
         directory.checkpoints_directory(run).mkdir(parents=True, exist_ok=True)
         with clocks.part("corpora, model config"):
-            prepared = RunInputs(config, run, whole=world.rank % 8 == 0)
+            prepared = RunInputs(config, run, hash_tokens=world.rank % 8 == 0)
         with clocks.part("groups"):
             topology = Topology(world.tensor, sequence=True)
         with clocks.part("agreement"):

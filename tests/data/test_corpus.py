@@ -135,7 +135,7 @@ def test_a_script_without_a_main_guard_is_told(tmp_path: Path) -> None:
     call = f"prepare([{str(source)!r}], {str(tmp_path / 'out')!r}, PrepareSettings('bpe:300'), processes=2)"
     (tmp_path / "main.py").write_text(f"from zero_tp.data import prepare, PrepareSettings\n{call}\n")
     done = script(str(tmp_path / "main.py"), tmp_path)
-    assert done.returncode == 1 and done.stderr.endswith('calls prepare without if __name__ == "__main__":\n')
+    assert done.returncode == 1 and done.stderr.endswith('calls prepare must do so under if __name__ == "__main__":\n')
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "main.py"]
 
 

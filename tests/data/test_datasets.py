@@ -34,7 +34,7 @@ def test_a_map_style_data_set_has_the_samples_of_a_run(tmp_path: Path) -> None:
         assert batch["input_ids"].tolist() == batch["labels"].tolist() == wanted
     with pytest.raises(IndexError):
         dataset[len(dataset)]
-    with pytest.raises(UserError, match="at least 2 and 1"):
+    with pytest.raises(UserError, match="must be at least 2, and samples"):
         CorpusDataset(blend, 1)
 
 

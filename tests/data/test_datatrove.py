@@ -213,7 +213,7 @@ def test_refusals(tmp_path: Path, inputs: list[str | Path], tokenizer: str, monk
         TokenizedCorpus(tokenizer, tmp_path, eos="no")
     reader = CorpusReader(inputs)
     os.utime(inputs[0], (1, 1))
-    with pytest.raises(UserError, match=r"b.jsonl: it has changed since this was started"):
+    with pytest.raises(UserError, match=r"b.jsonl: the file has changed since the start"):
         list(reader.run(None, 0, 1))
     monkeypatch.setitem(sys.modules, "datatrove", None)
     with pytest.raises(UserError, match=r"needs datatrove: pip install -c constraints.txt -e .\[datatrove\]"):

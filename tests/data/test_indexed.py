@@ -56,7 +56,7 @@ def test_sentences_are_written_as_sequences(tmp_path: Path) -> None:
     )
     assert (tmp_path / "c.idx").read_bytes() == expected
     corpus = IndexedCorpus(tmp_path / "c")
-    assert corpus.sequences(0, 6).tolist() == [0, 2, 3, 4, 5] and corpus.extent(1) == (3, 0)
+    assert corpus.sequence_starts(0, 6).tolist() == [0, 2, 3, 4, 5] and corpus.extent(1) == (3, 0)
 
 
 def test_an_index_of_several_sequences_a_document_and_modes_is_read(tmp_path: Path) -> None:
@@ -73,10 +73,10 @@ def test_an_index_of_several_sequences_a_document_and_modes_is_read(tmp_path: Pa
     corpus = IndexedCorpus(tmp_path / "c")
     assert [corpus.document(i).tolist() for i in range(3)] == [[70_000, 1, 2], [], [3, 4, 5]]
     assert [corpus.extent(i) for i in range(3)] == [(0, 3), (3, 0), (3, 3)]
-    assert corpus.sequences(0, 6).tolist() == [0, 2, 3] and corpus.sequences(1, 2).tolist() == [1]
-    assert corpus.sequences(4, 2).tolist() == [] and corpus.sequences(2, 0).tolist() == []
-    assert corpus.documents(0, 6).tolist() == [0, 0, 0, 2, 2, 2] and corpus.documents(2, 2).tolist() == [0, 2]
-    assert corpus.first_tokens(0, 4).tolist() == [0, 3, 3, 6]
+    assert corpus.sequence_starts(0, 6).tolist() == [0, 2, 3] and corpus.sequence_starts(1, 2).tolist() == [1]
+    assert corpus.sequence_starts(4, 2).tolist() == [] and corpus.sequence_starts(2, 0).tolist() == []
+    assert corpus.document_ids(0, 6).tolist() == [0, 0, 0, 2, 2, 2] and corpus.document_ids(2, 2).tolist() == [0, 2]
+    assert corpus.document_starts(0, 4).tolist() == [0, 3, 3, 6]
 
 
 DAMAGE: list[tuple[str, Callable[[bytes], bytes], str]] = [
@@ -143,8 +143,8 @@ def test_a_trillion_tokens_open_at_once(tmp_path: Path, monkeypatch: pytest.Monk
         tracemalloc.stop()
     assert corpus.tokens == 10**12 and len(corpus) == sequences
     assert sum(checked) <= 2 * 64 * 2**10
-    assert corpus.documents(0, 3).tolist() == [0, 0, 0]
-    assert corpus.documents(10**12 - size - 1, 3).tolist() == [sequences - 2, sequences - 1, sequences - 1]
+    assert corpus.document_ids(0, 3).tolist() == [0, 0, 0]
+    assert corpus.document_ids(10**12 - size - 1, 3).tolist() == [sequences - 2, sequences - 1, sequences - 1]
     samples = PackedSamples({str(tmp_path / "c"): 1.0}, 2048, 1, separate=True)
     (batch,) = samples.rank_batches(10**6, 4, 4, 1, 0, 1)
     assert batch.input_ids.shape == (4, 2048) and not batch.input_ids.any()
@@ -203,7 +203,7 @@ def test_megatrons_files_are_read_and_ours_by_megatron(tmp_path: Path) -> None:
             corpus = IndexedCorpus(tmp_path / f"{dtype.name}{modes}")
             found = [corpus.document(i).tolist() for i in range(len(corpus))]
             assert found == [[1, 2, 3, 4], [5], [6, 7, 8, 9, 10]] and corpus.dtype == dtype, dtype.name
-            assert corpus.documents(3, 4).tolist() == [0, 1, 2, 2]
+            assert corpus.document_ids(3, 4).tolist() == [0, 1, 2, 2]
             assert (corpus.content.smallest, corpus.content.largest) == (1, 10)
             with pytest.raises(UserError, match="holds token id 10, outside the model's vocabulary of 10"):
                 corpus.check_vocabulary(10)

@@ -97,7 +97,7 @@ def test_segments_are_sentences_of_which_the_longer_is_trimmed(corpora: dict[str
         document, j = samples._windows[0].locate(window_of(samples, k))
         a, b = segments(samples[k], vocabulary)
         text, nominal = texts[document], j * (S - 3)
-        begun = corpus.sequences(*corpus.extent(document)).tolist()
+        begun = corpus.sequence_starts(*corpus.extent(document)).tolist()
         start = max(begin for begin in begun if begin <= nominal)
         stop = min(end for end in [*begun, len(text)] if end >= min(start + S - 3, len(text)))
         meets = [begin for begin in begun if start < begin < stop]

@@ -32,7 +32,7 @@ from zero_tp.errors import UserError
         ("a.jsonl", b'{"text": "  "}\n', r"no text in .*a\.jsonl \(1 dropped, the first: .*a\.jsonl:1: an empty doc"),
         ("a.jsonl", b"", "no text in"),
         ("a.jsonl", b'{"text": "only one"}\n', "hold 1 document"),
-        ("a.jsonl", b'{"text": "twin"}\n{"text": "twin"}\n', "copies"),
+        ("a.jsonl", b'{"text": "twin"}\n{"text": "twin"}\n', "all documents outside .* are copies"),
         ("a.txt", b"one file, one document", "hold 1 document"),
         ("a.jsonl.gz", b"plain", "not a whole .gz file"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "not a whole .gz file"),

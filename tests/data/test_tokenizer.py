@@ -21,7 +21,7 @@ from tests.support.launched import ROOT
 from tests.support.tiny_models import speeches
 from tests.tiers import in_tiers
 from zero_tp.data.indexed import IndexedCorpus
-from zero_tp.data.tokenizer import DocumentEncoder, MaskingVocabulary, open_tokenizer, special_tokens
+from zero_tp.data.tokenizer import DocumentEncoder, MaskingVocabulary, open_tokenizer, vocabulary_size
 from zero_tp.data.tokenizer_training import train_bpe, train_wordpiece
 from zero_tp.errors import UserError
 
@@ -172,7 +172,7 @@ def test_sentences_are_kept_as_sequences_and_the_tokens_stay_the_same(tmp_path: 
         assert len(corpus) == len(SPEECHES) - len(held)
         for i, text in enumerate(text for text in SPEECHES if text not in held):
             expected = [sentence.strip() for sentence in segment("en", text) if sentence.strip()]
-            begins = corpus.sequences(*corpus.extent(i))
+            begins = corpus.sequence_starts(*corpus.extent(i))
             assert begins[0] == 0
             sentences = [part.tolist() for part in np.split(corpus.document(i), begins[1:])]
             number += len(sentences)
@@ -203,5 +203,5 @@ def test_ids_with_gaps_are_kept() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     encoder = DocumentEncoder(tokenizer)
     columns = encoder.columns(encoder.encode(["a b"]))
-    assert encoder.vocabulary_size == special_tokens(tokenizer)[0] == 70_001
+    assert encoder.vocabulary_size == vocabulary_size(tokenizer) == 70_001
     assert np.frombuffer(columns["tokens"], np.int32).tolist() == [0, 70_000]

@@ -171,7 +171,7 @@ def test_a_byte_that_was_changed_in_a_large_corpus_is_refused(tmp_path: Path, se
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1]))
     os.utime(data, ns=(times.st_atime_ns, times.st_mtime_ns))
-    quick = IndexedCorpus(prefix).identity(whole=False)
+    quick = IndexedCorpus(prefix).identity(hash_tokens=False)
     assert quick.items() <= saved.corpora[str(prefix)].items(), "the quick identity sees nothing"
     with pytest.raises(UserError) as caught:
         run_of(tmp_path).check_resumed(tmp_path / "step", saved)

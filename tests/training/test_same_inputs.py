@@ -35,7 +35,7 @@ def read_own_inputs(path: str, folders: list[str], last_ranks_change: str = "") 
     config = RunConfig.load(path, changes, dist.get_world_size())
     with contextlib.chdir(folders[dist.get_rank()]):
         try:
-            read = RunInputs(config, Path("RUN"), whole=dist.get_rank() == 0).fingerprints()
+            read = RunInputs(config, Path("RUN"), hash_tokens=dist.get_rank() == 0).fingerprints()
             require_same_on_all_ranks({f"the ranks do not read the same {what}": it for what, it in read.items()})
         except UserError as error:
             return str(error)

@@ -72,7 +72,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Return 0, 1 if only data are missing, or 2 after a line for each error."""
     _leave_out_activations()
-    with _without_index_of_models():
+    with _with_empty_models_package():
         return _check(options)
 
 
@@ -124,7 +124,7 @@ def _leave_out_activations() -> None:
 
 
 @contextlib.contextmanager
-def _without_index_of_models() -> Iterator[None]:
+def _with_empty_models_package() -> Iterator[None]:
     """Import model modules through an empty package, because importing `transformers.models` reads 1,700 files.
 
     Inside the block, `transformers.models` has no attributes but the modules that were imported.
@@ -187,7 +187,7 @@ def _settings(config: RunConfig, parameters: int) -> Lines:
     yield "model", f"{kind}, {sizes}: {parameters:,} parameters"
     sequence = ", sequence parallel" if block.parallel.sequence and tensor > 1 else ""
     if config.world_size is None:
-        yield "ranks", f"a multiple of {tensor} (tensor {tensor} × data ?){sequence}; --world-size N checks the sums"
+        yield "ranks", f"a multiple of {tensor} (tensor {tensor} × data ?){sequence}; --world-size N checks batch sizes"
     else:
         yield "ranks", f"{config.world_size} = tensor {tensor} × data {config.data_parallel}{sequence}"
     yield "ZeRO", f"stage {config.zero_stage}, {config.dtype}"
@@ -254,7 +254,7 @@ def _corpora(config: RunConfig, inputs: RunInputs | None) -> Lines:
 
 
 def _missing(path: Path, config: RunConfig) -> str:
-    """Describe a missing file and the corpora in a directory of its name."""
+    """Describe a missing file; suggest the corpora in the directory of the same name, if there is one."""
     on_hub = " and asks the Hugging Face hub for" if str(path) in config.hub_names else ""
     corpora = sorted(str(index.with_suffix("")) for index in path.with_suffix("").glob("*.idx"))
     return f"{path}, which a run needs{on_hub}" + (f"; did you mean {' or '.join(corpora)}?" if corpora else "")

@@ -64,12 +64,12 @@ def check(options: argparse.Namespace) -> None:
                 raise UserError(f"{name}: {path} is a directory; give the path of a file")
             check_writable(path.parent)
     if options.html:
-        new_figure(1, 1)  # refuses before the work if matplotlib is missing
+        new_figure(1, 1)  # raises before the work if matplotlib is missing
 
 
 def main(options: argparse.Namespace) -> None:
     check(options)
-    os.environ.update(WITHOUT_DEVICES)  # where it sees one, each dry run needs a process of its own
+    os.environ.update(WITHOUT_DEVICES)  # if this process saw one, each dry run would need another process
     from zero_tp.config import RunConfig
     from zero_tp.planning.plan import plan
 

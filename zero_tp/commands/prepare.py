@@ -130,8 +130,8 @@ def _add_step_arguments(steps: argparse._ArgumentGroup) -> None:
     steps.add_argument(
         "--split-sentences",
         metavar="LANGUAGE",
-        help="store the starts of sentences, by the rules of a language (its ISO 639 code, such as en), at which the "
-        "masked objective's second segments begin",
+        help="store where sentences begin, by the rules of a language (its ISO 639 code, such as en); the masked "
+        "objective's second segments begin there",
     )
 
 

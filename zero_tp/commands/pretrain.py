@@ -78,7 +78,7 @@ def pretrain(
         environment.store.join()
     chosen = _chosen_callbacks(options, config, environment)
     model: type[ParallelModel] | None = None
-    inputs = RunInputs(config, output, allow_pickle=options.allow_pickle, whole=environment.is_local_rank_zero)
+    inputs = RunInputs(config, output, allow_pickle=options.allow_pickle, hash_tokens=environment.is_local_rank_zero)
     if config.zero_tp.evaluation.tasks:
         from zero_tp.evaluation.live_tasks import LiveTasks
         from zero_tp.huggingface import ZeroTPForCausalLM

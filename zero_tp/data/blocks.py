@@ -106,7 +106,7 @@ _worker_function: Callable[..., Any]
 
 
 def map_in_order(work: Callable[..., Result], items: Iterable[tuple[Any, ...]], processes: int) -> Iterator[Result]:
-    """Yield `work(*item)` for each item, in order. One process: in this process.
+    """Yield `work(*item)` for each item, in order; with one process, call `work` in this one.
 
     Args:
         work: is pickled once for each process; items and results are pickled each time.
@@ -127,8 +127,8 @@ def map_in_order(work: Callable[..., Result], items: Iterable[tuple[Any, ...]], 
                 yield pending.popleft().result()
         except BrokenProcessPool as error:
             raise UserError(
-                "a process that prepares documents was killed (out of memory?): start again, with fewer --processes; "
-                'or it could not import a script that calls prepare without if __name__ == "__main__":'
+                "a process that prepares documents was killed (out of memory?): run it again with fewer --processes; "
+                'a script that calls prepare must do so under if __name__ == "__main__":'
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

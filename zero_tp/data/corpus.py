@@ -37,7 +37,7 @@ from zero_tp.data.settings import (
     differing_settings,
     find_reusable,
     output_identity,
-    reading_identity,
+    spool_identity,
 )
 from zero_tp.data.similarity import EvaluationSets
 from zero_tp.data.spool import COMMITTED, ProcessedBlock, Spool, StoredBlock
@@ -80,24 +80,24 @@ def prepare(
     if processes is not None and processes < 1:
         raise UserError(f"processes {processes}: at least 1")
     real_output = Path(os.path.realpath(output))  # of a symbolic link, the directory is replaced and not the link
-    directory = hidden_sibling(real_output, "progress")
+    spool_directory = hidden_sibling(real_output, "progress")
     # Standard input and the hub may give other documents the next time.
     can_resume = all(source.path is not None for source in sources)
-    identity = partial(output_identity, sources, spec, settings)
-    with name_output_in_errors(output, directory):
-        reading = reading_identity(sources, spec, settings)
-        # --overwrite reads inputs again that may have changed: no output has the empty identity `dict()`.
-        current: Callable[[], dict[str, Any]] = identity if can_resume or not overwrite else dict
-        if (reused := find_reusable(output, current, overwrite)) is not None:
+    compute_identity = partial(output_identity, sources, spec, settings)
+    with name_output_in_errors(output, spool_directory):
+        identity = spool_identity(sources, spec, settings)
+        # --overwrite reads standard input and the hub again: no output has the empty identity that `dict` returns.
+        reusable: Callable[[], dict[str, Any]] = compute_identity if can_resume or not overwrite else dict
+        if (reused := find_reusable(output, reusable, overwrite)) is not None:
             clear_partial(real_output, (TOKENIZER,))
-            if Spool(directory).identity == reading:  # of a process that was killed after it wrote the output
-                shutil.rmtree(directory, ignore_errors=True)
+            if Spool(spool_directory).identity == identity:  # its process was killed after it wrote the output
+                shutil.rmtree(spool_directory, ignore_errors=True)
             if strict and (problems := reused.report["documents"]["problems"]):
                 raise UserError("{where}: {detail}".format(**problems[0]))
             return reused
         with (
             partial_directory(real_output, (TOKENIZER,)) as staging,
-            _open_spool(directory, reading, overwrite, can_resume) as spool,
+            _open_spool(spool_directory, identity, overwrite, can_resume) as spool,
         ):
             resumed = spool.counts.read
             preparation = Preparation(sources, spec, settings, spool, strict, processes, progress)
@@ -106,19 +106,19 @@ def prepare(
             encoder, encoded_blocks = preparation.encode(documents, staging / TOKENIZER)
             for number, source in enumerate(sources):
                 source.sha256 = spool.sha256[number]
-            report = write_output(staging, documents, encoded_blocks, encoder, identity(), preparation.seconds)
+            report = write_output(staging, documents, encoded_blocks, encoder, compute_identity(), preparation.seconds)
             put_in_place(staging, real_output, stale=lambda name: name == REMOVED)
-            (directory / COMMITTED).unlink(missing_ok=True)  # the spool is not needed any more
+            (spool_directory / COMMITTED).unlink(missing_ok=True)  # the spool is not needed any more
     return Prepared(output, report, reused=False, resumed=resumed)
 
 
 @contextlib.contextmanager
-def name_output_in_errors(output: Path, progress: Path | None = None) -> Iterator[None]:
-    """Turn an OSError into a UserError that names the output; `progress` is the directory of the spool."""
+def name_output_in_errors(output: Path, spool_directory: Path | None = None) -> Iterator[None]:
+    """Turn an OSError into a UserError that names the output, and says if the spool allows resuming."""
     try:
         yield
     except OSError as error:
-        can_resume = error.errno == errno.ENOSPC and progress is not None and progress.exists()
+        can_resume = error.errno == errno.ENOSPC and spool_directory is not None and spool_directory.exists()
         remedy = "; the progress is kept: free some space and rerun the same command to resume" if can_resume else ""
         raise UserError(f"{output}: can't be written: {error.strerror or error}{remedy}") from error
 
@@ -184,7 +184,7 @@ class Preparation:
         self.seconds["reading"] = time.perf_counter() - started
 
     def _missing_blocks(self, bar: tqdm) -> Iterator[tuple[int, RecordBlock, str | None]]:
-        """Yield each block that is not in the spool, and an empty one with the hash at the end of a source."""
+        """Yield the blocks that are not in the spool, and after a source's last one an empty block with its SHA-256."""
         bytes_before = 0
         for number, source in enumerate(self.sources):
             if number not in self.spool.sha256:
@@ -234,7 +234,7 @@ class Preparation:
         return encoder, encoded.blocks
 
     def _train(self, documents: DocumentTable) -> Path:
-        """Train the tokenizer on the training documents, unless it is in the spool's directory; return its own."""
+        """Train the tokenizer on the training documents, unless the spool's directory has it; return its directory."""
         self.spool.commit()
         trained, unfinished = self.spool.directory / TOKENIZER, self.spool.directory / "tokenizer.new"
         if not trained.exists():

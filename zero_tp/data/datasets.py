@@ -45,7 +45,7 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
     ) -> None:
         weights = dict(prefixes) if isinstance(prefixes, Mapping) else {str(prefixes): 1.0}
         if sequence_length < 2 or (samples is not None and samples < 1):
-            raise UserError(f"sequence length {sequence_length}, samples {samples}: at least 2 and 1")
+            raise UserError(f"sequence_length {sequence_length} must be at least 2, and samples {samples} at least 1")
         self._packed = PackedSamples(weights, sequence_length, seed, separate=separate)
         self._count = sum(self._packed.windows) if samples is None else samples
 
@@ -62,7 +62,7 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
         ids = torch.from_numpy(self._packed[k][:-1])
         item = {"input_ids": ids, "labels": ids.clone()}
         if self._packed.separate:
-            item["position_ids"] = positions_of(self._packed.documents([k])[:, :-1])[0]
+            item["position_ids"] = positions_of(self._packed.document_ids([k])[:, :-1])[0]
             item["labels"][item["position_ids"] == 0] = IGNORE_INDEX
         return item
 
@@ -91,9 +91,7 @@ class CorpusStream(IterableDataset[dict[str, Tensor]]):
         separate: bool = False,
     ) -> None:
         if not 0 <= rank < world or first < 0:
-            raise UserError(
-                f"rank {rank} of {world}, first sample {first}: a rank below the world, and a sample from 0"
-            )
+            raise UserError(f"rank {rank} of {world} must be from 0 to {world - 1}, and first {first} at least 0")
         self._dataset = CorpusDataset(prefixes, sequence_length, seed, samples, separate=separate)
         self._first, self._count, self._rank, self._world = first, samples, rank, world
 

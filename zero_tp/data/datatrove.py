@@ -141,7 +141,7 @@ class TokenizedCorpus(PipelineStep):
             if self.reader is not None:
                 counts = copy.deepcopy(self.reader.counts)
                 filtered = counts.kept - spool.counts.read
-                # If later steps added documents, `filtered` is negative: they count as read, and Counter's + drops it.
+                # `filtered` is negative if later steps added more than they dropped: the surplus counts as read.
                 counts.add(max(0, -filtered), Counter(filtered=filtered) + spool.counts.dropped, spool.counts.problems)
             manifest = {
                 **{"part": rank, "tasks": world_size, "settings": self.settings},

@@ -23,7 +23,7 @@ from typing import IO, Any
 import zstandard
 
 from zero_tp.data.formats import FORMATS, STREAMS, TABLES, choose_json_key, read_hub
-from zero_tp.data.records import EVERY_STRING, HUB, Document, Problem, Record, RecordBlock, Source, location, object_of
+from zero_tp.data.records import EVERY_STRING, HUB, Document, Problem, Record, RecordBlock, Source, location, parse_dict
 from zero_tp.errors import UserError
 from zero_tp.files import open_regular
 
@@ -126,9 +126,9 @@ def stream(
 
 def read_documents(path: Path, text_key: str | None = None, documents: str = "file") -> Iterator[str]:
     """Yield the texts of one file, in order. UserError: a record is no document (with file and line)."""
-    for place, document in stream([path], text_key, documents):
+    for where, document in stream([path], text_key, documents):
         if isinstance(document, Problem):
-            raise UserError(f"{place}: {document.detail}")
+            raise UserError(f"{where}: {document.detail}")
         yield document.text
 
 
@@ -136,11 +136,11 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (file and line, JSON object) of a .jsonl file. UserError: a line holds no object."""
     for block in read_blocks(Source(str(path), "jsonl", EVERY_STRING, path=path)):
         for number, content in block.records:
-            place = location(block.source, number)
-            parsed = object_of(content) if isinstance(content, bytes) else content
+            where = location(block.source, number)
+            parsed = parse_dict(content) if isinstance(content, bytes) else content
             if isinstance(parsed, Problem):
-                raise UserError(f"{place}: {parsed.detail}")
-            yield place, parsed
+                raise UserError(f"{where}: {parsed.detail}")
+            yield where, parsed
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def read_blocks(source: Source) -> Iterator[RecordBlock]:
                 choose_json_key(source, records)
             yield RecordBlock(source.name, number, source.key, records)
         if source.path is not None and source.size_and_time not in ((0, 0), _size_and_time(source.path)):
-            raise UserError(f"{source.name}: it has changed since this was started: start it again")
+            raise UserError(f"{source.name}: the file has changed since the start: run the command again")
     except OSError as error:
         raise UserError(f"{source.name}: {error.strerror or error}") from error
 
@@ -182,7 +182,7 @@ def _records(source: Source) -> Iterator[Record]:
 
 
 def group_records(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Yield the records of blocks of about 1 MiB."""
+    """Group records into blocks of about 1 MiB, of at most 10,000 records."""
     block: list[Record] = []
     size = 0
     for record in records:

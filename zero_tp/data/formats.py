@@ -27,8 +27,8 @@ from zero_tp.data.records import (
     Record,
     Source,
     choose_key,
-    json_object,
-    object_of,
+    parse_dict,
+    require_object,
 )
 from zero_tp.errors import UserError, first_line, one_line
 
@@ -71,7 +71,7 @@ def choose_json_key(source: Source, records: Sequence[Record]) -> None:
     """Choose the field of the text from the objects of the first block. UserError: they have no such field."""
     fields: dict[str, bool] = {}
     for _, content in records:
-        parsed = object_of(content) if isinstance(content, bytes) else content
+        parsed = parse_dict(content) if isinstance(content, bytes) else content
         if isinstance(parsed, dict):
             for name, value in parsed.items():
                 fields[name] = fields.get(name, False) or isinstance(value, str)
@@ -85,13 +85,13 @@ def _json(source: Source, file: io.BufferedReader) -> Iterator[Record]:
         yield from _json_array(source, file)
         return
     lines = _lines(source, file)
-    for first, content in lines:
-        if not isinstance(content, bytes) or isinstance(object_of(content), dict):
+    for first, content in lines:  # the first line decides; each branch returns
+        if not isinstance(content, bytes) or isinstance(parse_dict(content), dict):
             yield Record(first, content)
             yield from lines
             return
         whole = _limit(content + file.read(MAX_LINE_BYTES + 1), "file")
-        if isinstance(whole, bytes) and isinstance(object_of(whole), Problem):
+        if isinstance(whole, bytes) and isinstance(parse_dict(whole), Problem):
             yield from (Record(first - 1 + place, line) for place, line in _lines(source, io.BytesIO(whole)))
         else:
             yield Record(0, whole)
@@ -105,7 +105,7 @@ def _json_array(source: Source, file: io.BufferedReader) -> Iterator[Record]:
     number = 0
     try:
         for number, item in enumerate(ijson.items(file, "item"), start=1):
-            content = json_object(item)
+            content = require_object(item)
             try:
                 str(content)  # fails here instead of in `group_records`, which calls it, too
             except RecursionError:

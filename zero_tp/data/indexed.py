@@ -117,8 +117,8 @@ class IndexedCorpus:
         self._sizes = entries[: 4 * sequences].view("<i4")
         self._pointers = entries[4 * sequences : 12 * sequences].view("<i8")
         self._documents = entries[12 * sequences : 12 * sequences + 8 * boundaries].view("<i8")
-        # From the last entry, because summing a billion takes seconds. `_check_index` checks the others.
-        self.tokens = self._end(sequences)
+        # From the last entry, because summing a billion sizes takes seconds. `_check_index` checks the others.
+        self.tokens = self._tokens_before(sequences)
         expected, size = self.tokens * self.dtype.itemsize, data.stat().st_size
         if expected != size:
             raise UserError(
@@ -127,17 +127,17 @@ class IndexedCorpus:
         self._check_index(_OPENING_CHECKS)
         self._data = np.memmap(data, mode="r", dtype=self.dtype) if self.tokens else np.empty(0, self.dtype)
 
-    def _end(self, sequences: int) -> int:
-        """Return the number of tokens in the first sequences."""
-        if not sequences:
+    def _tokens_before(self, sequence: int) -> int:
+        """Return the number of tokens in the sequences before `sequence`."""
+        if not sequence:
             return 0
-        return int(self._pointers[sequences - 1]) // self.dtype.itemsize + int(self._sizes[sequences - 1])
+        return int(self._pointers[sequence - 1]) // self.dtype.itemsize + int(self._sizes[sequence - 1])
 
     def _check_index(self, max_blocks: int | None = None) -> None:
         """Check sequences and document boundaries, in at most `max_blocks` blocks of the index; None: in all."""
         for block in _blocks(len(self._sizes), max_blocks):
             sizes = self._sizes[block].astype(np.int64)
-            ends = self._end(block.start) + np.cumsum(sizes)
+            ends = self._tokens_before(block.start) + np.cumsum(sizes)
             if (sizes < 0).any() or (self._pointers[block] != (ends - sizes) * self.dtype.itemsize).any():
                 raise UserError(f"{self.prefix}.idx: sequences don't follow each other without gaps: write it again")
         bounds = self._documents
@@ -197,11 +197,11 @@ class IndexedCorpus:
                 "zero_tp.model.vocab_size, or prepare the corpus with the model's tokenizer"
             )
 
-    def identity(self, *, whole: bool = True) -> dict[str, Any]:
+    def identity(self, *, hash_tokens: bool = True) -> dict[str, Any]:
         """Return what identifies the corpus at any path: `documents`, `tokens`, `type`, `sha256` and `content`.
 
         `sha256` is of PREFIX.idx and of 64 evenly spread blocks of PREFIX.bin, so it may miss a change of a few tokens.
-        `content` is the hash of all of PREFIX.bin; `whole` = False leaves it out, because it may have to be computed.
+        `content` is the hash of all of PREFIX.bin; without `hash_tokens` it is left out, because it may take minutes.
         """
         digest = hashlib.sha256()
         with idx_path(self.prefix).open("rb") as index:
@@ -213,27 +213,27 @@ class IndexedCorpus:
             start = max(0, self.tokens - count) * i // (_HASHED_BLOCKS - 1)
             digest.update(self._data[start : start + count].tobytes())
         facts = {"documents": len(self), "tokens": self.tokens, "type": self.dtype.name, "sha256": digest.hexdigest()}
-        return facts | ({"content": self.content.sha256} if whole else {})
+        return facts | ({"content": self.content.sha256} if hash_tokens else {})
 
     def document(self, i: int) -> npt.NDArray[np.int64]:
         """Return the token ids of document `i`, int64 [tokens of the document]. IndexError: there is none."""
         return self.read(*self.extent(i))
 
     def extent(self, i: int) -> tuple[int, int]:
-        """Return the first token of document `i` in the flat stream, and its length. IndexError: there is none."""
+        """Return where document `i` begins in the flat stream, and its length [tokens]. IndexError: there is none."""
         if not 0 <= i < len(self):
             raise IndexError(f"document {i} of {len(self)}")
-        start, end = self.first_tokens(i, i + 2).tolist()
+        start, end = self.document_starts(i, i + 2).tolist()
         return start, end - start
 
-    def sequences(self, start: int, count: int) -> npt.NDArray[np.int64]:
+    def sequence_starts(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Return the indices, ascending, of the tokens of `read(start, count)` that begin a sequence."""
         first, last = (bisect_right(self._pointers, end * self.dtype.itemsize - 1) for end in (start, start + count))
         starts = self._pointers[first:last][self._sizes[first:last] > 0]
         return starts.astype(np.int64) // self.dtype.itemsize - start
 
-    def first_tokens(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return the first tokens of documents `first` … `last` - 1 in the flat stream, int64 [last - first].
+    def document_starts(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Return where documents `first` … `last` - 1 begin in the flat stream [tokens], int64 [last - first].
 
         Document `len(self)` begins at the end of the stream. Not cached: a billion documents would take 8 GB.
         """
@@ -245,13 +245,13 @@ class IndexedCorpus:
 
     def has_document_with(self, min_tokens: int) -> bool:
         """Return whether a document has at least so many tokens."""
-        blocks = (self.first_tokens(block.start, block.stop + 1) for block in _blocks(len(self)))
+        blocks = (self.document_starts(block.start, block.stop + 1) for block in _blocks(len(self)))
         return any((np.diff(starts) >= min_tokens).any() for starts in blocks)
 
-    def documents(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the document of each token of `read(start, count)`, int64 [count]."""
+    def document_ids(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Return the number of the document of each token of `read(start, count)`, int64 [count]."""
         first, last = (self._document_of(token) for token in (start, start + count - 1))
-        starts = self.first_tokens(first, last + 1)
+        starts = self.document_starts(first, last + 1)
         starts[0] = start
         return np.repeat(np.arange(first, last + 1), np.diff(starts, append=start + count))
 
@@ -309,7 +309,7 @@ class IndexedWriter:
         """Append documents of `sizes` tokens, with concatenated ids. UserError: an id is outside the vocabulary.
 
         Args:
-            begins: whether a sentence begins with each token, bool; each sentence is a sequence. None: each document.
+            begins: whether each token begins a sentence, bool; each sentence is a sequence. None: each document.
         """
         values, lengths = np.asarray(ids), np.asarray(sizes, dtype=np.int64)
         assert lengths.sum() == values.size, (lengths.sum(), values.size)

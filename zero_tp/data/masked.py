@@ -109,8 +109,8 @@ def ngrams(
         )
 
     while budget > 0:
-        most = bisect(cumulative_weights, next(randoms) * cumulative_weights[-1]) + 1
-        for n in range(min(most, budget), 0, -1):
+        longest = bisect(cumulative_weights, next(randoms) * cumulative_weights[-1]) + 1
+        for n in range(min(longest, budget), 0, -1):
             candidates = (int(next(randoms) * count) for _ in range(_TRIES))
             word = next((word for word in candidates if fits(word, n)), None)
             if word is None and (places := [word for word in range(count) if fits(word, n)]):
@@ -124,10 +124,10 @@ def ngrams(
         yield word, n
 
 
-def trim(parts: Sequence[npt.NDArray[np.int64]], most: int, randoms: Iterator[float]) -> list[npt.NDArray[np.int64]]:
-    """Trim parts of a row to `most` tokens together: the longest loses one token at a time, at either end."""
+def trim(parts: Sequence[npt.NDArray[np.int64]], limit: int, randoms: Iterator[float]) -> list[npt.NDArray[np.int64]]:
+    """Trim parts of a row to `limit` tokens in all: the longest part loses one token at a time, at either end."""
     spans = [[0, len(part)] for part in parts]
-    for _ in range(sum(map(len, parts)) - most):
+    for _ in range(sum(map(len, parts)) - limit):
         span = max(spans, key=lambda span: span[1] - span[0])
         if next(randoms) < 0.5:
             span[0] += 1
@@ -142,7 +142,7 @@ class DocumentWindows:
     Memory: 8 bytes per block of 1,024 documents; `locate` counts the windows inside a block again.
 
     Args:
-        length: stride of a document's windows in tokens.
+        length: tokens of a window; windows of a document begin at this stride.
         shortest: tokens of the shortest window at the end of a document.
     """
 
@@ -153,7 +153,7 @@ class DocumentWindows:
 
     def _counts(self, first: int) -> npt.NDArray[np.int64]:
         """Return the windows of each of the documents from `first` on, int64 [at most _DOCUMENTS]."""
-        sizes = np.diff(self.corpus.first_tokens(first, first + _DOCUMENTS + 1))
+        sizes = np.diff(self.corpus.document_starts(first, first + _DOCUMENTS + 1))
         return (sizes + (self.length - self.shortest)) // self.length
 
     def __len__(self) -> int:
@@ -241,12 +241,12 @@ class MaskedRowBuilder:
         if start:
             # At most half a window earlier: else every window of a long sentence would begin where the sentence does.
             lowest = start - length // 2
-            starts = corpus.sequences(first + lowest, start - lowest + 1)
+            starts = corpus.sequence_starts(first + lowest, start - lowest + 1)
             start = lowest + int(starts[-1]) if len(starts) else start
         stop = min(start + length, size)
-        begins = corpus.sequences(first + start + 1, stop - start - 1) + 1
+        begins = corpus.sequence_starts(first + start + 1, stop - start - 1) + 1
         if self.sentence_order and len(begins):
-            after = corpus.sequences(first + stop, min(length, size - stop))
+            after = corpus.sequence_starts(first + stop, min(length, size - stop))
             if len(after) or stop + length >= size:
                 stop = stop + int(after[0]) if len(after) else size
             else:  # it ends inside a long sentence; starts of sentences would reveal the order, so `row` cuts at a word
@@ -272,10 +272,10 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
         self.row_builder, self._windows = row_builder, [row_builder.windows(corpus) for corpus in corpora]
         super().__init__(prefixes, corpora, [len(windows) for windows in self._windows], seed)
 
-    def identities(self, *, whole: bool = True) -> dict[str, dict[str, Any]]:
+    def identities(self, *, hash_tokens: bool = True) -> dict[str, dict[str, Any]]:
         """Return prefix → `IndexedCorpus.identity`, and `vocabulary`: the hash of the masking vocabulary."""
-        vocabulary = {"vocabulary": self.row_builder.masking.vocabulary.sha256()}
-        return {prefix: identity | vocabulary for prefix, identity in super().identities(whole=whole).items()}
+        identities, vocabulary = super().identities(hash_tokens=hash_tokens), self.row_builder.masking.vocabulary
+        return {prefix: identity | {"vocabulary": vocabulary.sha256()} for prefix, identity in identities.items()}
 
     def __getitem__(self, k: int) -> dict[str, npt.NDArray[np.int64]]:
         """Return sample k as a row of a batch, int64 [s] each and `next_sentence_label` []."""

@@ -120,20 +120,20 @@ class DocumentTable:
         largest = np.partition(hashes[self.in_output], count - 1)[count - 1]
         self.in_validation = self.in_output & (hashes <= largest)
         if self.in_validation.sum() == total:
-            raise UserError(f"all {total:,} documents outside the validation set are copies of documents in it")
+            raise UserError("all documents outside the validation set are copies of documents in it; add others")
 
-    def tokenizer_sample(self, most: int | None) -> Mask:
-        """Select at most `most` training documents, bool [documents]; None: all.
+    def tokenizer_sample(self, limit: int | None) -> Mask:
+        """Select at most `limit` training documents, bool [documents]; None: all.
 
         They are those with the largest hashes, so the documents' order does not matter.
         """
         training = self.in_output & ~self.in_validation
-        if most is None or most >= training.sum():
+        if limit is None or limit >= training.sum():
             return training
         numbers = np.flatnonzero(training)
         order = np.argsort(self.facts["split_hash"][numbers], kind="stable")
         sample = np.zeros(len(training), np.bool_)
-        sample[numbers[order[-most:]]] = True
+        sample[numbers[order[-limit:]]] = True
         return sample
 
 

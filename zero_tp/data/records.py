@@ -144,7 +144,7 @@ def location(source: str, place: int) -> str:
 def document_of(content: RecordContent | Problem, key: str | None) -> Document | Problem:
     """Return the document of a record. Bytes are JSON if there is a `key`, else a text."""
     if isinstance(content, bytes) and key is not None:
-        content = object_of(content)
+        content = parse_dict(content)
     if isinstance(content, Problem):
         return content
     if isinstance(content, bytes):
@@ -182,17 +182,17 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def object_of(line: bytes) -> dict[str, Any] | Problem:
+def parse_dict(line: bytes) -> dict[str, Any] | Problem:
     """Parse the JSON object of a line."""
     try:
         record = parse_json(line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n"))
     except InvalidJson as error:
         return Problem("not UTF-8" if "UTF-8" in str(error) else "malformed", str(error))
-    return json_object(record)
+    return require_object(record)
 
 
-def json_object(value: Any) -> dict[str, Any] | Problem:
-    """Return a JSON value if it is an object."""
+def require_object(value: Any) -> dict[str, Any] | Problem:
+    """Return a JSON value if it is an object, else a Problem."""
     if isinstance(value, dict):
         return value
     return Problem("malformed", f"a JSON object is needed, found {json_kind(type(value).__name__)}")

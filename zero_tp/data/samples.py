@@ -54,9 +54,9 @@ class TrainingSamples(ABC, Generic[BatchType]):
         self.corpora, self.windows, self.seed = corpora, windows, seed
         self._blend = _Blend(weights)
 
-    def identities(self, *, whole: bool = True) -> dict[str, dict[str, Any]]:
+    def identities(self, *, hash_tokens: bool = True) -> dict[str, dict[str, Any]]:
         """Return prefix → `IndexedCorpus.identity`. Reads each index once."""
-        return {corpus.prefix: corpus.identity(whole=whole) for corpus in self.corpora}
+        return {corpus.prefix: corpus.identity(hash_tokens=hash_tokens) for corpus in self.corpora}
 
     def locate(
         self, numbers: npt.NDArray[np.int64]
@@ -118,12 +118,12 @@ class PackedSamples(TrainingSamples[Batch]):
     def _batch(self, numbers: range) -> Batch:
         windows = self._rows(numbers, IndexedCorpus.read)
         if self.separate:
-            return separate_documents(windows, self.documents(numbers))
+            return separate_documents(windows, self.document_ids(numbers))
         return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
 
-    def documents(self, numbers: Iterable[int]) -> Tensor:
+    def document_ids(self, numbers: Iterable[int]) -> Tensor:
         """Return the numbers of the documents of samples' tokens, int64 [samples, s + 1]."""
-        return self._rows(numbers, IndexedCorpus.documents)
+        return self._rows(numbers, IndexedCorpus.document_ids)
 
     def _rows(self, numbers: Iterable[int], read: Callable[[IndexedCorpus, int, int], npt.NDArray[np.int64]]) -> Tensor:
         s = self.sequence_length
@@ -254,6 +254,6 @@ class ValidationSamples(FixedSamples[Batch]):
             corpus, start = self.corpora[number], window * s
             count = min(s + 1, corpus.tokens - start)
             windows[row, :count] = torch.from_numpy(corpus.read(start, count))
-            documents[row, :count] = torch.from_numpy(corpus.documents(start, count)) if self.separate else 0
+            documents[row, :count] = torch.from_numpy(corpus.document_ids(start, count)) if self.separate else 0
         batch = separate_documents(windows, documents)
         return batch if self.separate else Batch(batch.input_ids, batch.labels)

@@ -135,7 +135,7 @@ def output_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: Pr
     }
 
 
-def reading_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings) -> dict[str, Any]:
+def spool_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings) -> dict[str, Any]:
     """Return everything that decides the content of a spool, as a JSON object."""
     identity: dict[str, Any] = {
         "format": [FORMAT, SPOOL_FORMAT],
@@ -149,7 +149,7 @@ def reading_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: P
 
 
 def differing_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the names of the settings that differ between two reading identities; "" if none does."""
+    """Return the names of the settings that differ between two spool identities; "" if none does."""
     settings = (before.keys() | now.keys()) - {"format", "versions", "sizes and times"}
     return ", ".join(sorted(name for name in settings if before.get(name) != now.get(name)))
 

@@ -46,7 +46,7 @@ def show_corpus(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
         length = min(sequence_length, tokens)
         for window in range(min(sample, tokens // length) if length else 0):
             start = window * length
-            numbers = corpus.documents(start, length)
+            numbers = corpus.document_ids(start, length)
             ids = corpus.read(start, length)
             begins = np.flatnonzero(np.diff(numbers, prepend=-1))
             yield f"--- {name}, sample {window:,}: tokens {start:,} to {start + length:,}, {len(begins):,} documents"

@@ -24,7 +24,7 @@ from zero_tp.data.records import EVERY_STRING, Document, Problem
 from zero_tp.errors import UserError
 
 SHINGLE, THRESHOLD, NGRAM = 5, 0.7, 13
-_NUMBERS, _BANDS, _SEED = 128, 32, 42
+_NUM_PERM, _BANDS, _SEED = 128, 32, 42
 _HEADING = re.compile(r"^ ?= ([^=\n]+) = ?$", re.MULTILINE)  # the title of a WikiText article
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
@@ -47,12 +47,12 @@ def sketches(texts: Sequence[str]) -> list[bytes]:
     """Return a sketch of each text; empty for one without words."""
     rensa = import_optional("rensa", "--deduplicate near")
     sets = [shingles(text) for text in texts]
-    minhashes = rensa.RMinHash.from_token_sets(sets, num_perm=_NUMBERS, seed=_SEED)
+    minhashes = rensa.RMinHash.from_token_sets(sets, num_perm=_NUM_PERM, seed=_SEED)
     return [minhash.__reduce__()[2] if tokens else b"" for minhash, tokens in zip(minhashes, sets, strict=True)]
 
 
 def _restore(sketch: bytes) -> Any:
-    minhash = import_optional("rensa", "--deduplicate near").RMinHash(_NUMBERS, _SEED)
+    minhash = import_optional("rensa", "--deduplicate near").RMinHash(_NUM_PERM, _SEED)
     minhash.__setstate__(sketch)
     return minhash
 
@@ -77,7 +77,7 @@ def near_duplicates(
         sketch_of: returns the sketch of an earlier document.
     """
     rensa = import_optional("rensa", "--deduplicate near")
-    index = rensa.RMinHashDeduplicator(THRESHOLD, _NUMBERS, True, _BANDS, _SEED)
+    index = rensa.RMinHashDeduplicator(THRESHOLD, _NUM_PERM, True, _BANDS, _SEED)
     for number, sketch in numbered:
         if not sketch:
             continue
@@ -123,9 +123,9 @@ class EvaluationSets:
         parts, titles = [np.zeros(0, np.uint64)], set[str]()
         for path in paths:
             before = len(parts)
-            for place, document in stream([path], EVERY_STRING):
+            for where, document in stream([path], EVERY_STRING):
                 if isinstance(document, Problem):
-                    raise UserError(f"--decontaminate: {place}: {document.detail}")
+                    raise UserError(f"--decontaminate: {where}: {document.detail}")
                 parts.append(ngram_hashes(document.text))
                 titles |= set(map(_normalized, _HEADING.findall(document.text)))
             if len(parts) == before:

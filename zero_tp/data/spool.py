@@ -65,7 +65,7 @@ class StoredBlock(NamedTuple):
             return file.read(self.lengths[index])
 
     def texts(self, lengths: npt.NDArray[np.int64], selected: Mask) -> list[str]:
-        """Return the texts of the selected documents, bool [documents]; `lengths` of each text in bytes."""
+        """Return the texts of the selected documents, bool [documents]; `lengths`: bytes of each text."""
         texts = split_bytes(zstandard.decompress(self.read("texts")), lengths) if selected.any() else []
         return [text.decode("utf-8") for text in compress(texts, selected)]
 

@@ -269,12 +269,10 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, dict[str, int]]:
-    """Return the vocabulary size, and those of `bos_token_id`, `eos_token_id` and `pad_token_id` that it has."""
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return those of `bos_token_id`, `eos_token_id` and `pad_token_id` that a tokenizer has."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return vocabulary_size(tokenizer), {
-        name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None
-    }
+    return {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
 
 
 def check_same_tokens(data: Path, model: Path) -> None:

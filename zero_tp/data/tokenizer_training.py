@@ -106,7 +106,7 @@ def _split_long_words(words: PreTokenizer) -> PreTokenizer:
 def train_wordpiece(texts: Callable[[], Iterator[str]], size: int, *, cased: bool) -> PreTrainedTokenizerFast:
     """Train a WordPiece vocabulary like BERT's; special tokens are [PAD] (id 0), [UNK], [CLS], [SEP] and [MASK].
 
-    Text is cleaned like BERT's: control characters are removed, and without `cased` also capitals and accents. Only the
+    Text is cleaned like BERT's: without control characters and, unless `cased`, in lower case without accents. Only the
     1,000 most frequent characters are known. UserError: they alone are more than `size` tokens.
 
     Args:

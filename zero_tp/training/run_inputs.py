@@ -25,7 +25,8 @@ from zero_tp.data.tokenizer import (
     files_sha256,
     find_tokenizer,
     load_tokenizer,
-    special_tokens,
+    special_token_ids,
+    vocabulary_size,
 )
 from zero_tp.errors import UserError, shown
 from zero_tp.topology import Topology
@@ -45,23 +46,23 @@ class RunInputs:
         UserError: data, tokenizer and model do not fit, or the directory holds another run.
     """
 
-    def __init__(self, config: RunConfig, directory: Path, *, allow_pickle: bool = False, whole: bool = True):
+    def __init__(self, config: RunConfig, directory: Path, *, allow_pickle: bool = False, hash_tokens: bool = True):
         """Read and check everything.
 
         Args:
             allow_pickle: `zero_tp.model.from_pretrained` may be a directory of pickled weights.
-            whole: read and hash all tokens (see `IndexedCorpus.content`); one rank of each machine does.
+            hash_tokens: read and hash all tokens (see `IndexedCorpus.content`); one rank of each machine does.
         """
-        block = config.zero_tp
-        self.config, self.directory, self.allow_pickle, self.whole = config, directory, allow_pickle, whole
-        self.tokenizer = find_tokenizer(block.tokenizer, next(iter(block.data.train)))
+        self.config, self.directory, self.allow_pickle, self.hash_tokens = config, directory, allow_pickle, hash_tokens
+        self.tokenizer = find_tokenizer(config.zero_tp.tokenizer, next(iter(config.zero_tp.data.train)))
         self.model_config = self._model_config()
         self.samples, self.validation = self._samples()
         if not complete_steps(directory):
             self.pretrained()
             if self.config.pretrained is not None and self.tokenizer is not None:
                 check_same_tokens(self.tokenizer, resolve(self.config.pretrained))
-        for corpus in (*self.samples.corpora, *(self.validation.corpora if self.validation else ())) if whole else ():
+        corpora = (*self.samples.corpora, *(self.validation.corpora if self.validation else ()))
+        for corpus in corpora if hash_tokens else ():
             corpus.check_vocabulary(self.model_config.vocab_size)
 
     @property
@@ -75,13 +76,13 @@ class RunInputs:
     @cached_property
     def corpora(self) -> dict[str, dict[str, Any]]:
         """Return the identities of the training corpora by prefix."""
-        return self.samples.identities(whole=self.whole)
+        return self.samples.identities(hash_tokens=self.hash_tokens)
 
     @cached_property
     def validation_corpora(self) -> dict[str, dict[str, Any]]:
         """Return the identities of the validation corpora by prefix."""
         corpora = self.validation.corpora if self.validation else ()
-        return {corpus.prefix: corpus.identity(whole=self.whole) for corpus in corpora}
+        return {corpus.prefix: corpus.identity(hash_tokens=self.hash_tokens) for corpus in corpora}
 
     def fingerprints(self) -> dict[str, str]:
         """Return a short value of each input by its name, for ranks to compare."""
@@ -177,14 +178,13 @@ class RunInputs:
             raise UserError(
                 f"tokenizer {self.tokenizer}: it has no eos token, with which the causal objective's documents end"
             )
-        size, tokens = special_tokens(tokenizer)
-        if size > hf_config.vocab_size:
+        if (size := vocabulary_size(tokenizer)) > hf_config.vocab_size:
             raise UserError(
                 f"zero_tp.model.vocab_size: {hf_config.vocab_size}, but the tokenizer {self.tokenizer} has {size} "
                 f"tokens; set it to {size} or more"
             )
         used_ids = fields_of(hf_config.model_type).read
-        for name, token in tokens.items():
+        for name, token in special_token_ids(tokenizer).items():
             is_set = name in self.config.zero_tp.model or (
                 self.config.pretrained and getattr(hf_config, name) is not None
             )

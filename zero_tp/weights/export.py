@@ -1,4 +1,4 @@
-"""Write native Hugging Face directories of safetensors, one parameter in memory at a time."""
+"""Write safetensors directories that transformers' native classes open, one parameter in memory at a time."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def gather_parameter(parameter: nn.Parameter) -> Tensor:
 def load_native(
     parameters: Mapping[str, nn.Parameter], config: PretrainedConfig, tensors: Mapping[str, Tensor]
 ) -> tuple[list[str], list[str]]:
-    """Copy a Hugging Face state dict, or a part of one, into parameters that are neither split nor partitioned.
+    """Copy a Hugging Face state dict, or a part of one, into parameters that neither TP nor ZeRO-3 has sharded.
 
     Args:
         parameters: the model's, by our names.

@@ -91,7 +91,7 @@ class PretrainedSource:
         # Old files hold an alias as well as its source.
         self.aliases = {source: alias for alias, source in aliases.items() if alias in self.file_names}
         heads = architecture_of(config).optional_heads
-        self.new_heads = [head for head, names in heads.items() if _has_none_of(names, expected, self.file_names)]
+        self.new_heads = [head for head, pattern in heads.items() if _has_none_of(pattern, expected, self.file_names)]
         absent_heads = "|".join(heads[head] for head in self.new_heads)
         self._seeded_init = SeededInit(seed)
         for name, shape in expected.items():
@@ -112,17 +112,17 @@ class PretrainedSource:
             return
         dim = layout.dim - 1 if weight.experts else layout.dim  # of one expert's matrix
         for start, stop, rows in layout.rows_of(local, topology.tensor_rank, topology.tensor):
-            if start < stop:  # equal on a rank that has only padding
+            if start < stop:  # start == stop on a rank that holds only padding
                 matrices = rows if weight.experts else [rows]
                 for matrix, target in zip(weight.matrices(), matrices, strict=True):
                     target.copy_(self._read(matrix, dim, start, stop, whole[1 if weight.experts else 0]))
                 if not is_finite(rows):
                     raise non_finite_error(self.directory, ", ".join(weight.names), rows)
 
-    def _read(self, weight: Weight, dim: int, start: int, stop: int, rows: int) -> Tensor:
-        """Return indices [start, stop) along dimension `dim` of our parameter, which has `rows` rows in all."""
+    def _read(self, weight: Weight, dim: int, start: int, stop: int, num_rows: int) -> Tensor:
+        """Return indices [start, stop) along dimension `dim` of our parameter, which has `num_rows` rows."""
         pieces = []
-        for row_range in weight.row_ranges(rows):
+        for row_range in weight.row_ranges(num_rows):
             first, last = row_range.hf_start, row_range.hf_start + row_range.length
             if dim == 0:  # the requested rows of this range
                 first += max(start - row_range.our_start, 0)
