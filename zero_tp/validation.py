@@ -202,7 +202,7 @@ def _locate(location: tuple[Any, ...], kind: str, raw: Any, path: str) -> tuple[
 def _coercion_errors(written: Any, value: Any, where: str) -> Iterator[ConfigError]:
     """Yield an error for each value that pydantic has converted: "8" to 8, and true to 1."""
     if isinstance(written, dict) and isinstance(value, dict):
-        for key in written.keys() & value.keys():
+        for key in filter(value.__contains__, written):  # in the file's order
             yield from _coercion_errors(written[key], value[key], f"{where}.{key}" if where else key)
     elif isinstance(written, list) and isinstance(value, (list, tuple)):
         for index, pair in enumerate(zip(written, value, strict=True)):
