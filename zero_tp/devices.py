@@ -104,8 +104,8 @@ def _fields(memory: float, intra: float, inter: float, host: float, **others: An
 
 
 # The first match counts, so the variants of a model precede its plain name.
-# `matrix_share`: Bekman, "Machine Learning Engineering", table of maximum achievable matmul FLOPS, 2024 to 2026; of the
-# V100 a product of 8192³ on forums.developer.nvidia.com/t/79781; of A100-PCIE-40GB and H20 the best of five squares
+# `matrix_share`: Bekman, "Machine Learning Engineering", table of maximum achievable matmul FLOPS, 2024 to 2026. V100:
+# a product of 8192³ (forums.developer.nvidia.com/t/79781). A100-PCIE-40GB and H20: the best of five square products
 # (github.com/zzc0721/torch-performance-test-data, issues 108 and 77). `channels`: NCCL's own log ("24 coll channels"),
 # one multiprocessor each (github.com/NVIDIA/nccl/issues/1656).
 DEVICES = (
@@ -141,7 +141,7 @@ DEVICES = (
           "NVIDIA GH200 Grace Hopper Superchip datasheet, 2023 (HBM3)",
           {"gh200-96gb": 94.5}, _fields(4000, 50, 50, 450, units=132, per_node=1, host_memory_gib=447)),
     DeviceSpec(r"\bGH200\b", 989, 989, 494, 67, "NVIDIA GH200 Grace Hopper Superchip datasheet, 2023"),
-    # NVLink joins a rack; of each Grace CPU's NVLink-C2C (900 GB/s, both ways) two devices have half each.
+    # NVLink joins a rack. Two devices share each Grace CPU's NVLink-C2C (450 GB/s per direction).
     DeviceSpec(r"\bGB200\b", 2500, 2500, 1250, 80, "NVIDIA GB200 NVL72 datasheet, 2024, one of 72",
           {"gb200-186gb": 184.3}, _fields(8000, 900, 50, 225, units=152, per_node=72, host_memory_gib=15_832)),
     DeviceSpec(r"\bH200 NVL\b", 835, 835, 417, 60, "NVIDIA H200 datasheet, 2024"),
@@ -170,8 +170,8 @@ def named_device(name: str, ranks: int = 1) -> Device:
         remedy = f"give the path of a device's JSON file, or one of {', '.join(NAMES)}"
         device = validate(Device, read_json(Path(name), remedy), name)
         if device.channels > device.units:
-            problem = f"{device.channels} is more than all units, {device.units}"
-            raise ConfigError(f"{name}.channels", problem, "give the number of multiprocessors as units, too")
+            problem = f"{device.channels} exceeds units, {device.units}"
+            raise ConfigError(f"{name}.channels", problem, "set units to the device's number of multiprocessors")
         return device
     key = name.lower().replace("_", "-").replace("rtx-", "rtx")
     if key == "cpu":

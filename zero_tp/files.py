@@ -138,14 +138,14 @@ def clear_partial(output: Path, own: Collection[str] = ()) -> None:
                 pass
 
 
-def put_in_place(written: Path, output: Path, stale: Callable[[str], bool] = lambda name: False) -> None:
+def put_in_place(written: Path, output: Path, is_stale: Callable[[str], bool] = lambda name: False) -> None:
     """Rename a `partial_directory` to its output. The user's own files in an old output stay.
 
     Args:
-        stale: whether a file of this name was written by us, not by the user, and is removed with the old output.
+        is_stale: returns whether a file of this name is ours, not the user's, and is removed with the old output.
     """
     for file in output.iterdir() if output.exists() else ():
-        is_replaced = stale(file.name) or (written / file.name).exists()
+        is_replaced = is_stale(file.name) or (written / file.name).exists()
         if not is_replaced and (file.is_symlink() or not file.is_dir()):
             try:
                 os.link(file, written / file.name, follow_symlinks=False)

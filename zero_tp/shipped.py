@@ -23,7 +23,7 @@ def config_names() -> list[str]:
 
 
 def find_config(name: str | Path) -> Path:
-    """Return `name` as a path if it is a file, else the shipped config of this name, with `papers/` or without."""
+    """Return the shipped config called `name` (`papers/` may be left out), or `name` if it is a file or unknown."""
     file = Path(name)
     named = [known for known in config_names() if str(name) in (known, Path(known).name)]
     return shipped_path(CONFIGS) / f"{named[0]}.json" if named and not file.is_file() else file

@@ -79,7 +79,7 @@ def _check_levels_and_strings(value: Any, levels: int) -> None:
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """Return the object of a JSON text. InvalidJson: see `parse_json`; or the value is not an object."""
+    """Return the object of a JSON text. An array, a number or a string raises InvalidJson, too; see `parse_json`."""
     value = parse_json(text)
     if not isinstance(value, dict):
         raise InvalidJson(f"holds {shown(value)}, not an object")

@@ -80,8 +80,7 @@ class ErrorCollector:
 def validate(model: type[Model], raw: Any, path: str, earlier: Iterable[ConfigError] = ()) -> Model:
     """Return `raw`, the JSON value at `path`, as an instance of `model`.
 
-    Numbers may be written 5e8 for an integer, as DeepSpeed's documentation does; strings are not numbers, and
-    true is not 1.
+    An integer may be written as 5e8, as in DeepSpeed's documentation. Strings are not numbers, and true is not 1.
 
     Args:
         earlier: errors of earlier checks; they come first, and their keys are not validated again.
@@ -96,7 +95,7 @@ def validate(model: type[Model], raw: Any, path: str, earlier: Iterable[ConfigEr
     try:
         parsed = model(**remaining)
     except ValidationError as error:
-        # For a union pydantic lists an error per member: first those of our own rules, which say the most.
+        # For a union pydantic lists an error per member. Those of our own rules say the most: put them first.
         details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "value_error")
         errors += (_from_pydantic(detail, raw, path) for detail in details)
     else:
@@ -202,7 +201,7 @@ def _locate(location: tuple[Any, ...], kind: str, raw: Any, path: str) -> tuple[
 def _coercion_errors(written: Any, value: Any, where: str) -> Iterator[ConfigError]:
     """Yield an error for each value that pydantic has converted: "8" to 8, and true to 1."""
     if isinstance(written, dict) and isinstance(value, dict):
-        for key in written.keys() & value.keys():
+        for key in filter(value.__contains__, written):  # in the file's order
             yield from _coercion_errors(written[key], value[key], f"{where}.{key}" if where else key)
     elif isinstance(written, list) and isinstance(value, (list, tuple)):
         for index, pair in enumerate(zip(written, value, strict=True)):

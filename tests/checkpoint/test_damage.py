@@ -172,6 +172,14 @@ def test_damage_of_every_checkpoint_stops_every_start(ranks: Pools, saved: Path,
             assert problem.startswith("error: ") and "none before it: give another --output-dir" in problem
 
 
+def test_a_step_of_eight_digits_is_before_one_of_nine(ranks: Pools, saved: Path, tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_000):
+        shutil.copytree(step_directory(saved / "run", 1), step_directory(tmp_path, step))
+        break_manifest(step_directory(tmp_path, step) / MANIFEST)
+    for problem, _ in ranks(2).run(start, str(saved / "run.json"), str(tmp_path)):
+        assert f"--resume-from {step_directory(tmp_path, 99_999_999)}, or set" in problem
+
+
 def resume_with_an_engine(path: str, run: str) -> dict[str, torch.Tensor]:
     """Return this rank's masters after one step and a resume."""
     from zero_tp.checkpoint.resume import resume

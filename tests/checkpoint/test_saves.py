@@ -252,7 +252,7 @@ def test_a_disk_that_hangs_ends_the_save_on_every_rank(ranks: Pools, tmp_path: P
     config = json.loads(path.read_text())
     config["zero_tp"]["training"]["timeout_minutes"] = 0.05
     path.write_text(json.dumps(config))
-    setting = r"zero_tp\.training\.timeout_minutes \(0\.05\), of Trainer ddp_timeout"
+    setting = r"zero_tp\.training\.timeout_minutes \(0\.05\), in a Trainer ddp_timeout"
     remedy = rf"in time; look at the disk of {run}, or raise {setting}"
     first, second = ranks(2).run(hanging, str(path), str(run), timeout=60)
     assert re.fullmatch(rf"outcome: \(1, '.*saving step 1: rank 1 has not written {remedy}.*'\)", first), first

@@ -19,7 +19,8 @@ from zero_tp.checkpoint.manifest import fixed_settings
 from zero_tp.commands.check import describe
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.config.config_file import ConfigFile
-from zero_tp.validation import ConfigErrors, nested_names
+from zero_tp.devices import Device
+from zero_tp.validation import ConfigErrors, nested_names, validate
 
 
 def test_sequence_parallelism_follows_tensor_unless_given(tmp_path: Path) -> None:
@@ -50,6 +51,13 @@ def test_a_config_goes_to_other_processes(tmp_path: Path) -> None:
 def test_errors_keep_their_order_when_a_key_has_several() -> None:
     errors = [ConfigError("a", "first"), ConfigError("b", "first"), ConfigError("a", "second")]
     assert ConfigErrors(errors).errors == errors[:2]
+
+
+def test_strings_instead_of_numbers_are_named_in_the_order_of_the_file() -> None:
+    keys = [name for name in Device.model_fields if name.endswith(("_gib", "_tflops", "_gbps"))]
+    with pytest.raises(ConfigErrors) as caught:
+        validate(Device, {"name": "mine", **dict.fromkeys(keys, "1")}, "")
+    assert [error.key for error in caught.value.errors] == keys and len(keys) > 8
 
 
 def test_a_model_from_a_directory(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_a_device_file_is_planned_for(tmp_path: Path) -> None:
         ("a100-80g", r"--device: 'a100-80g' is unknown.*a100-80gb"),
         ("v100", "v100-32gb has no bf16 matrix units"),
         ("mine.json", r"memory_gbp: unknown key.*memory_gbps"),
-        ("channels.json", r"^channels\.json\.channels: 24 is more than all units, 1; give the number of multiproc"),
+        ("channels.json", r"^channels\.json\.channels: 24 exceeds units, 1; set units to the device's number of m"),
         ("none.json", r"^none.json: no such file; give the path of a device's JSON file, or one of v100-16gb, "),
     ],
 )

@@ -33,10 +33,10 @@ def test_a_killed_rank_is_reported_by_the_lowest_that_is_left(capfd: pytest.Capt
             node.start()
         wait_until(lambda: lowest.all_running() and other.all_running(), 20, "the ranks were not found", 0.02)
         ranks[2].kill()
-        wait_until(lambda: lowest.ended() and other.ended(), 10, "the killed one was not missed", 0.02)
-        assert lowest.ended() == {6: -9} and not lowest.all_running()
+        wait_until(lambda: lowest.exit_statuses() and other.exit_statuses(), 10, "the killed one was not missed", 0.02)
+        assert lowest.exit_statuses() == {6: -9} and not lowest.all_running()
         ranks[3].terminate()  # by its launcher
-        wait_until(lambda: 7 in lowest.ended(), 10, "the other was not missed", 0.02)
+        wait_until(lambda: 7 in lowest.exit_statuses(), 10, "the other was not missed", 0.02)
         time.sleep(0.3)
         for node in (lowest, other):
             node.report_killed(include_unknown=True)
@@ -60,7 +60,7 @@ def test_a_rank_with_unknown_status_is_reported_unless_torchruns_error_file_exis
         file.touch()
     rank.kill()
     rank.wait()  # its launcher has reaped it
-    assert watch.ended() == {1: 1 if failed else None}
+    assert watch.exit_statuses() == {1: 1 if failed else None}
     watch.report_killed()
     assert capfd.readouterr().err == ""
     watch.report_killed(include_unknown=True)

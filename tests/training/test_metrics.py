@@ -39,13 +39,13 @@ def test_steps_are_timed_without_the_work_between_them() -> None:
     timer = StepTimer(window=2, clock=clock)
     clock.now += 50  # the first step compiles
     timer.stop()
-    assert timer.read() == 50 and timer.left(11) == 11 * 50
+    assert timer.read() == 50 and timer.estimate(11) == 11 * 50
     for seconds in (1.0, 3.0):
         timer.start()
         clock.now += seconds
         timer.stop()
         clock.now += 1000
-    assert timer.read() == 2.0 and timer.left(9) == 9 * 2.0
+    assert timer.read() == 2.0 and timer.estimate(9) == 9 * 2.0
     assert timer.elapsed == 50 + 1 + 1000 + 3
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MANIFEST, LATEST, TEMPORARY = "manifest.json", "latest", ".writing"
 DAMAGE_ERRNOS = (errno.EBADMSG, errno.EFBIG, errno.EINVAL, errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN)
-"""Errors of reading that mean damage. Others, such as a lost file server or no permission, may pass."""
+"""Errors of reading that mean damage. Others, such as a lost file server or no permission, may be temporary."""
 _STEP = re.compile(r"step_(\d{8,})")
 
 

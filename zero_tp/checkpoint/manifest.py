@@ -263,7 +263,7 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
 
 
 def check_saved_by_run(checkpoint: Path, manifest: Manifest) -> None:
-    """Refuse a checkpoint of a Trainer: it has no optimizer and batch to compare or continue."""
+    """Refuse a checkpoint of a Trainer: its manifest lacks the optimizer and the batch size, which a run compares."""
     if "optimizer" not in manifest.fixed:
         raise UserError(
             f"{checkpoint}: saved by a Trainer, without optimizer and batch in its manifest; export it, and start from "

@@ -46,11 +46,11 @@ def find_parent(source: Path, config: RunConfig, model: PretrainedConfig) -> Res
 
 def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) -> None:
     """Check that the fields that differ do not change what a weight means."""
-    saved, known = manifest.model, fields_of(model.model_type)
-    rotary = "rope_parameters" in known.names()
-    may_differ = {*known.dropouts, *known.irrelevant, *TOKEN_IDS, *ROPE, *WINDOWS, "initializer_range"}
+    saved, fields = manifest.model, fields_of(model.model_type)
+    rotary = "rope_parameters" in fields.names()
+    may_differ = {*fields.dropouts, *fields.irrelevant, *TOKEN_IDS, *ROPE, *WINDOWS, "initializer_range"}
     may_differ |= {"max_position_embeddings"} if rotary else set()
-    names = ("model_type", *inspect.get_annotations(type(model)), *known.undeclared)
+    names = ("model_type", *inspect.get_annotations(type(model)), *fields.undeclared)
     for name in names:
         value, before = getattr(model, name, None), saved.get(name)
         if name not in may_differ and value != before:

@@ -27,7 +27,7 @@ from zero_tp.strict_json import parse_json
 from zero_tp.topology import Topology
 from zero_tp.zero.states import MASTER
 
-STARTS = "starts"  # key of a file's metadata: parameter → index in its TP shard of the fragment's first element
+STARTS = "starts"  # key of a file's metadata: parameter → where the fragment starts in the flattened TP shard
 RANDOM = "random"  # prefix of the random streams' names
 
 
@@ -74,7 +74,7 @@ class StatesFile:
             raise Damaged(path, f"cannot be read ({first_line(error)})") from error
 
     def elements(self, parameter: str, kind: str, start: int, stop: int) -> Tensor:
-        """Return the TP shard's elements from `start` to `stop` or to the fragment's end; empty without `start`."""
+        """Return the TP shard's elements [start, stop) up to the fragment's end; empty if it lacks the first."""
         first = self.starts.get(parameter)
         if first is None or start < first:
             return torch.empty(0)
@@ -116,15 +116,15 @@ class CheckpointReader:
         return self._files[ranks]
 
     def _fragments_of(self, name: str, tensor_rank: int) -> list[tuple[int, StatesFile]]:
-        """Return (first element, file) of each fragment of a TP rank's shard, in order. It opens all its files."""
+        """Return (first element, file) of each fragment of a TP rank's shard, in order. Opens all of its files."""
         if tensor_rank not in self._fragments:
-            of_rank: dict[str, list[tuple[int, StatesFile]]] = {}
+            by_parameter: dict[str, list[tuple[int, StatesFile]]] = {}
             for file in (self._file(tensor_rank, data_rank) for data_rank in range(self.data)):
                 for parameter, first in file.starts.items():
-                    of_rank.setdefault(parameter, []).append((first, file))
-            for fragments in of_rank.values():
+                    by_parameter.setdefault(parameter, []).append((first, file))
+            for fragments in by_parameter.values():
                 fragments.sort(key=itemgetter(0))
-            self._fragments[tensor_rank] = of_rank
+            self._fragments[tensor_rank] = by_parameter
         return self._fragments[tensor_rank].get(name, [])
 
     def fill(

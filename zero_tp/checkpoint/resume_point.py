@@ -141,14 +141,13 @@ def find_intact_resume_point(
     may_go_back = resume_from is None and config.zero_tp.checkpoint.on_corrupt == "previous"
 
     def fall_back(damage: Damaged) -> str:
-        problem = f"{damage.file}: {damage.problem}"
-        its_run = damage.checkpoint.absolute().parent.parent  # another run if resume_from names a checkpoint of it
+        problem, damaged = f"{damage.file}: {damage.problem}", damage.checkpoint.absolute()
+        its_run = damaged.parent.parent  # another run if resume_from names a checkpoint of it
         complete = [directory.step_directory(its_run, step) for step in directory.complete_steps(its_run)]
-        before = [checkpoint for checkpoint in complete if checkpoint.name < damage.checkpoint.name]
+        before = complete[: complete.index(damaged)] if damaged in complete else []
         if not before:
             raise UserError(
-                f"{problem}; the checkpoint is damaged, and there is none before it: give another --output-dir to "
-                "start again"
+                f"{problem}; the checkpoint is damaged, and there is none before it: give another --output-dir"
             )
         if not may_go_back:
             raise UserError(

@@ -142,7 +142,7 @@ class Saver:
     def _timeout_error(self, what: str) -> UserError:
         return UserError(
             f"saving step {self._step}: {what} in time; look at the disk of {self.run}, or raise "
-            f"zero_tp.training.timeout_minutes ({self._minutes:g}), of Trainer ddp_timeout"
+            f"zero_tp.training.timeout_minutes ({self._minutes:g}), in a Trainer ddp_timeout"
         )
 
     def _post(self, key: str, message: dict[str, Any]) -> None:
@@ -155,7 +155,7 @@ class Saver:
             waited = time.monotonic() - start
             if start + waited > deadline:
                 raise self._timeout_error(
-                    f"rank {key} has not written" if key.isdigit() else f"rank 0 has not reported its {key}"
+                    f"rank {key} has not written" if key.isdigit() else f"rank 0 has not reported the save's {key}"
                 )
             time.sleep(max(POLL_SECONDS, min(LONGEST_POLL_SECONDS, waited / 20)))  # a thousand ranks poll one store
         message: dict[str, Any] = json.loads(self._store.get(path))

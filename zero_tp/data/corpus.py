@@ -107,7 +107,7 @@ def prepare(
             for number, source in enumerate(sources):
                 source.sha256 = spool.sha256[number]
             report = write_output(staging, documents, encoded_blocks, encoder, compute_identity(), preparation.seconds)
-            put_in_place(staging, real_output, stale=lambda name: name == REMOVED)
+            put_in_place(staging, real_output, is_stale=lambda name: name == REMOVED)
             (spool_directory / COMMITTED).unlink(missing_ok=True)  # the spool is not needed any more
     return Prepared(output, report, reused=False, resumed=resumed)
 

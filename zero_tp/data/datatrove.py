@@ -150,7 +150,7 @@ class TokenizedCorpus(PipelineStep):
                 "files": describe_files(directory),
             }
             (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-            put_in_place(directory, part, stale=lambda name: True)
+            put_in_place(directory, part, is_stale=lambda name: True)
 
     def _blocks(self, data: Iterable[Document], sources: dict[NumberedInput, int]) -> Iterator[tuple[int, RecordBlock]]:
         """Yield the number of a source and a block of its documents. New sources are added to `sources`."""

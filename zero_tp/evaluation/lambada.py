@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 Passage = tuple[str, str]
-"""A passage without its last word and the space before it; a space and that word."""
+"""Context and continuation: the passage up to its last word, without a space at the end; a space and that word."""
 
 
 class LambadaTask(Task):

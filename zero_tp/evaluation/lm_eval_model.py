@@ -30,7 +30,7 @@ class LMEvalModel(HFLM):
         tokens: number of tokens scored or generated so far.
         tokens_computed: number of tokens read by the model, without padding.
         truncated: number of requests that were longer than the model's positions.
-        computing: True while the model scores. It stays True if the model fails, which tells it from a task's errors.
+        computing: True while the model scores. It stays True after an error of the model, but not after one of a task.
     """
 
     def __init__(self, model: EvalModel, title: str = ""):

@@ -183,7 +183,7 @@ class LMEvalTask(Task):
                     raise UserError("a group without tasks; write its tasks as a list: task: [NAME, ...]")
                 self.likelihood_requests: list[tuple[str, str]] = []
                 for task in self.loaded["tasks"].values():
-                    self.likelihood_requests += _check_documents(task, options.limit)
+                    self.likelihood_requests += _likelihood_requests(task, options.limit)
                     self._set_fewshot(task)
                 self.generated_tokens = max(map(_generated_tokens, self.loaded["tasks"].values()))
         except UserError as error:
@@ -246,10 +246,10 @@ class LMEvalTask(Task):
             for name, values in (report["results"] | report.get("groups", {})).items()
         }
         # A tag, and a group without a mean, have only the metrics of their tasks.
-        of_tasks = {f"{name}/{key}": value for name, values in metrics.items() for key, value in values.items()}
+        task_metrics = {f"{name}/{key}": value for name, values in metrics.items() for key, value in values.items()}
         return {
             "data": {name: self._origin(task) for name, task in self.loaded["tasks"].items()},
-            "metrics": metrics.get(self.name) or of_tasks,
+            "metrics": metrics.get(self.name) or task_metrics,
             "examples": sum(counts["effective"] for counts in results["n-samples"].values()),
             "tokens": lm.tokens,
             "tokens_computed": lm.tokens_computed,
@@ -316,10 +316,10 @@ def _fields_of(entry: Entry | None, *, allow_code: bool) -> list[str]:
     return sorted(fields)
 
 
-def _check_documents(task: Any, limit: int | None) -> Iterator[tuple[str, str]]:
-    """Build every document's requests, so that a wrong document is reported before the model is loaded.
+def _likelihood_requests(task: Any, limit: int | None) -> Iterator[tuple[str, str]]:
+    """Yield (context, continuation) of each request for a continuation's likelihood, without few-shot examples.
 
-    Yields (context, continuation) of each request for a continuation's likelihood, without few-shot examples.
+    All requests are built, so that a wrong document is reported before the model is loaded.
     """
     for number, document in enumerate(islice(task.eval_docs, limit), 1):
         try:

@@ -21,8 +21,8 @@ def keep_freed_memory() -> None:
     """Keep freed memory in this process, if its allocator can.
 
     By default glibc maps each large block and unmaps it when it is freed. A training step allocates the same blocks
-    again, and the kernel zeroes their pages each time. All threads share one heap: otherwise gloo's threads have heaps
-    of 64 MiB, and map the larger blocks of each reduction.
+    again, and the kernel zeroes their pages each time. All threads share one heap: gloo's threads would have their own,
+    of 64 MiB each, and still map each reduction's larger blocks.
     """
     if can_keep_freed_memory():
         for name, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, _TOP_PAD_BYTES), (_ARENA_MAX, 1)):

@@ -162,7 +162,7 @@ class _Rank:
             return is_first
         if self._environment.is_local_rank_zero:
             return True
-        return not self._terminated.wait(LAUNCHER_SECONDS) and not self._node.ended()
+        return not self._terminated.wait(LAUNCHER_SECONDS) and not self._node.exit_statuses()
 
     def _fail(self, error: BaseException) -> int:
         """Report an error of this rank, unless it only follows from another rank's end."""
@@ -189,10 +189,10 @@ class _Rank:
     def _peer_has_ended(self) -> bool:
         """Wait up to PEER_SECONDS for another rank of this machine to end; report it if it was killed."""
         deadline = time.monotonic() + PEER_SECONDS
-        while not self._node.ended() and not self._terminated.is_set() and time.monotonic() < deadline:
+        while not self._node.exit_statuses() and not self._terminated.is_set() and time.monotonic() < deadline:
             time.sleep(0.05)
         self._node.report_killed(include_unknown=True)
-        return bool(self._node.ended()) or self._terminated.wait(0.2)
+        return bool(self._node.exit_statuses()) or self._terminated.wait(0.2)
 
     def _end_with_deepspeed(self) -> None:
         """End this rank. Local rank 0 does so first and prints the reason; launch.py then terminates the others."""
@@ -210,7 +210,7 @@ class _Rank:
         if signal.SIGINT in numbers:
             self._interrupt()
         if signal.SIGTERM in numbers:
-            if not self._requests.accepted or self._requests.stop or self._node.ended():
+            if not self._requests.accepted or self._requests.stop or self._node.exit_statuses():
                 self._terminate()
             self._requests.stop = True
         if signal.SIGUSR1 in numbers and self._requests.accepted:

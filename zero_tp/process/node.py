@@ -49,8 +49,8 @@ class NodeWatch:
     def start(self) -> None:
         threading.Thread(target=self._watch, name="node watch", daemon=True).start()
 
-    def ended(self) -> dict[int, int | None]:
-        """Return the exit status of the ranks that have ended: -N if signal N killed it, None if unknown.
+    def exit_statuses(self) -> dict[int, int | None]:
+        """Return the exit status of each rank that has ended: -N if signal N killed it, None if unknown.
 
         Launchers reap a zombie, and with it the exit status, within a second. If that was too fast, torchrun's error
         file of the rank shows that it failed by itself.
@@ -64,7 +64,7 @@ class NodeWatch:
 
     def all_running(self) -> bool:
         """Return whether all ranks of this machine have been found, and none has ended."""
-        return self._knows_all_ranks() and not self.ended()
+        return self._knows_all_ranks() and not self.exit_statuses()
 
     def report_killed(self, *, include_unknown: bool = False) -> None:
         """Print the ranks that were killed, once each, if this is the lowest surviving rank.
@@ -74,7 +74,7 @@ class NodeWatch:
                 command has ended.
         """
         with self._reporting:  # no other thread may exit the process before the line is written
-            ended = self.ended()
+            ended = self.exit_statuses()
             is_lowest = all(rank in ended or rank > self._environment.rank for rank in list(self._ranks))
             for rank, status in ended.items():
                 is_first = rank == next(iter(ended))
@@ -95,7 +95,7 @@ class NodeWatch:
             self.report_killed()
             if self._deepspeed_has_ended():
                 self._on_deepspeed_end()
-            if self.ended():
+            if self.exit_statuses():
                 time.sleep(POLL_SECONDS / 10)  # the descriptor of an ended process stays readable
 
     def _deepspeed_has_ended(self) -> bool:

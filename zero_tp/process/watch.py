@@ -55,7 +55,7 @@ class Watchdog:
         """Start to watch.
 
         Args:
-            limits: how long each phase may go without a mark [seconds]. A phase with None, or without entry, may hang.
+            limits: how long each phase may go without a mark [seconds]; a phase that is None or missing has no limit.
             heartbeat: how long a rank or the store may be silent after the first step [seconds]; None: no limit.
         """
         self._limits = {phase: limit for phase, limit in limits.items() if limit is not None}

@@ -174,8 +174,8 @@ class TrainingEngine:
         `timers.throughput` it waits at each micro-batch. Bounds on spikes wait for the two numbers they judge.
 
         It minimises the mean loss over all labels of the global batch that are not ignored, however they are spread
-        over micro-batches and ranks. For masked rows that is the loss of the masked tokens, plus the mean over the rows
-        of the loss of their order. Without a label the loss is 0. All-reduces over DP: the numbers of labels, the loss,
+        over micro-batches and ranks. For masked rows that is the loss of the masked tokens, plus the rows' mean loss of
+        sentence order. Without a label the loss is 0. All-reduces over DP: the numbers of labels, the loss,
         and the model's figures, such as accuracies, if it has any.
 
         Args:

@@ -33,8 +33,8 @@ from zero_tp.zero.zero_engine import ZeroEngine
 
 # On an accelerator, kernels that add in no fixed order can round one rank's gradient differently from another's.
 # Between two checks replicas may drift apart by this share of the parameter's largest element: about one last bit of a
-# 16-bit weight; in fp32, what Adam makes of rounding in a thousand steps of 1e-7. If a gradient is not summed, replicas
-# of a norm drift by a multiple of the learning rate in each step, and exceed this share in a few steps.
+# 16-bit weight; in fp32, a thousand steps that each round differently by 1e-7. If a gradient is not summed, replicas of
+# a norm drift by a multiple of the learning rate in each step, and exceed this share in a few steps.
 ACCELERATOR_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
@@ -123,8 +123,8 @@ def check_expert_choices(model: nn.Module, topology: Topology, step: int) -> Ite
     for name, differs in zip(digests, differing.tolist(), strict=True):
         if differs:
             raise UserError(
-                f"in step {step} {name} chose other experts on one tensor parallel rank than on another: their parts "
-                "of a token's experts do not fit together; resume from an earlier checkpoint, and report this"
+                f"in step {step} {name} chose other experts on one tensor parallel rank than on another: it combined "
+                "shards of different experts; resume from an earlier checkpoint, and report this"
             )
 
 
@@ -188,9 +188,9 @@ def check_reproducible(run: Callable[[], Tensor], model: nn.Module, streams: Any
     if deviating:
         name = named[first_by_rank[deviating[0]]][0]
         raise UserError(
-            f"before step {step} the gradient of {name} differs between two runs of one "
-            f"micro-batch on {name_ranks(deviating)}, and others may: a fault of its hardware, or a kernel that adds "
-            "in no fixed order; resume on other hardware, or set zero_tp.training.guard_gradients to false"
+            f"before step {step} the gradient of {name}, and perhaps others, differs between two runs of one "
+            f"micro-batch on {name_ranks(deviating)}: faulty hardware, or a kernel that adds in no fixed order; "
+            "resume on other hardware, or set zero_tp.training.guard_gradients to false"
         )
 
 

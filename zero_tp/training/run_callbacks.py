@@ -116,8 +116,8 @@ class WatchdogCallback(Callback):
 class GarbageCollection(Callback):
     """Collect garbage after the first step and at each multiple of 50 steps, on all ranks together.
 
-    Automatic collection would run in the middle of a step, on each rank at another one, while the others wait. Objects
-    that are left after the first step are frozen: later collections of a one-layer model take 0.2 ms instead of 0.2 s.
+    Automatic collection would interrupt each rank in a different step, and the others would wait for it. Objects that
+    are left after the first step are frozen: later collections of a one-layer model take 0.2 ms instead of 0.2 s.
     """
 
     def on_start(self, state: TrainState) -> None:
@@ -156,7 +156,7 @@ class SkippedSteps(Callback):
         if state.config.zero_tp.training.on_nonfinite == "stop":
             reason = 'zero_tp.training.on_nonfinite is "stop"'
         elif state.skipped_in_a_row > SKIPS_IN_A_ROW:
-            reason = f"{state.skipped_in_a_row} steps in a row were"
+            reason = f"{state.skipped_in_a_row} steps in a row were skipped"
         else:
             state.print(f"step {step} was skipped: its loss or gradients are not finite")
             return

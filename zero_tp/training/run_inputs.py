@@ -167,8 +167,8 @@ class RunInputs:
     def _model_config(self) -> PretrainedConfig:
         """Return the Hugging Face config, with missing special tokens taken from the tokenizer.
 
-        Ids from the run's file or `from_pretrained` stay. Ids that training depends on come only from the config. A
-        Llama's padding row gets no gradient from the look-up, and tokenizers often pad with the end-of-text token.
+        Ids from the run's file or `from_pretrained` stay. The tokenizer sets no id that changes training: Llama's
+        look-up gives the padding row no gradient, and many tokenizers pad with the end-of-text token.
         """
         hf_config: PretrainedConfig = self.config.hf_config()
         tokenizer = self._tokenizer

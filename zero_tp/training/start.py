@@ -157,20 +157,20 @@ def _check_shared_directory(directory: Path, owner: RunOwner | None) -> None:
 
 
 def _describe_run(
-    run: RunInputs, engine: TrainingEngine, point: ResumePoint, source: PretrainedSource | Zeros | None
+    inputs: RunInputs, engine: TrainingEngine, point: ResumePoint, source: PretrainedSource | Zeros | None
 ) -> Iterator[str]:
     """Yield lines on what will be trained, how, and from where.
 
     Args:
         source: of the weights; None if they are drawn, `Zeros` if a checkpoint has them.
     """
-    config, manifest, step = run.config, point.manifest, point.step
+    config, manifest, step = inputs.config, point.manifest, point.step
     steps = config.zero_tp.training.steps
     yield from point.notes
     yield (
-        f"{run.model_config.model_type}: {engine.model.num_parameters():,} parameters, {config.dtype}, "
+        f"{inputs.model_config.model_type}: {engine.model.num_parameters():,} parameters, {config.dtype}, "
         f"{engine.topology.describe()}, ZeRO-{config.zero_stage}, "
-        f"{config.global_batch} × {config.zero_tp.data.sequence_length} tokens a step, in {run.directory}"
+        f"{config.global_batch} × {config.zero_tp.data.sequence_length} tokens a step, in {inputs.directory}"
     )
     if isinstance(source, PretrainedSource):
         yield f"weights: loaded from {config.pretrained}"
@@ -197,4 +197,4 @@ def _describe_run(
     if manifest is not None:
         before, now = Parallelism.from_manifest(manifest), Parallelism.of(config)
         yield f"resuming step {step}" + ("" if before == now else f" saved at {before} → {now}")
-        yield from differences(manifest, config, run.validation_corpora)
+        yield from differences(manifest, config, inputs.validation_corpora)

@@ -52,8 +52,8 @@ class StepTimer:
         self._unread.clear()
         return seconds
 
-    def left(self, steps: int) -> float:
-        """Return the seconds that more steps take by the median of the last ones: the first step often compiles."""
+    def estimate(self, steps: int) -> float:
+        """Estimate the seconds of further steps. The median of the last ones ignores a first step that compiles."""
         return steps * statistics.median(self._recent)
 
 
@@ -133,7 +133,7 @@ class StepLogger(Callback):
             "loss_scale": engine.loss_scale,
             "skipped_steps": engine.skipped_steps,
         }
-        left = self._timer.left(state.total_steps - state.step)
+        left = self._timer.estimate(state.total_steps - state.step)
         self.log(state, values | engine.figures, RunProgress(samples * length, world, self._timer.elapsed, left))
 
     def log(self, state: TrainState, values: Metrics, progress: RunProgress) -> None:

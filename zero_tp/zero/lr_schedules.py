@@ -43,10 +43,10 @@ def _hold_last_rate(rate: Callable[[int], float], last: int, step: int) -> float
 
 
 def set_schedule(schedule: Any, updates: int) -> None:
-    """Set a schedule and the learning rates for the step after `updates`: step k trains at the schedule's value at k.
+    """Set a schedule and the learning rates for the next step: the k-th update gets the schedule's value at k.
 
-    DeepSpeed starts its own at iteration -1 and advances them after each step: the first two steps of a warm-up from 0
-    would have no effect.
+    DeepSpeed starts its schedules at iteration -1 and advances them after each step: the first two steps of a warm-up
+    from 0 would have no effect.
 
     Args:
         updates: number of steps that have updated the weights.

@@ -211,7 +211,7 @@ class PartitionedStates(ZeroEngine):
 
 
 def keeps_gradients_in_place(settings: dict[str, Any], data: int) -> bool:
-    """Return whether ZeRO-1 or 2 leaves gradients where they are: one replica, no offload, no copies by the config."""
+    """Return whether ZeRO-1 or 2 leaves gradients where they are: one replica, no offload, no key that copies them."""
     offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
     return data == 1 and offload.get("device", "none") == "none" and not copies_gradients(settings)
 
