@@ -242,8 +242,8 @@ class Copies(TorchDispatchMode):
 def test_the_gradients_of_the_heads_are_copied_once_at_most(kv_heads: int) -> None:
     """With positions outermost in memory, as the cores return them."""
     config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=kv_heads, num_hidden_layers=1)
-    projection = ZeroTPForCausalLM(config, Topology(world=1), seed=0).transformer.layers[0].attention.qkv
-    heads = projection(torch.randn(6, 2, 32, requires_grad=True), sequence=False)
+    model: Any = ZeroTPForCausalLM(config, Topology(world=1), seed=0)
+    heads = model.transformer.layers[0].attention.qkv(torch.randn(6, 2, 32, requires_grad=True), sequence=False)
     gradients = [torch.randn(6, 2, each.shape[1], 8).permute(1, 2, 0, 3) for each in heads]
     with Copies() as copies:
         torch.autograd.backward(heads, gradients)
