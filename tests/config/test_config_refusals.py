@@ -17,10 +17,11 @@ from tests.tools.fuzz.damage import ODD, at, places
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.commands.check import describe
 from zero_tp.config import ConfigError, RunConfig
+from zero_tp.config.checks import check_deepspeed, notes
 from zero_tp.config.deepspeed import FIXED, REFUSED_KEYS
 from zero_tp.config.optimizer import REFUSED_OPTIMIZERS, choose_implementation
 from zero_tp.config.resolve import leaves
-from zero_tp.config.rules import check_deepspeed, notes, rules
+from zero_tp.config.rules import rules
 from zero_tp.config.schema import Parallel, ZeroTP
 from zero_tp.config.typed import EntryPoint, TypedConfig, check_types
 from zero_tp.errors import shown

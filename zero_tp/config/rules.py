@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
-from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.config.deepspeed import ZERO, refusal
-from zero_tp.config.resolve import leaves
 from zero_tp.config.schedule import LENGTHS, WARMUPS
-from zero_tp.config.schema import Parallel, ZeroTP
-from zero_tp.config.typed import EntryPoint, TypedConfig, check_types
+from zero_tp.config.typed import EntryPoint, TypedConfig
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError
-from zero_tp.topology import Topology
-from zero_tp.validation import ConfigErrors
 
 ACTIVATIONS, OPTIMIZER, SCHEDULER = "activation_checkpointing", "optimizer.params", "scheduler.params"
 SWITCHED_BLOCKS = ("bf16", "fp16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet")
@@ -352,45 +346,3 @@ def _engine_rules(config: TypedConfig) -> Iterator[Rule]:
 def _zero_keys(*names: str) -> str:
     """Return the dotted keys of names in ZeRO's block, separated by blanks."""
     return " ".join(f"{ZERO}.{name}" for name in " ".join(names).split())
-
-
-def notes(config: TypedConfig, *kinds: Literal["no effect", "note"]) -> list[str]:
-    """Return a line for each reason, with the keys that have no effect or are unusual ("note")."""
-    settings = {**config.values, "zero_tp": config.zero_tp.model_dump(by_alias=True, exclude_unset=True)}
-    lines: dict[str, list[str]] = {}
-    for kind in kinds:
-        keys = [key for key, value in leaves(settings) if value is not None]
-        for rule in rules(config):
-            patterns = rule.keys.split() if rule.applies and rule.kind == kind else ()
-            named = [key for key in keys if any(fnmatchcase(key, pattern) for pattern in patterns)]
-            if named:
-                lines.setdefault(rule.reason, []).extend(named)
-                keys = [key for key in keys if key not in named]
-    return [f"{', '.join(named)}: {reason}" for reason, named in lines.items()]
-
-
-def refuse(config: TypedConfig) -> None:
-    """Raise a ConfigErrors with each refusal that applies to the config."""
-    errors = [rule.error for rule in rules(config) if rule.applies and rule.kind == "refused"]
-    if errors:
-        raise ConfigErrors(errors)
-
-
-def check_deepspeed(
-    values: dict[str, Any],
-    topology: Topology,
-    entry_point: EntryPoint,
-    recompute: RecomputePolicy | None = None,
-    layers: int | None = None,
-) -> TypedConfig:
-    """Return the typed form of a DeepSpeed config that has no `zero_tp` block, after every check.
-
-    Args:
-        layers: number of the model's layers; without it, `recompute` is not compared with them.
-    """
-    parallel = Parallel(tensor=topology.tensor, sequence=topology.sequence)
-    policy = recompute or RecomputePolicy(mode="none")
-    zero_tp = ZeroTP.model_construct(parallel=parallel, recompute=policy)  # type: ignore[call-arg]
-    config = TypedConfig(values, check_types(values, entry_point), zero_tp, entry_point, layers)
-    refuse(config)
-    return config

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero_tp.config.checks import notes, refuse
 from zero_tp.config.deepspeed import MONITORS
 from zero_tp.config.model_block import FROM_PRETRAINED, check_model, model_config
 from zero_tp.config.optimizer import choose_implementation
@@ -25,7 +26,6 @@ from zero_tp.config.resolve import (
     resolve_batch,
     unresolvable_autos,
 )
-from zero_tp.config.rules import notes, refuse
 from zero_tp.config.schema import ZeroTP
 from zero_tp.config.typed import TypedConfig, check_types
 from zero_tp.constants import MODEL_KEY

@@ -23,8 +23,8 @@ from accelerate.utils import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_tp.config.checks import check_deepspeed, notes
 from zero_tp.config.optimizer import OPTIMIZERS
-from zero_tp.config.rules import check_deepspeed, notes
 from zero_tp.config.typed import EntryPoint
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import audit

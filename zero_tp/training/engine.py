@@ -19,8 +19,8 @@ from transformers import PretrainedConfig
 from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.architectures import architecture_of
+from zero_tp.config.checks import check_deepspeed
 from zero_tp.config.resolve import dtype_name
-from zero_tp.config.rules import check_deepspeed
 from zero_tp.config.schema import Spike
 from zero_tp.config.typed import EntryPoint
 from zero_tp.constants import DTYPES, IGNORE_INDEX
