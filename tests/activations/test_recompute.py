@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -200,6 +201,16 @@ def test_a_deep_copy_recomputes_its_own_layers(name: str) -> None:
     for (key, expected), found in zip(plain.named_parameters(), copied.parameters(), strict=True):
         assert torch.equal(gradient_of(found), gradient_of(expected)), key
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_forward_that_someone_has_replaced_still_runs() -> None:
+    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE)
+    model: Any = ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), seed=1)
+    layer = model.transformer.layers[0]
+    layer.forward = replaced = mock.Mock(wraps=layer.forward)
+    ActivationMemory(model, RecomputePolicy(mode="full"), {}, torch.device("cpu"))
+    model(tokens, labels=tokens).loss.backward()
+    assert replaced.call_count == 2  # again in backward
 
 
 def compare(ranks: Pools, kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> None:

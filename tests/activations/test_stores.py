@@ -5,6 +5,7 @@ The accelerator is a simulated one with values (tests/support/streams.py).
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any, NamedTuple
 
@@ -286,3 +287,12 @@ def test_a_buffer_is_made_once() -> None:
         addresses.add(buffer.take(slots[0]).untyped_storage().data_ptr())
         del slots
     assert len(addresses) == 1
+
+
+def test_a_deep_copy_of_a_store_has_no_streams() -> None:
+    """It could not have the original's: a model with checkpoints on the host may be copied after a step."""
+    store = HostStore(ContiguousBuffer(2, torch.device("cpu")))
+    store._streams = (torch.Stream(device="cpu"), torch.Stream(device="cpu"))
+    copied = copy.deepcopy(store)
+    assert copied._streams is None and copied.buffer is not store.buffer
+    assert copied.buffer is not None and copied.buffer.slots == 2

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.support.launched import ROOT
 from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 from zero_tp.constants import in_gib
 from zero_tp.devices import named_device
+from zero_tp.errors import UserError
+from zero_tp.planning import dryrun, simulated_accelerator
 from zero_tp.planning.forecast import MemoryForecast
 from zero_tp.planning.memory import rank_memory
 from zero_tp.planning.plan import plan
@@ -40,6 +46,25 @@ config = RunConfig.load("ds_configs/quickstart.json", (), 4)
 callback.describe_plan(config, "cuda")
 print(callback._planned, plan(config, named_device("a100-40gb", 4)).peak.total, torch._C._get_accelerator())
 """
+
+
+def test_the_new_process_does_not_ask_for_devices_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may still see some: not all kinds can be hidden."""
+    config = RunConfig.load(QUICKSTART, (), 4)
+    expected = rank_memory(config, cpu=False, varlen=False).peak
+    monkeypatch.setattr(dryrun, "has_real_device", lambda: True)
+    monkeypatch.setattr(dryrun, "run_isolated", lambda function, *arguments: function(*arguments))
+    assert rank_memory(config, cpu=False, varlen=False).peak == expected
+
+
+def never(_: Any) -> None:
+    signal.pause()
+
+
+def test_a_dry_run_without_a_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated_accelerator, "TIMEOUT_SECONDS", 0.1)
+    with pytest.raises(UserError, match=r"had no result in 0.1 s; .* run zero-tp plan where more is free"):
+        simulated_accelerator.run_isolated(never, None)
 
 
 @THOROUGH

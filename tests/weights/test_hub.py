@@ -19,7 +19,8 @@ import torch
 
 from tests.support.tiny_models import tiny_gpt2
 from tests.tiers import THOROUGH
-from zero_tp.weights.weight_files import is_cached, is_hub_name, pin_commit, pin_to_first_start
+from zero_tp.errors import UserError
+from zero_tp.weights.weight_files import find_weights, is_cached, is_hub_name, pin_commit, pin_to_first_start
 
 NAME, COMMIT = "somebody/tiny", "0123456789abcdef0123456789abcdef01234567"
 TEXTS = ["the cat sat on the mat and looked at the moon"] * 20
@@ -89,6 +90,27 @@ def test_a_cache_has_all_files_or_not_the_model(cache: Path, monkeypatch: pytest
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (snapshot / file).unlink(missing_ok=True)
     assert not is_cached(NAME, weights=False) and not is_cached("somebody/else", weights=False)
+
+
+@pytest.mark.parametrize("refused", ["pickled", "adapter", "two models"])
+def test_weights_that_are_refused_by_name_are_in_the_cache(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """Else `zero-tp check` would call them absent, and skip the refusal."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache / "hub"))
+    snapshot = cache / "hub" / "models--somebody--tiny" / "snapshots" / COMMIT
+    weights = snapshot / "model.safetensors"
+    if refused == "pickled":
+        weights.rename(snapshot / "pytorch_model.bin")
+    elif refused == "adapter":
+        weights.rename(snapshot / "adapter_config.json")
+    else:
+        (snapshot / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "model-00001-of-00001.safetensors"}}'
+        )
+    assert is_cached(NAME, weights=True)
+    with pytest.raises(UserError):
+        find_weights(snapshot)
 
 
 @THOROUGH

@@ -25,8 +25,8 @@ Forward = Callable[..., Tensor]
 
 
 def plain_forward(module: nn.Module) -> Forward:
-    """Return the forward of the module's class as a partial: unlike a closure, it follows a deep copy of the module."""
-    return partial(type(module).forward, module)
+    """Return the module's forward. If it is its class's, a partial: unlike a closure, that follows a deep copy."""
+    return vars(module).get("forward") or partial(type(module).forward, module)
 
 
 class _Recompute(torch.autograd.Function):

@@ -6,6 +6,7 @@ arXiv 1910.02054.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import deque
 from typing import Any, Protocol
@@ -160,6 +161,9 @@ class HostStore:
         self._streams: tuple[Any, Any] | None = None  # out, back
         self._last: weakref.ref[_HostTensor] | None = None
         self._copies_out: deque[tuple[Tensor, Any]] = deque()  # tensor, event of its copy's end
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
+        return HostStore(copy.deepcopy(self.buffer, memo))  # streams cannot be copied
 
     def put(self, tensor: Tensor) -> _HostTensor:
         device = tensor.device

@@ -54,7 +54,12 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, all_layers: bool = 
         all_layers: run all layers instead of representative ones.
     """
     if not workload.cpu and has_real_device():
-        return run_isolated(dry_run, config, workload, all_layers=all_layers)
+        return run_isolated(_dry_run_here, config, workload, all_layers)
+    return _dry_run_here(config, workload, all_layers)
+
+
+def _dry_run_here(config: PretrainedConfig, workload: Workload, all_layers: bool) -> list[MemorySample]:
+    """Run in this process, which for a plan of an accelerator must not use a real one."""
     with fake_micro_batch(config, workload, all_layers=all_layers) as (model, batch, representatives):
         parts = measure(model, batch)
     return join_parts(parts, representatives)

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from zero_tp import devices
+from zero_tp.errors import UserError
 
 T = TypeVar("T")
 
@@ -43,12 +44,21 @@ def run_isolated(function: Callable[..., T], *arguments: Any, **options: Any) ->
 
     The simulated device becomes its process's accelerator (`at::getAccelerator` prefers PrivateUse1): from then on a
     backward on CUDA fails.
+
+    Raises:
+        UserError: the process has no result within `TIMEOUT_SECONDS`, for example because it was killed.
     """
     main = vars(sys.modules["__main__"])
     with mock.patch.dict(main, {"__spec__": None}):
         main.pop("__file__", None)  # else the new process would first run this one's script, such as a training
         with multiprocessing.get_context("spawn").Pool(1, _hide_devices) as pool:
-            return pool.apply_async(function, arguments, options).get(TIMEOUT_SECONDS)
+            try:
+                return pool.apply_async(function, arguments, options).get(TIMEOUT_SECONDS)
+            except multiprocessing.TimeoutError:
+                raise UserError(
+                    f"the plan's dry run had no result in {TIMEOUT_SECONDS:g} s; its process may have been killed for "
+                    "want of memory: run zero-tp plan where more is free"
+                ) from None
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def start_training(
         resume_from: the checkpoint to resume from, instead of the newest.
 
     Raises:
-        UserError: MASTER_ADDR is not set, a setting does not work here, or a checkpoint cannot be resumed.
+        UserError: MASTER_ADDR or MASTER_PORT is unset, a setting does not work here, or a checkpoint cannot be resumed.
     """
     environment.export()  # before anything is written
     is_rank_zero, config, block = environment.rank == 0, inputs.config, inputs.config.zero_tp

@@ -93,12 +93,17 @@ def is_cached(name: str, *, weights: bool) -> bool:
     """Return whether the cache has a hub model's weights, or else its tokenizer. Does not use the network."""
     try:
         directory = resolve(name, weights=weights, local_files_only=True)  # it exists once any file was fetched
-        if not weights:
-            return has_tokenizer(directory)
-        path = find_weights(directory)
-        return path.name == SINGLE or all(is_regular(directory / file) for file in _weight_map(path).values())
-    except UserError:
+    except ConfigError:
         return False
+    if not weights:
+        return has_tokenizer(directory)
+    try:
+        path = find_weights(directory, allow_pickle=True)
+        return path.name in (SINGLE, PICKLED) or all(
+            is_regular(directory / shard) for shard in _weight_map(path).values()
+        )
+    except UserError:  # `find_weights` refuses weights that are here by name, too
+        return any((directory / file).exists() for file in (ADAPTER, SINGLE, PICKLED))
 
 
 def has_commit(model: str) -> bool:
