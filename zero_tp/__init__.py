@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig
     from zero_tp.data.corpus import prepare
+    from zero_tp.data.datasets import CorpusDataset, CorpusStream
+    from zero_tp.data.documents import stream
+    from zero_tp.data.settings import Prepared, PrepareSettings
+    from zero_tp.errors import UserError
     from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
+    from zero_tp.huggingface.parallelize import parallel_model
     from zero_tp.planning.plan import plan
     from zero_tp.topology import Topology
     from zero_tp.trainer import ZeroTPTrainer
@@ -20,35 +25,49 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Callback",
+    "CorpusDataset",
+    "CorpusStream",
+    "PrepareSettings",
+    "Prepared",
     "RunConfig",
     "Topology",
     "TrainState",
     "TrainingEngine",
+    "UserError",
     "ZeroTPForCausalLM",
     "ZeroTPForPreTraining",
     "ZeroTPTrainer",
+    "parallel_model",
     "plan",
     "prepare",
+    "stream",
 ]
 
 _MODULES = {
-    "Callback": "training.callback",
-    "RunConfig": "config",
-    "Topology": "topology",
-    "TrainState": "training.callback",
-    "TrainingEngine": "training.engine",
-    "ZeroTPForCausalLM": "huggingface",
-    "ZeroTPForPreTraining": "huggingface",
-    "ZeroTPTrainer": "trainer",
-    "plan": "planning.plan",
-    "prepare": "data.corpus",
+    "Callback": "zero_tp.training.callback",
+    "CorpusDataset": "zero_tp.data.datasets",
+    "CorpusStream": "zero_tp.data.datasets",
+    "PrepareSettings": "zero_tp.data.settings",
+    "Prepared": "zero_tp.data.settings",
+    "RunConfig": "zero_tp.config",
+    "Topology": "zero_tp.topology",
+    "TrainState": "zero_tp.training.callback",
+    "TrainingEngine": "zero_tp.training.engine",
+    "UserError": "zero_tp.errors",
+    "ZeroTPForCausalLM": "zero_tp.huggingface",
+    "ZeroTPForPreTraining": "zero_tp.huggingface",
+    "ZeroTPTrainer": "zero_tp.trainer",
+    "parallel_model": "zero_tp.huggingface.parallelize",
+    "plan": "zero_tp.planning.plan",
+    "prepare": "zero_tp.data.corpus",
+    "stream": "zero_tp.data.documents",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import zero_tp
+
 CONFIGS = "ds_configs"
 PACKED = "_shipped"
 """The directory of shipped files in a wheel (setup.py). In a checkout they are in the repository's root."""
@@ -11,7 +13,7 @@ PACKED = "_shipped"
 
 def shipped_path(name: str) -> Path:
     """Return the path of a file of the repository, in a wheel or a checkout. It need not exist."""
-    package = Path(__file__).resolve().parent
+    package = Path(zero_tp.__file__).resolve().parent
     packed = package / PACKED
     return (packed if packed.is_dir() else package.parent) / name
 

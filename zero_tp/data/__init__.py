@@ -1,23 +1,19 @@
-"""Prepare, store and sample corpora. `__all__` lists the public API."""
+"""Store and sample corpora of token ids.
 
-from importlib import import_module
+The public names below are `zero_tp`'s own. They resolve here too, on first use, because torch takes a second to import.
+"""
+
 from typing import TYPE_CHECKING, Any
 
+import zero_tp
+
 if TYPE_CHECKING:
-    from zero_tp.data.corpus import prepare
-    from zero_tp.data.datasets import CorpusDataset, CorpusStream
-    from zero_tp.data.documents import stream
-    from zero_tp.data.settings import Prepared, PrepareSettings
+    from zero_tp import CorpusDataset, CorpusStream, Prepared, PrepareSettings, prepare, stream
 
 __all__ = ["CorpusDataset", "CorpusStream", "PrepareSettings", "Prepared", "prepare", "stream"]
 
-_MODULES = {
-    **{"prepare": "corpus", "PrepareSettings": "settings", "Prepared": "settings", "stream": "documents"},
-    **{"CorpusDataset": "datasets", "CorpusStream": "datasets"},
-}
 
-
-def __getattr__(name: str) -> Any:  # lazy, because importing torch takes a second
-    if name not in _MODULES:
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(zero_tp, name)

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import zero_tp
 from zero_tp.topology import name_ranks
 
-_LIBRARY = Path(__file__).resolve().parents[1]
+_LIBRARY = Path(zero_tp.__file__).resolve().parent
 _WAITING = (f"torch{os.sep}distributed", f"deepspeed{os.sep}comm")
 
 
