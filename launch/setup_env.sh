@@ -70,10 +70,11 @@ fi
 # all wait for one compiler, and time out on a slow machine. Nothing else on CPUs needs a compiler.
 case ,$extras, in *,dev,*) ;; *) exit 0 ;; esac
 builder=CPUAdamBuilder
-extensions=${TORCH_EXTENSIONS_DIR:-$HOME/.cache/torch_extensions}
+# Not in a home's cache, where another project's build may have left anything.
+export TORCH_EXTENSIONS_DIR=$environment/torch_extensions
 ops=$environment/ops-$builder
 current_ops() {
-    [ -f "$ops" ] && [ "$(head -n 1 "$ops")" = "$key $extensions" ] || return 1
+    [ -f "$ops" ] && [ "$(head -n 1 "$ops")" = "$key" ] || return 1
     while read -r file; do [ -f "$file" ] || return 1; done < <(tail -n +2 "$ops")
 }
 if ! current_ops; then
@@ -86,6 +87,6 @@ if ! current_ops; then
     begin=$SECONDS
     files=$(DS_ACCELERATOR=cpu PATH="$environment/bin:$PATH" "$python" launch/compile_ops.py "$builder" 2>"$log") ||
         { tail -n 20 "$log" >&2; fail "compiling failed; all messages are in $log"; }
-    write "$ops" <<<"$key $extensions"$'\n'"$files"
+    write "$ops" <<<"$key"$'\n'"$files"
     echo "set-up: compiled in $((SECONDS - begin)) s"
 fi
