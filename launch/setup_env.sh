@@ -85,7 +85,7 @@ if ! current_ops; then
         fail "Python's headers are missing: install them (Debian, Ubuntu: apt-get install python3-dev)"
     echo "set-up: compiling DeepSpeed's $builder, a minute or two"
     begin=$SECONDS
-    files=$(DS_ACCELERATOR=cpu PATH="$environment/bin:$PATH" "$python" launch/compile_ops.py "$builder" 2>"$log") ||
+    files=$(DS_ACCELERATOR=cpu PATH="$environment/bin:$PATH" "$python" launch/compile_ops.py --log "$log" "$builder") ||
         { tail -n 20 "$log" >&2; fail "compiling failed; all messages are in $log"; }
     write "$ops" <<<"$key"$'\n'"$files"
     echo "set-up: compiled in $((SECONDS - begin)) s"
