@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# bash launch/setup_env.sh [EXTRA…]   (data, datatrove, dev, eval, plot)
+# bash launch/setup_env.sh [--newest] [EXTRA…]   (data, datatrove, dev, eval, plot)
 #
 # Makes .venv in the repository, installs zero_tp with these extras at the versions of constraints.txt, and compiles the
 # DeepSpeed ops of a CPU run. Parts that are up to date are left alone. PYTHON chooses the interpreter of a new .venv.
+# --newest makes .venv-newest instead, with the newest releases of the day, whatever constraints.txt and setup.cfg allow.
 set -euo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$repository"
+name=.venv
+newest=
+if [ "${1:-}" = --newest ]; then newest=$(date +%F); name=.venv-newest; shift; fi
 extras=$(IFS=,; echo "$*")
-environment=$repository/.venv
+environment=$repository/$name
 log=$environment/setup.log
 
 fail() {
@@ -27,34 +31,55 @@ if ! "$environment/bin/python" -m pip --version >/dev/null 2>&1; then
         fail "$("$base" --version 2>&1) is too old: Python 3.11 or newer is needed; name one with PYTHON=…"
     "$base" -c 'import ensurepip, venv' 2>/dev/null ||
         fail "$base has no venv module: install it (Debian, Ubuntu: apt-get install python3-venv)"
-    echo "set-up: making .venv with $("$base" --version 2>&1)"
+    echo "set-up: making $name with $("$base" --version 2>&1)"
     # --clear: an interrupted attempt may have left half of one.
     "$base" -m venv --clear "$environment"
 fi
 python=$environment/bin/python
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    fail ".venv has $("$python" --version): remove it, Python 3.11 or newer is needed"
+    fail "$name has $("$python" --version): remove it, Python 3.11 or newer is needed"
 
 key=$({ cat constraints.txt setup.cfg setup.py pyproject.toml tests/packages.txt && "$python" --version && pwd; } | cksum)
+key="$key${newest:+ $newest}"
 installed() { # without extras, an earlier set-up with any extras will do
     for stamp in "$environment/installed-$extras" ${extras:-"$environment"/installed-*}; do
         if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then return 0; fi
     done
     return 1
 }
+install() {
+    if [ -z "$newest" ]; then
+        # Build environments need the constraints too: the first variable is for pip before 25.3, the second from 25.3.
+        PIP_CONSTRAINT=$repository/constraints.txt PIP_BUILD_CONSTRAINT=$repository/constraints.txt \
+            "$python" -m pip install --no-compile -c constraints.txt -e ".${extras:+[$extras]}"
+        return
+    fi
+    # By name: setup.cfg's bounds would hold releases back.
+    local packages
+    packages=$("$python" - "$extras" <<'END'
+import configparser, re, sys
+config = configparser.ConfigParser()
+config.read("setup.cfg")
+lists = [config["options"]["install_requires"]]
+lists += [config["options.extras_require"][extra] for extra in sys.argv[1].split(",") if extra]
+print(*sorted({re.match(r"[\w-]+", line)[0] for text in lists for line in text.strip().splitlines()}))
+END
+    ) || return
+    # shellcheck disable=SC2086
+    "$python" -m pip install --no-compile --upgrade --upgrade-strategy eager setuptools $packages &&
+        "$python" -m pip install --no-compile --no-deps --no-build-isolation -e .
+}
 write() { # the whole file or none of it
     cat >"$1.new" && mv "$1.new" "$1"
 }
 
 if ! installed; then
-    echo "set-up: installing zero_tp${extras:+[$extras]} into .venv, some minutes (messages: .venv/setup.log)"
+    echo "set-up: installing zero_tp${extras:+[$extras]} into $name, some minutes (messages: $name/setup.log)"
     begin=$SECONDS
     # --no-compile: compiling 18,000 files takes a third of the time, and a run imports a fifth of them. The import below
     # compiles those once, so that ranks that start together do not.
     export PIP_DISABLE_PIP_VERSION_CHECK=1
-    # Build environments need the constraints too: the first variable is for pip before 25.3, the second from 25.3 on.
-    PIP_CONSTRAINT=$repository/constraints.txt PIP_BUILD_CONSTRAINT=$repository/constraints.txt \
-        "$python" -m pip install --no-compile -c constraints.txt -e ".${extras:+[$extras]}" >"$log" 2>&1 ||
+    install >"$log" 2>&1 ||
         { tail -n 20 "$log" >&2; fail "pip failed; all its messages are in $log"; }
     case ,$extras, in *,dev,*)
         "$python" -m pip install --no-compile --no-deps -r tests/packages.txt >>"$log" 2>&1 ||
@@ -70,10 +95,11 @@ fi
 # all wait for one compiler, and time out on a slow machine. Nothing else on CPUs needs a compiler.
 case ,$extras, in *,dev,*) ;; *) exit 0 ;; esac
 builder=CPUAdamBuilder
-extensions=${TORCH_EXTENSIONS_DIR:-$HOME/.cache/torch_extensions}
+# Not in a home's cache, where another project's build may have left anything.
+export TORCH_EXTENSIONS_DIR=$environment/torch_extensions
 ops=$environment/ops-$builder
 current_ops() {
-    [ -f "$ops" ] && [ "$(head -n 1 "$ops")" = "$key $extensions" ] || return 1
+    [ -f "$ops" ] && [ "$(head -n 1 "$ops")" = "$key" ] || return 1
     while read -r file; do [ -f "$file" ] || return 1; done < <(tail -n +2 "$ops")
 }
 if ! current_ops; then
@@ -84,8 +110,8 @@ if ! current_ops; then
         fail "Python's headers are missing: install them (Debian, Ubuntu: apt-get install python3-dev)"
     echo "set-up: compiling DeepSpeed's $builder, a minute or two"
     begin=$SECONDS
-    files=$(DS_ACCELERATOR=cpu PATH="$environment/bin:$PATH" "$python" launch/compile_ops.py "$builder" 2>"$log") ||
+    files=$(DS_ACCELERATOR=cpu PATH="$environment/bin:$PATH" "$python" launch/compile_ops.py --log "$log" "$builder") ||
         { tail -n 20 "$log" >&2; fail "compiling failed; all messages are in $log"; }
-    write "$ops" <<<"$key $extensions"$'\n'"$files"
+    write "$ops" <<<"$key"$'\n'"$files"
     echo "set-up: compiled in $((SECONDS - begin)) s"
 fi

@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from tests.support.devices import device_variables
+from tests.support.isolation import isolated_variables
+
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 # Before anything imports torch, transformers or DeepSpeed: they read these once.
-os.environ.update(device_variables(sys.argv[1:], os.environ))
-os.environ["DS_ACCELERATOR"] = "cpu"
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["HF_DATASETS_OFFLINE"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes at a time; threads of torch's would wait for cores
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-    os.environ.pop(_name, None)
+_variables = isolated_variables(os.environ, REPOSITORY)
+_variables |= device_variables(sys.argv[1:], _variables)
+os.environ.clear()
+os.environ.update(_variables)
 
+import contextlib
 import importlib.metadata
 import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from datetime import date
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -38,7 +37,6 @@ from tests.support.pools import Pool, Pools
 from tests.support.waits import patience
 
 COLLECTED = pytest.StashKey[list[str]]()
-REPOSITORY = Path(__file__).resolve().parent.parent
 RANK_FIXTURES = {"ranks", "own_ranks", "workplace"}
 
 # The second tier has more examples: --hypothesis-profile thorough.
@@ -109,6 +107,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     if item.get_closest_marker("timeout") is None and item.config.getoption("timeout") is None:
         item.add_marker(pytest.mark.timeout(patience(float(item.config.getini("timeout")))))
     return (yield)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _empty_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Run all tests in an empty directory: a checkout may have the quickstart's corpus, run and export."""
+    with contextlib.chdir(tmp_path_factory.mktemp("directory")):
+        yield
 
 
 @pytest.fixture(scope="session")

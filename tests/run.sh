@@ -1,17 +1,31 @@
 #!/usr/bin/env bash
-# bash tests/run.sh [--tests-only] [ARGUMENT OF PYTEST…]
+# bash tests/run.sh [--newest] [--tests-only] [ARGUMENT OF PYTEST…]
 #
 # Set-up, lint, types, tests. All are run, and the exit status says whether any of them failed, or no test was selected.
+# --newest runs them in .venv-newest, on the newest releases of the day. CUDA's libraries make it 7 GB.
 # The tests have three tiers: the first, which this runs, shows every mechanism once;
 # -m "thorough and not heavy" has the other cases (.ci/run runs both); -m heavy has long proofs.
 # Example: bash tests/run.sh tests/config -k schema
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+newest=
 tests_only=
-if [ "${1:-}" = --tests-only ]; then tests_only=yes; shift; fi
-bash launch/setup_env.sh data dev eval
-export PATH="$PWD/.venv/bin:$PATH"
+environment=.venv
+while true; do
+    case ${1:-} in
+    --newest) newest=$1; environment=.venv-newest ;;
+    --tests-only) tests_only=yes ;;
+    *) break ;;
+    esac
+    shift
+done
+bash launch/setup_env.sh $newest data dev eval
+export PATH="$PWD/$environment/bin:$PATH"
+if [ -n "$newest" ]; then
+    libraries='torch|transformers|accelerate|deepspeed|tokenizers|datasets|lm_eval|trl|pydantic|numpy'
+    echo "== $(python -m pip list 2>/dev/null | grep -E "^($libraries) " | tr -s ' \n' ' ')"
+fi
 
 # What one process of a test compiles the next one reads: workers, launchers, ranks.
 unset PYTHONDONTWRITEBYTECODE

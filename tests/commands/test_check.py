@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launched import ROOT, zero_tp
+from tests.support.launched import zero_tp
 from tests.support.mistakes import RIGHT, changed, written
 from zero_tp import cli
 from zero_tp.commands import check as command
@@ -164,7 +164,7 @@ def test_a_check_imports_no_compiler(tmp_path: Path) -> None:
         "try: main()\n"
         "except SystemExit as end: print(end.code, 'torch' in sys.modules, 'sympy' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "1 True False", done.stdout
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import launched
-from tests.support.launched import ROOT, default_interrupts
+from tests.support.launched import default_interrupts
 from tests.support.waits import patience
 
 
@@ -34,19 +34,19 @@ def script(body: str, before: str = "") -> list[str]:
     ],
 )
 def test_status_and_message(body: str, status: int, error: str) -> None:
-    done = subprocess.run(script(body), cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(script(body), capture_output=True, text=True)
     assert done.returncode == status
     assert done.stderr.startswith(error) and done.stderr.count("\n") == bool(error)
 
 
 def test_what_is_no_utf_8_is_printed_escaped() -> None:
-    done = subprocess.run(script(r"print('a\udcff', 'é')"), cwd=ROOT, capture_output=True, check=True)
+    done = subprocess.run(script(r"print('a\udcff', 'é')"), capture_output=True, check=True)
     assert done.stdout.decode() == "a\\udcff é\n"
 
 
 @pytest.mark.parametrize("body", ["raise ValueError('ours')", "raise BrokenPipeError('a socket')"])
 def test_our_own_faults_keep_their_traceback(body: str) -> None:
-    done = subprocess.run(script(body), cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(script(body), capture_output=True, text=True)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
 
@@ -67,7 +67,7 @@ def test_a_sample_of_no_such_size_is_one_line(tmp_path: Path, option: str, value
 def test_a_signal_ends_a_command_that_cleans_up(number: int, status: int, error: str) -> None:
     body = "try:\n    print('up', flush=True)\n    time.sleep(60)\nfinally:\n    print('cleaned up')"
     command = script(body)
-    process = subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True, preexec_fn=default_interrupts)
+    process = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, preexec_fn=default_interrupts)
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(number)
@@ -77,7 +77,7 @@ def test_a_signal_ends_a_command_that_cleans_up(number: int, status: int, error:
 @pytest.mark.parametrize("lines", [1, 100_000])
 def test_reader_gone(lines: int) -> None:
     process = subprocess.Popen(
-        script(f"input()\nfor _ in range({lines}): print('text')"), cwd=ROOT, stdin=-1, stdout=-1, stderr=-1, text=True
+        script(f"input()\nfor _ in range({lines}): print('text')"), stdin=-1, stdout=-1, stderr=-1, text=True
     )
     assert process.stdout is not None
     process.stdout.close()
@@ -87,14 +87,12 @@ def test_reader_gone(lines: int) -> None:
 
 
 def test_a_closed_standard_output_is_no_error() -> None:
-    done = subprocess.run(["bash", "-c", '"$@" >&-', "bash", *script("print('text')")], cwd=ROOT, stderr=-1, text=True)
+    done = subprocess.run(["bash", "-c", '"$@" >&-', "bash", *script("print('text')")], stderr=-1, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])
 def test_a_full_disk_under_standard_output_is_one_line(lines: int) -> None:
     with open("/dev/full", "w") as full:
-        process = subprocess.run(
-            script(f"for _ in range({lines}): print('text')"), cwd=ROOT, stdout=full, stderr=-1, text=True
-        )
+        process = subprocess.run(script(f"for _ in range({lines}): print('text')"), stdout=full, stderr=-1, text=True)
     assert (process.returncode, process.stderr) == (2, "error: No space left on device\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import zero_tp
 from tests.support import launched
@@ -43,7 +45,7 @@ def test_the_table_the_modules_and_the_scripts_are_the_same_commands() -> None:
 def test_importing_the_package_imports_no_library() -> None:
     """They take seconds: the names are there all the same, and the shells' completion waits for none of them."""
     code = "import sys, zero_tp; print(*sys.modules); assert 'plan' in dir(zero_tp)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {name.split(".")[0] for name in done.stdout.split()} & HEAVY
 
 
@@ -69,6 +71,20 @@ def test_one_version() -> None:
 def test_uv_takes_the_versions_that_pip_takes() -> None:
     pinned = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
     assert len(pinned) == 4 and set(pinned) <= set((ROOT / "constraints.txt").read_text().splitlines())
+
+
+def test_requirements_allow_the_constraints_and_no_untested_release() -> None:
+    """The bounded libraries change names and internals that this package reads in minor releases."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    lists = [config["options"]["install_requires"], *config["options.extras_require"].values()]
+    requirements = [Requirement(line) for text in lists for line in text.strip().splitlines()]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for requirement in requirements:
+        assert requirement.specifier.contains(pinned[requirement.name]), requirement
+    bounded = {each.name for each in requirements if any(bound.operator == "<" for bound in each.specifier)}
+    assert bounded == {"torch", "deepspeed", "transformers", "accelerate", "datasets", "datatrove", "lm-eval"}
 
 
 def test_what_is_no_command_is_one_line() -> None:

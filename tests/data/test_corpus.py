@@ -167,10 +167,10 @@ def test_standard_input(tmp_path: Path, kind: str) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "a.txt").write_text("\n".join(texts))
     prepare([tmp_path / name], tmp_path / "file", PrepareSettings("bpe:300", documents="line"))
-    words = ["--input", "-", "--stdin-kind", kind, "--documents", "line", "--output", str(tmp_path / "out")]
+    command = [sys.executable, str(ROOT / "launch" / "prepare_data.py"), "--tokenizer", "bpe:300", "--processes", "1"]
+    command += ["--input", "-", "--stdin-kind", kind, "--documents", "line", "--output", str(tmp_path / "out")]
     with open(tmp_path / name, "rb") as given:
-        command = [sys.executable, "launch/prepare_data.py", "--tokenizer", "bpe:300", "--processes", "1", *words]
-        assert subprocess.run(command, cwd=ROOT, stdin=given).returncode == 0
+        assert subprocess.run(command, stdin=given).returncode == 0
     for file in ("train.bin", "train.idx", "validation.bin", "validation.jsonl", "tokenizer/tokenizer.json"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "file" / file).read_bytes(), file
     with pytest.raises(UserError, match=r"made with another inputs: .* --overwrite"):

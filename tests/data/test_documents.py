@@ -22,7 +22,6 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.launched import ROOT
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.data import formats, records, stream
 from zero_tp.data.documents import file_sha256, find_sources, read_blocks, read_documents
@@ -260,7 +259,7 @@ for word in sys.argv[1:]:
 
 def from_hub(home: Path, *words: str) -> list[str]:
     given = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", HUB, *words], cwd=ROOT, env=given, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", HUB, *words], env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

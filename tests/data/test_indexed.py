@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.launched import ROOT
 from tests.support.tiny_models import write_corpus
 from tests.tiers import THOROUGH
 from zero_tp.data import indexed
@@ -188,7 +187,7 @@ else:
 def megatron(folder: Path, kind: str) -> str:
     environment = {**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
-        [sys.executable, "-c", MEGATRON, str(folder), kind], env=environment, cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", MEGATRON, str(folder), kind], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -232,7 +232,7 @@ def test_what_a_killed_preparation_leaves_is_cleared(tmp_path: Path) -> None:
 def test_sigterm_leaves_no_part_of_an_output(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [f"{i} " + "word " * 50 for i in range(200_000)])
     arguments = ["--input", source, "--tokenizer", "bpe:300", "--output", tmp_path / "out"]
-    process = subprocess.Popen([sys.executable, "launch/prepare_data.py", *map(str, arguments)], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, str(ROOT / "launch/prepare_data.py"), *map(str, arguments)])
     partial = tmp_path / ".out.partial"
     while not partial.exists():
         assert process.poll() is None

@@ -131,6 +131,21 @@ def test_a_time_limit_needs_a_whole_model(directory: Path, options: Any) -> None
         split.generate(TOKENS, **options)
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
+def test_a_cache_has_both_of_its_names(directory: Path) -> None:
+    """transformers 5.24 calls it `cache` and accepts `past_key_values`."""
+    logits = []
+    for model in (transformers.AutoModelForCausalLM.from_pretrained(directory).eval(), opened(directory).eval()):
+        for name in ("cache", "past_key_values"):
+            with torch.no_grad():
+                first = model(TOKENS[:, :2], use_cache=True)
+                output = model(TOKENS[:, 2:], **{name: first[name]})
+            assert output.cache is first.cache and output.past_key_values.get_seq_length() == 4
+            logits.append(output.logits)
+    for other in logits[1:]:
+        torch.testing.assert_close(other, logits[0])
+
+
 def test_what_changes_nothing_is_taken(directory: Path) -> None:
     off = dict.fromkeys(("device_map", "trust_remote_code", "config", "quantization_config"))
     model = opened(directory, **off, low_cpu_mem_usage=False, local_files_only=True).eval()

@@ -42,7 +42,7 @@ from zero_tp.planning.plan import plan
 forecast._current_device, forecast.runs_varlen = torch.device, lambda _: False  # this machine has none
 dryrun.has_real_device = lambda: True
 callback = forecast.MemoryForecast()
-config = RunConfig.load("ds_configs/quickstart.json", (), 4)
+config = RunConfig.load("quickstart", (), 4)
 callback.describe_plan(config, "cuda")
 print(callback._planned, plan(config, named_device("a100-40gb", 4)).peak.total, torch._C._get_accelerator())
 """
@@ -73,7 +73,7 @@ def test_a_plan_leaves_a_process_with_an_accelerator_as_it_was(tmp_path: Path) -
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     script = tmp_path / "unguarded.py"  # has no `if __name__ == "__main__"`, which a new process would need
     script.write_text(OF_AN_ACCELERATOR)
-    done = subprocess.run([sys.executable, script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     forecast, planned, accelerator = done.stdout.split()
     config = RunConfig.load(QUICKSTART, (), 4)

@@ -17,7 +17,7 @@ from transformers import GPT2Config
 
 from tests.support.encoders import MODEL_TYPES as ENCODERS
 from tests.support.native import native_model
-from tests.support.plan_configs import CASES, CONFIGS, FAMILIES, MASKED, ROOT, TIERS, WINDOWS_OF_7, WORLD, family, load
+from tests.support.plan_configs import CASES, CONFIGS, FAMILIES, MASKED, TIERS, WINDOWS_OF_7, WORLD, family, load
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.data.batch import Batch
@@ -195,7 +195,6 @@ def engine_peaks(tier: str, rank: int) -> dict[str, dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.planned", str(WORLD), str(rank)],
         input=json.dumps([CONFIGS[number] for number in mine if TIERS.get(number, "heavy") == tier]),
-        cwd=ROOT,
         capture_output=True,
         text=True,
     )

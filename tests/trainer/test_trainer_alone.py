@@ -225,6 +225,12 @@ def test_a_trainer_warns_of_what_its_config_says_in_vain() -> None:
         finalized_config(plugin_of(BATCH | {"zero_allow_untested_optimizer": True}), Topology(world=1), 1.0)
 
 
+def test_a_trainer_reports_locks_of_builds() -> None:
+    from torch.utils.file_baton import FileBaton
+
+    assert FileBaton.wait.__module__ == "zero_tp.zero.build_lock"
+
+
 @THOROUGH
 def test_a_trainer_that_counts_other_ranks_is_one_line(tmp_path: Path) -> None:
     """accelerate does on a CPU without `use_cpu`."""

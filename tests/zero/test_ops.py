@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.launched import ROOT
 from tests.support.mistakes import Mistake
 from tests.tiers import in_tiers
 from zero_tp.config import RunConfig
@@ -98,7 +97,7 @@ def test_freed_memory_is_kept_unless_the_environment_tunes_malloc(
     """
     bare = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     words = [sys.executable, "-c", FAULTS, word, where]
-    done = subprocess.run(words, cwd=ROOT, env=bare | variables, capture_output=True, text=True, check=True)
+    done = subprocess.run(words, env=bare | variables, capture_output=True, text=True, check=True)
     said, faults = done.stdout.split()
     assert (said == "True") == can
     assert (int(faults) < 1000) == kept

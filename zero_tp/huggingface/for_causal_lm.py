@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
+from transformers.utils.deprecation import deprecate_kwarg
 
 from zero_tp.errors import UserError
 from zero_tp.huggingface.arguments import forward_options, with_signature_of
@@ -25,6 +26,7 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
     def base_model(self) -> Any:
         return Backbone(self)
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # as transformers' own models
     @with_signature_of(CausalLM.forward, hidden="shift_labels")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run `CausalLM.forward`, with logits in an evaluation.

@@ -66,7 +66,7 @@ class CausalLM(ParallelModel):
         *,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         shift_labels: Tensor | None = None,
@@ -85,7 +85,7 @@ class CausalLM(ParallelModel):
                 neither mask nor cache, a position that does not continue its predecessor begins a document.
             document_ids: [b, s], numbers of the documents packed in a row; a token sees only its own. Give a CPU
                 tensor; reading one on an accelerator synchronises.
-            past_key_values: keys and values of earlier tokens; the forward appends this call's.
+            cache: keys and values of earlier tokens; the forward appends this call's.
             use_cache: create a cache if none is given, and return it.
             logits_to_keep: positions that get logits: the last n, or those listed; 0: all.
             shift_labels: [b, s], already shifted: the token that each position predicts. Overrides `labels`. With
@@ -100,8 +100,8 @@ class CausalLM(ParallelModel):
             model with experts adds `router_aux_loss_coef` times `aux_loss` to the mean.
         """
         self._check_call("CausalLMOutputWithPast", reduction, return_dict)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         per_token = reduction == "none"
         targets = self._targets(input_ids, labels, shift_labels, per_token=per_token)
         loss = logits = greedy = aux_loss = balance = None
@@ -109,7 +109,7 @@ class CausalLM(ParallelModel):
         if experts is not None and experts.loss_weight is not None and targets is not None and not per_token:
             balance = RouterBalance(experts, attention_mask, self.topology.tensor, input_ids.device)
         hidden, sequence = self.hidden_states(
-            input_ids, attention_mask, position_ids, document_ids, past_key_values, balance=balance
+            input_ids, attention_mask, position_ids, document_ids, cache, balance=balance
         )
         if balance is not None:
             hidden, aux_loss = balance.loss(hidden)
@@ -117,7 +117,7 @@ class CausalLM(ParallelModel):
             loss, greedy = self._losses(hidden, targets, aux_loss, sequence, per_token, num_items_in_batch)
         if return_logits or targets is None:
             logits = self.head(hidden, None, sequence=sequence, keep=logits_to_keep).transpose(0, 1)
-        return ScoredOutput(loss=loss, logits=logits, past_key_values=past_key_values, greedy=greedy, aux_loss=aux_loss)
+        return ScoredOutput(loss=loss, logits=logits, cache=cache, greedy=greedy, aux_loss=aux_loss)
 
     def _targets(
         self, input_ids: Tensor, labels: Tensor | None, shift_labels: Tensor | None, *, per_token: bool
@@ -156,7 +156,7 @@ class CausalLM(ParallelModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         *,
         balance: RouterBalance | None = None,
     ) -> tuple[Tensor, bool]:
@@ -165,13 +165,13 @@ class CausalLM(ParallelModel):
         Args:
             balance: statistics of the routers, for the load-balancing loss.
         """
-        self._check_shapes(input_ids, attention_mask, position_ids, document_ids, past_key_values)
+        self._check_shapes(input_ids, attention_mask, position_ids, document_ids, cache)
         self._check_ids("token ids", input_ids)
         sequence = self._runs_sequence_parallel(input_ids.shape[1])
-        if document_ids is None and position_ids is not None and attention_mask is None and past_key_values is None:
+        if document_ids is None and position_ids is not None and attention_mask is None and cache is None:
             document_ids = document_ids_from_positions(position_ids.expand(*input_ids.shape))
         packed = None if document_ids is None else self._pack(document_ids, input_ids.device)
-        inputs = ForwardInputs(attention_mask, position_ids, packed, past_key_values, balance)
+        inputs = ForwardInputs(attention_mask, position_ids, packed, cache, balance)
         hidden: Tensor = self.transformer(input_ids.t().contiguous(), inputs=inputs, sequence=sequence)
         return hidden, sequence
 

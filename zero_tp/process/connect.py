@@ -14,6 +14,7 @@ from zero_tp.parallel.fused_products import enable_fused_products
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.topology import Topology
 from zero_tp.zero import ops
+from zero_tp.zero.build_lock import report_build_locks
 
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig
@@ -97,6 +98,7 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment) -> tuple[
     check_accelerator(config.dtype, accelerator)
     ops.check_nvme(config.nvme_paths)
     ops.disable_shared_memory_collectives()
+    report_build_locks()
     message = ops.compilation_note(config.deepspeed_config(), accelerator)
     if message is not None and environment.rank == 0:
         print(message, flush=True)

@@ -29,11 +29,13 @@ from zero_tp.topology import Topology
 from zero_tp.trainer.batches import SampleComparison, count_labels, pad_for_sequence_parallelism
 from zero_tp.trainer.checkpoints import resume_states, save_states
 from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator, check_trainable
+from zero_tp.zero.build_lock import report_build_locks
 from zero_tp.zero.ops import disable_shared_memory_collectives
 from zero_tp.zero.zero_engine import ZeroEngine
 
 # On import: TrainingArguments connect ranks, and transformers opens models for ZeRO-3, before a Trainer is made.
 disable_shared_memory_collectives()
+report_build_locks()
 
 REFUSED = {
     "label_smoothing_factor": "the loss is formed without whole logits",

@@ -34,6 +34,7 @@ from zero_tp.parallel.layout import audit, whole_shape
 from zero_tp.parallel.parameter import ShardedSeededInit, WeightSource
 from zero_tp.topology import Topology
 from zero_tp.training import guards
+from zero_tp.zero.build_lock import report_build_locks
 from zero_tp.zero.ops import check_nvme, disable_shared_memory_collectives
 from zero_tp.zero.stages import zero_engine
 from zero_tp.zero.states import local_shape
@@ -86,6 +87,7 @@ class TrainingEngine:
     ):
         self.topology, self.device = topology, torch.device(device)
         disable_shared_memory_collectives()  # a script may not have called `connect_deepspeed`
+        report_build_locks()
         deepspeed_config = copy.deepcopy(deepspeed_config)  # the check converts values in it
         checked = check_deepspeed(deepspeed_config, topology, EntryPoint.ENGINE, recompute, config.num_hidden_layers)
         check_nvme(checked.nvme_paths)
