@@ -78,6 +78,8 @@ def find_sources(
     sources: list[Source] = []
     for name in map(str, inputs):
         if name == STDIN:
+            if sys.stdin is None:  # the shell's `<&-`
+                raise UserError("standard input is closed: pipe the documents to it, or name a file")
             sources.append(Source("standard input", stdin_kind, text_key, documents))
         elif name.startswith(HUB):
             sources.append(Source(name, "hub", text_key, documents))
