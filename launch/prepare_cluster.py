@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp import cli
+from zero_tp.data.corpus import TOKENIZER
 from zero_tp.data.documents import HUB
 from zero_tp.data.settings import check_validation_size, find_reusable
 from zero_tp.data.similarity import SHINGLE
 from zero_tp.data.tokenizer import DocumentEncoder
 from zero_tp.errors import UserError
+from zero_tp.files import check_replaceable
 from zero_tp.strict_json import InvalidJson, parse_object
 
 try:
@@ -179,6 +181,7 @@ def main() -> None:
     inputs = [word if word.startswith(HUB) else os.path.abspath(word) for word in options.input]
     output = Path(os.path.abspath(options.output))
     find_reusable(output, dict, overwrite=True)  # refuses before the work what `merge` would refuse after it
+    check_replaceable(output, (TOKENIZER,))
     reader = CorpusReader(inputs, options.text_key, options.documents)
     settings = {name: getattr(options, name) for name in ("text_key", "documents", "repair", "deduplicate")}
     settings["inputs"] = digest([[source.name, *source.size_and_time] for source in reader.sources])
