@@ -108,18 +108,24 @@ for name in sys.argv[1:]:
 def test_an_output_that_this_user_may_not_replace(tmp_path: Path) -> None:
     """With files that can't be removed; in a directory that can't be written; for root's child in a sticky one."""
     modes = {"inside": (0o777, 0o555), "above": (0o555, 0o777), "own": (0o777, 0o777)}
+    closed = dict[Path, int]()
     expected = ["or a directory in it is not writable", f"{tmp_path}/above is not writable"]
     if os.geteuid() == 0:
         modes["sticky"] = (0o1777, 0o777)
         expected.append("it is another user's, and the directory above it has the sticky bit")
-        for directory in (tmp_path, *tmp_path.parents[:2]):
-            directory.chmod(0o755)
+        closed = {path: path.stat().st_mode for path in (tmp_path, *tmp_path.parents) if not path.stat().st_mode & 1}
     for name, (above, output) in modes.items():
         (tmp_path / name / "out").mkdir(parents=True)
         (tmp_path / name / "out").chmod(output)
         (tmp_path / name).chmod(above)
     words = [sys.executable, "-c", UNPRIVILEGED, *(str(tmp_path / name / "out") for name in modes)]
-    lines = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
+    try:
+        for path, mode in closed.items():
+            path.chmod(mode | 0o111)
+        lines = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
+    finally:
+        for path, mode in closed.items():
+            path.chmod(mode)
     assert len(lines) == len(expected), lines
     assert all(text in line for text, line in zip(expected, lines, strict=True)), lines
 
