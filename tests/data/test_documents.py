@@ -113,6 +113,21 @@ def test_plain_text_is_split_as_asked(tmp_path: Path) -> None:
     assert texts["blank-line"] == ["one\ntwo", "three", "four "]
 
 
+def test_a_long_window_of_zstandard_is_read_or_refused(tmp_path: Path) -> None:
+    """zstandard's own limit is 2^27 bytes; windows of more than 2^31 are beyond its library."""
+    path, texts = tmp_path / "a.jsonl.zst", [f"text {i}" for i in range(2000)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=31, enable_ldm=True)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # does not know the size
+    data = compressor.compress(lines) + compressor.flush()
+    assert zstandard.get_frame_parameters(data).window_size == 2**31
+    path.write_bytes(data)
+    assert [each.text for each in documents(path)] == texts  # type: ignore[union-attr]
+    path.write_bytes(data[:5] + bytes([data[5] + 8]) + data[6:])  # the exponent of the window in the frame's header
+    with pytest.raises(UserError, match=r"a\.jsonl\.zst: can't be decompressed in memory .*: compress it with a wind"):
+        documents(path)
+
+
 @pytest.mark.parametrize(
     ("rows", "key", "text"),
     [
