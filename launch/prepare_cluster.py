@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp import cli
+from zero_tp.data.corpus import TOKENIZER
 from zero_tp.data.documents import HUB
 from zero_tp.data.settings import check_validation_size, find_reusable
 from zero_tp.data.similarity import SHINGLE
 from zero_tp.data.tokenizer import DocumentEncoder
 from zero_tp.errors import UserError
+from zero_tp.files import check_replaceable
 from zero_tp.strict_json import InvalidJson, parse_object
 
 try:
@@ -145,7 +147,7 @@ def stages(
 def executor(
     options: argparse.Namespace, work: Path, name: str, steps: list[Step], tasks: int, before: PipelineExecutor | None
 ) -> PipelineExecutor:
-    """Return the executor of a stage, which first runs the stages before it."""
+    """Return the executor of a stage. `before`: Slurm's jobs, which are only queued, wait for those of this one."""
     defaults: dict[str, dict[str, Any]] = {
         "local": {"workers": min(tasks, len(os.sched_getaffinity(0)))},
         "slurm": {"job_name": f"{options.output.name}-{name}"},
@@ -156,6 +158,22 @@ def executor(
         return EXECUTORS[options.executor](steps, tasks=tasks, logging_dir=logs, depends=before, **arguments)
     except TypeError as error:  # an unknown argument, or one of the three that the script sets
         raise UserError(f"--executor-arguments: {error}") from error
+
+
+def run_stage(name: str, stage: PipelineExecutor, logs: Path) -> None:
+    """Run a stage after those before it have ended. UserError: a task failed; the next stage would wait for it forever.
+
+    Ray's executor does not raise the error of a task; the last line of the task's log is that error.
+    """
+    stage.run()
+    first, count = getattr(stage, "local_rank_offset", 0), getattr(stage, "local_tasks", stage.world_size)
+    failed = stage.get_incomplete_ranks(range(first, first + count), skip_completed=True)
+    if failed:
+        log = logs / "logs" / f"task_{failed[0]:05d}.log"
+        lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+        reason = next((line for line in reversed(lines) if line.strip()), "it has no log: was it killed?")
+        reason = reason.removeprefix(f"{UserError.__module__}.{UserError.__name__}: ")
+        raise UserError(f"stage {name}: {len(failed):,} of {count:,} tasks failed, the first with: {reason} ({log})")
 
 
 def merge_parts(parts: Path, output: Path, validation: float, *_: Any) -> None:
@@ -179,6 +197,7 @@ def main() -> None:
     inputs = [word if word.startswith(HUB) else os.path.abspath(word) for word in options.input]
     output = Path(os.path.abspath(options.output))
     find_reusable(output, dict, overwrite=True)  # refuses before the work what `merge` would refuse after it
+    check_replaceable(output, (TOKENIZER,))
     reader = CorpusReader(inputs, options.text_key, options.documents)
     settings = {name: getattr(options, name) for name in ("text_key", "documents", "repair", "deduplicate")}
     settings["inputs"] = digest([[source.name, *source.size_and_time] for source in reader.sources])
@@ -194,10 +213,9 @@ def main() -> None:
     )
     work = output.with_name(f"{output.name}.work") / digest([writer.settings, options.tasks])
     writer.parts = work / "parts"
-    stage: PipelineExecutor | None = None
+    executors: dict[str, PipelineExecutor] = {}
     for name, (steps, tasks) in stages(options, reader, writer, work).items():
-        stage = executor(options, work, name, steps, tasks, stage)
-    assert stage is not None
+        executors[name] = executor(options, work, name, steps, tasks, next(reversed(executors.values()), None))
     for rank in range(options.tasks):  # a part that was removed is made again
         if not (writer.parts / f"{rank:05d}").exists():
             (work / "logs" / "tokenize" / "completions" / f"{rank:05d}").unlink(missing_ok=True)
@@ -205,10 +223,11 @@ def main() -> None:
     if options.executor == "slurm":  # its executor only queues jobs
         # Merging again is cheap if nothing has changed, and datatrove would skip it.
         (work / "logs" / "merge" / "completions" / "00000").unlink(missing_ok=True)
-        executor(options, work, "merge", [merging], 1, stage).run()
+        executor(options, work, "merge", [merging], 1, executors["tokenize"]).run()
         print(f"queued; the logs will be in {work / 'logs'}")
     else:
-        stage.run()
+        for name, stage in executors.items():
+            run_stage(name, stage, work / "logs" / name)
         merging()
 
 

@@ -24,6 +24,12 @@ NFS_VIEW_SECONDS = 60.0
 """How long an NFS client may cache attributes: the defaults of acregmax and acdirmax."""
 # File systems that only one machine mounts.
 _LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "vfat", "xfs", "zfs"})
+_IRREPLACEABLE = {
+    errno.EBUSY: "it is a mount point, and only a directory inside it can be replaced: give one",
+    errno.EXDEV: "it is in a lower layer of its file system, as a container's image is: give another directory",
+    errno.EPERM: "it is another user's, and the directory above it has the sticky bit: give another directory",
+    errno.EACCES: "it or a directory in it is not writable for this user: give another directory",
+}
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
@@ -63,15 +69,26 @@ def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]
     Args:
         own: names of the directories that zero_tp writes in an output. Others in an old output are the user's; the end
             of the block moves them to the new one.
+
+    Raises:
+        UserError: another process writes the output, or there is one that can't be replaced.
     """
     partial = hidden_sibling(output, "partial")
     try:
-        partial.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EROFS) or not output.is_dir():
+                raise
+            problem = f"can't be replaced: {partial.parent} is not writable for this user"
+            raise UserError(f"{output}: {problem}: give a directory inside {output}") from error
         with _locked(partial, output) as descriptor:
             try:
                 _finish_replacing(output, own)
                 for path in partial.iterdir():
                     remove(path)
+                if output.is_dir():
+                    _check_replaceable(output, partial)
                 yield partial
             finally:
                 _finish_replacing(output, own)
@@ -136,6 +153,28 @@ def clear_partial(output: Path, own: Collection[str] = ()) -> None:
         if hidden_sibling(output, "partial").is_dir() or hidden_sibling(output, "replaced").is_dir():
             with partial_directory(output, own):
                 pass
+
+
+def check_replaceable(output: Path, own: Collection[str] = ()) -> None:
+    """Check that an existing output can be replaced, before long work. UserError: it can't; see `partial_directory`."""
+    if output.exists():
+        with partial_directory(Path(os.path.realpath(output)), own):
+            pass
+
+
+def _check_replaceable(output: Path, partial: Path) -> None:
+    """Ask for a rename that must fail, because directories are not renamed to one with a file: the error says why."""
+    (partial / "file").touch()
+    try:
+        for path in (output, *output.rglob("*")):
+            if path.is_dir() and not path.is_symlink() and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        os.rename(output, partial)
+    except OSError as error:
+        if error.errno in _IRREPLACEABLE:
+            raise UserError(f"{output}: can't be replaced: {_IRREPLACEABLE[error.errno]}") from error
+    finally:
+        (partial / "file").unlink()
 
 
 def put_in_place(written: Path, output: Path, is_stale: Callable[[str], bool] = lambda name: False) -> None:

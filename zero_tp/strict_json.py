@@ -18,12 +18,17 @@ class InvalidJson(ValueError):
     """A text is not strict JSON; the message says where."""
 
 
+class InvalidUnicode(InvalidJson):
+    """A text, or a string in it, is not UTF-8."""
+
+
 def parse_json(text: bytes | str) -> Any:
     """Return the value of a UTF-8 JSON text.
 
     Raises:
+        InvalidUnicode: it is not UTF-8, or a string has an unpaired surrogate.
         InvalidJson: it is not JSON (with line and column), has a key twice, NaN or Infinity, an integer of more than
-            100 digits, an unpaired surrogate, or more than 100 levels.
+            100 digits, or more than 100 levels.
     """
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
@@ -37,7 +42,7 @@ def parse_json(text: bytes | str) -> Any:
     except json.JSONDecodeError as error:
         raise InvalidJson(f"not valid JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
     except UnicodeDecodeError as error:
-        raise InvalidJson(f"not UTF-8 at byte {error.start}") from None
+        raise InvalidUnicode(f"not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise InvalidJson("not valid JSON: nested too deeply") from None
     _check_levels_and_strings(value, _MAX_LEVELS)
@@ -72,7 +77,7 @@ def _check_levels_and_strings(value: Any, levels: int) -> None:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise InvalidJson(f"unpaired surrogate at character {error.start} of a string") from None
+            raise InvalidUnicode(f"unpaired surrogate at character {error.start} of a string") from None
     elif isinstance(value, (dict, list)):
         for inner in (*value, *value.values()) if isinstance(value, dict) else value:
             _check_levels_and_strings(inner, levels - 1)

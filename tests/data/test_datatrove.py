@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -15,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datatrove.executor import LocalPipelineExecutor
 
+from launch import prepare_cluster
 from tests.support.corpora import content_of, texts_of, trained_tokenizer, write_jsonl
 from tests.support.launched import ROOT, script, zero_tp
+from tests.tiers import in_tiers
 from zero_tp.data import PrepareSettings, formats, prepare
 from zero_tp.data.datatrove import CorpusReader, TokenizedCorpus
 from zero_tp.data.indexed import IndexedCorpus
@@ -257,6 +261,35 @@ def test_the_script_refuses_in_one_line_before_any_task(
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1
         assert re.match(message, refused.stderr), refused.stderr
     assert not list(tmp_path.glob("*.work"))
+
+
+class QuietExecutor(LocalPipelineExecutor):
+    """Behaves as Ray's executor: a task that raises ends, `run` returns, and the next stage would wait for it."""
+
+    def run(self) -> Any:
+        with contextlib.suppress(ValueError, RuntimeError):
+            return super().run()
+
+
+@pytest.mark.parametrize("deduplicate", in_tiers([True, False], [True]))
+def test_a_stage_whose_task_fails_ends_the_command_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str, deduplicate: bool
+) -> None:
+    inputs = [write_jsonl(tmp_path / f"{i}.jsonl", [f"text {i} {j} of some words" for j in range(9)]) for i in range(3)]
+    inputs[1].write_text(json.dumps({"words": "text", "others": "text"}))
+    words = ["--input", *inputs, "--tokenizer", tokenizer, "--output", tmp_path / "out", "--tasks", 3]
+    words += [*(() if deduplicate else ("--no-deduplicate",)), "--executor", "ray"]
+    words += ["--executor-arguments", '{"workers": 1}']
+    monkeypatch.setattr(sys, "argv", ["prepare_cluster.py", *map(str, words)])
+    monkeypatch.setitem(prepare_cluster.EXECUTORS, "ray", QuietExecutor)
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits"))
+    stage = "signatures" if deduplicate else "tokenize"
+    reason = rf"stage {stage}: 2 of 3 tasks failed, the first with: {inputs[1]}: no key 'text' with a text"
+    with pytest.raises(UserError, match=rf"{reason}; .* --text-key \(.*/task_00001\.log\)$"):
+        prepare_cluster.main()
+    write_jsonl(inputs[1], ["text of some words"])
+    prepare_cluster.main()
+    assert json.loads((tmp_path / "out/report.json").read_text())["documents"]["read"] == 19
 
 
 @pytest.mark.thorough

@@ -9,6 +9,8 @@ import io
 import json
 import lzma
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,8 +24,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tiers import THOROUGH, in_tiers
-from zero_tp.data import formats, records, stream
+from tests.support.launched import ROOT
+from tests.tiers import THOROUGH
+from zero_tp.data import formats, json_array, records, stream
 from zero_tp.data.documents import file_sha256, find_sources, read_blocks, read_documents
 from zero_tp.data.formats import DOCUMENT_UNITS
 from zero_tp.data.records import Document, Problem, Source
@@ -110,6 +113,21 @@ def test_plain_text_is_split_as_asked(tmp_path: Path) -> None:
     assert texts["blank-line"] == ["one\ntwo", "three", "four "]
 
 
+def test_a_long_window_of_zstandard_is_read_or_refused(tmp_path: Path) -> None:
+    """zstandard's own limit is 2^27 bytes; windows of more than 2^31 are beyond its library."""
+    path, texts = tmp_path / "a.jsonl.zst", [f"text {i}" for i in range(2000)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=31, enable_ldm=True)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # does not know the size
+    data = compressor.compress(lines) + compressor.flush()
+    assert zstandard.get_frame_parameters(data).window_size == 2**31
+    path.write_bytes(data)
+    assert [each.text for each in documents(path)] == texts  # type: ignore[union-attr]
+    path.write_bytes(data[:5] + bytes([data[5] + 8]) + data[6:])  # the exponent of the window in the frame's header
+    with pytest.raises(UserError, match=r"a\.jsonl\.zst: can't be decompressed in memory .*: compress it with a wind"):
+        documents(path)
+
+
 @pytest.mark.parametrize(
     ("rows", "key", "text"),
     [
@@ -138,8 +156,37 @@ def test_a_field_that_is_not_there_lists_those_that_are(tmp_path: Path, kind: st
 def test_an_object_may_follow_blank_lines(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(' \n\n{\n "text": "x"\n}\n')
     assert documents(tmp_path / "a.json") == [Document("x")]
-    (tmp_path / "a.json").write_text('[{"text": "x", "id": 18446744073709551615, "n": 1e400}, {"text": "y"}]')
-    assert documents(tmp_path / "a.json") == [Document("x"), Document("y")], "no number ends an array"
+
+
+ELEMENTS = [
+    *('{"text": "\\ud800"}', '{"text": "a", "text": "b"}', '{"n": 1e400, "text": "x"}', '{"n": NaN, "text": "x"}'),
+    *(
+        '{"id": 18446744073709551615, "text": "a [{,}] \\" \\\\"}',
+        '["text"]',
+        '{"x": [{"y": "]"}], "text": "\\n\\u00e9é"}',
+    ),
+    *('{"text": 1.5}', '{"text": "x"} {}', "{}}", f'{{"n": {"[" * 9999}{"]" * 9999}}}', '{"text": "last"}'),
+]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 2**20])
+def test_an_array_and_lines_of_json_give_the_same_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(json_array, "_CHUNK", chunk)
+    (tmp_path / "lines.jsonl").write_text("\n".join(ELEMENTS))
+    (tmp_path / "array.json").write_text(f"\ufeff \n[{' , '.join(ELEMENTS)} ]\n", encoding="utf-8")
+    wanted, elements = documents(tmp_path / "lines.jsonl", "text"), documents(tmp_path / "array.json", "text")
+    without_places = [each._replace(detail="") if isinstance(each, Problem) else each for each in elements]
+    assert without_places == [each._replace(detail="") if isinstance(each, Problem) else each for each in wanted]
+    reasons = [each.reason if isinstance(each, Problem) else "" for each in wanted]
+    assert reasons[:5] == ["not UTF-8", *["malformed"] * 3, ""]
+    texts = [each.text for each in wanted if isinstance(each, Document)]
+    assert texts == [json.loads(ELEMENTS[i])["text"] for i in (4, 6, -1)]
+    for array, count in (("[]", 0), ("[ ]", 0), ("[{}] {}", 2), ("[1,]", 2), ("[1", 1), ('["\\', 1), ("[", 1)):
+        (tmp_path / "array.json").write_text(array)
+        found = documents(tmp_path / "array.json")
+        assert len(found) == count and all(isinstance(each, Problem) for each in found), array
 
 
 def test_directories_globs_and_what_is_no_input(tmp_path: Path) -> None:
@@ -176,7 +223,8 @@ BAD: list[tuple[str, bytes, str, list[str]]] = [
     ("a.json", b'[{"text": "a"}, 3, {"text": "b"}]', "malformed", ["a", "b"]),
     ("a.json", b'[{"text": "a"}, {"text": "b"}, {"te', "unreadable", ["a", "b"]),
     ("a.json", b'[{"text": 1.5}, {"text": "b"}]', "no text", ["b"]),
-    ("a.json", b'[{"text": "a", "n": ' + b"[" * 9999 + b"]" * 9999 + b'}, {"text": "b"}]', "malformed", ["b"]),
+    ("a.json", b'[{"text": "%s"}, {"text": "b"}]' % (b"x" * 500), "too long", ["b"]),
+    ("a.json", b'[{"text": "a", "n": ' + b"[" * 150 + b"]" * 150 + b'}, {"text": "b"}]', "malformed", ["b"]),
     ("a.json", b'{"text": "a"}\n{"te\n{"text": "b"}', "malformed", ["a", "b"]),
     ("a.json", b'\n{"te\n{"text": "b"}', "malformed", ["b"]),
     ("a.csv", b"n,text\n1,a\n2,b,c\n3,d", "malformed", ["a", "d"]),
@@ -282,13 +330,31 @@ def test_a_data_set_of_the_hub_from_the_cache(tmp_path: Path) -> None:
     assert "without a network it must be in this machine's cache" in refused
 
 
-@pytest.mark.parametrize(
-    ("library", "name"), in_tiers([("pyarrow", "a.parquet"), ("ijson", "a.json")], [("ijson", "a.json")])
-)
-def test_a_library_that_is_missing_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, name: str
-) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
-    (tmp_path / name).write_bytes(b"[]")
-    with pytest.raises(UserError, match=rf"{name}.* needs {library}: pip install .*\[data\]"):
-        documents(tmp_path / name)
+def test_a_library_that_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(UserError, match=r"a\.parquet.* needs pyarrow: pip install .*\[data\]"):
+        documents(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("values", [pa.array([b"text"]), pa.nulls(1), pa.array([["text"]]), pa.array([{"a": "text"}])])
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_column_that_is_no_text_is_named_with_its_type(tmp_path: Path, kind: str, values: pa.Array) -> None:
+    table, path = pa.table({"text": values, "id": ["a"], "name": ["b"]}), tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    name = re.escape(str(values.type)).replace("item", "(item|element)")
+    for key in ("text", None):
+        with pytest.raises(UserError, match=rf"no key 'text' with a text; .* 'id', 'name', 'text' \({name}\): choose"):
+            documents(path, key)
+
+
+def test_a_closed_standard_input_is_one_line(tmp_path: Path) -> None:
+    words = ("-m", "zero_tp", "prepare", "--input", "-", "--tokenizer", "bpe:300", "--output", str(tmp_path / "out"))
+    command = " ".join(map(shlex.quote, (sys.executable, *words)))
+    done = subprocess.run(f"{command} <&-", shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: standard input is closed: pipe the documents to it, or name a file\n"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
+import re
+import unicodedata
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,7 +26,15 @@ from zero_tp.data import Prepared, PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.records import Document
-from zero_tp.data.similarity import EvaluationSets, exact_duplicates, near_duplicates, ngram_hashes, shingles, sketches
+from zero_tp.data.similarity import (
+    EvaluationSets,
+    exact_duplicates,
+    near_duplicates,
+    ngram_hashes,
+    shingles,
+    sketches,
+    words,
+)
 from zero_tp.errors import UserError
 
 run = partial(prepare_texts, validation=1)
@@ -129,6 +140,93 @@ def test_evaluation_sets(tmp_path: Path) -> None:
     (tmp_path / "wiki.txt").write_text(" = Another = \n words")
     with pytest.raises(UserError, match="was made with another decontaminate"):
         decontaminated()
+
+
+HELLASWAG = {
+    **{"ind": 24, "activity_label": "Roof shingle removal", "ctx_a": "A man is sitting on a roof.", "ctx_b": "he"},
+    "endings": [f"is using wrap number {i} to wrap a pair of skis and then rips level tiles off." for i in range(4)],
+    "choices": {"text": ["one of the first kind", "another of the second"], "label": ["A", "B"]},
+    **{"turns": [{"role": "user", "content": "how is it done"}, {"role": "assistant", "content": "with some care"}]},
+    **{"image": {"bytes": None, "path": "a.png"}, "score": None, "label": "3", "split": "val"},
+}
+
+
+def as_table(record: dict[str, Any]) -> pa.Table:
+    """The record with Arrow's nested types: list, large_list, fixed_size_list, list_view, map, struct, dictionary."""
+    table = pa.Table.from_pylist([record, record])
+    items = pa.array([list(record["choices"].items())] * 2, pa.map_(pa.string(), pa.list_(pa.string())))
+    image = pa.array([{"bytes": b"some thirteen words in an image are no text " * 9, "path": "a.png"}] * 2)
+    columns = {"choices": items, "image": image, "split": pa.array(["val"] * 2).dictionary_encode()}
+    for name, column in columns.items():
+        table = table.set_column(table.schema.get_field_index(name), name, column)
+    return table.append_column("bytes", pa.array([b"binary"] * 2))
+
+
+ENDINGS = {"list": pa.list_, "large": pa.large_list, "fixed": lambda kind: pa.list_(kind, 4), "view": pa.list_view}
+
+
+@pytest.mark.parametrize("kind", ENDINGS)
+def test_an_evaluation_set_has_the_same_ngrams_in_every_format(tmp_path: Path, kind: str) -> None:
+    strings = [
+        *("Roof shingle removal", "A man is sitting on a roof.", "he", *HELLASWAG["endings"]),
+        *("one of the first kind", "another of the second", "A", "B"),
+        *("user", "how is it done", "assistant", "with some care", "a.png", "3", "val"),
+    ]
+    wanted = np.unique(ngram_hashes(" ".join(strings)))
+    assert len(wanted) > 35
+    (tmp_path / "a.jsonl").write_text(json.dumps(HELLASWAG))
+    (tmp_path / "a.json").write_text(json.dumps([HELLASWAG, HELLASWAG]))
+    table = as_table(HELLASWAG)
+    endings = pa.array([HELLASWAG["endings"]] * 2, ENDINGS[kind](pa.string()))
+    table = table.set_column(table.schema.get_field_index("endings"), "endings", endings)
+    if kind != "view":  # Parquet has no such type
+        pq.write_table(table, tmp_path / "a.parquet")
+    for name, new in (("stream.arrow", pa.ipc.new_stream), ("file.arrow", pa.ipc.new_file)):
+        with new(tmp_path / name, table.schema) as writer:
+            writer.write_table(table)
+    pq.write_table(pa.Table.from_pylist([HELLASWAG]), tmp_path / "plain.parquet")
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        csv.writer(file).writerows([[f"column {i}" for i in range(len(strings))], strings])
+    for path in tmp_path.iterdir():
+        assert np.array_equal(EvaluationSets.read([path]).hashes, wanted), path.name
+
+
+def test_a_set_without_13_words_has_no_effect_and_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": [b"thirteen words in a column of bytes " * 9], "id": [1]}), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"question": "who?", "answers": ["a man", "a woman"] * 2}) + "\n" * 9)
+    for path in sorted(tmp_path.iterdir()):
+        with pytest.raises(UserError, match=rf"{path.name}: no record has 13 words, so it has no effect: leave it out"):
+            EvaluationSets.read([path])
+
+
+SENTENCES = {
+    "Devanagari": "मेरी किताबें मेज़ पर रखी हैं और दीवारों पर तस्वीरें टँगी हुई हैं",
+    "Bengali": "আমার বইগুলি টেবিলের উপরে রাখা আছে এবং দেওয়ালে ছবি টাঙানো আছে",
+    "Tamil": "என் புத்தகங்கள் மேசையின் மேல் உள்ளன சுவரில் படங்கள் தொங்குகின்றன இன்று",
+    "Thai": "หนังสือ ของฉัน วางอยู่ บนโต๊ะ และ รูปภาพ แขวนอยู่ ที่ผนัง ในห้อง นี้",
+    "Arabic": "كِتَابِي عَلَى الطَّاوِلَةِ وَالصُّوَرُ مُعَلَّقَةٌ عَلَى الْحَائِطِ فِي الْغُرْفَةِ الْكَبِيرَةِ",
+    "Hebrew": "הַסְּפָרִים שֶׁלִּי עַל הַשֻּׁלְחָן וְהַתְּמוּנוֹת תְּלוּיוֹת עַל הַקִּיר בַּחֶדֶר הַגָּדוֹל",
+}
+
+
+@pytest.mark.parametrize("script", SENTENCES)
+def test_words_keep_their_combining_marks(script: str) -> None:
+    """Words of text without punctuation are separated by spaces. With other vowels it is another text."""
+    sentence = SENTENCES[script]
+    assert words(f"«{sentence}».") == sentence.split()
+    eight = " ".join(sentence.split()[:8])
+    assert not len(ngram_hashes(eight)) and len(ngram_hashes(f"{eight} {eight}")) == 4
+    marks = sorted({letter for letter in sentence if unicodedata.category(letter)[0] == "M"})
+    others = sentence.translate(str.maketrans(dict(zip(marks, [*marks[1:], marks[0]], strict=True))))
+    sketched = sketches([sentence, others, sentence])
+    (pair,) = near_duplicates(enumerate(sketched), sketched.__getitem__)
+    assert (pair.document, pair.earlier, pair.similarity) == (2, 0, 1.0)
+
+
+def test_words_of_latin_text_are_runs_of_letters_and_digits() -> None:
+    for text in islice(read_documents(ROOT / "launch/corpus/sotu.jsonl.gz"), 20):
+        text += " x² naïve_1 ÆØÅ ❤️ 👩‍💻 №5"
+        assert words(text) == re.findall(r"\w+", text.lower())
 
 
 def test_length_and_unicode(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -144,6 +145,22 @@ def test_an_output_that_was_about_to_be_replaced_is_put_back(tmp_path: Path, mon
     files.clear_partial(target)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_merge_into_a_mount_point_moves_files_inside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "model"
+    target.mkdir()
+    replace = os.replace
+
+    def within(source: Path, destination: Path) -> None:
+        if target not in source.parents:  # another file system
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", within)
+    for _ in range(2):
+        export(target, merge=True)
+    assert {path.name for path in target.iterdir()} == {"config.json", "generation_config.json", SINGLE}
 
 
 def test_two_processes_finish_the_same_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,11 @@ class MaskedObjective(ConfigModel):
 
 class Data(ConfigModel):
     train: Corpora = Field(description="Prefix of a `.bin/.idx` corpus, or `{prefix: weight}` for a mixture.")
-    validation: Corpora | None = Field(None, description="As `data.train`, for the validation loss.")
+    validation: Corpora | None = Field(
+        None,
+        description="As `data.train`, for the validation loss: the mean of the corpora's losses, weighted. Each corpus "
+        "has its weight's share of `evaluation.batches`.",
+    )
     sequence_length: Positive = Field(description="Tokens of one sample; at most the model's positions.")
     document_attention: Literal["continue", "reset"] = Field(
         "continue",

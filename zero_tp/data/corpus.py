@@ -90,8 +90,7 @@ def prepare(
         reusable: Callable[[], dict[str, Any]] = compute_identity if can_resume or not overwrite else dict
         if (reused := find_reusable(output, reusable, overwrite)) is not None:
             clear_partial(real_output, (TOKENIZER,))
-            if Spool(spool_directory).identity == identity:  # its process was killed after it wrote the output
-                shutil.rmtree(spool_directory, ignore_errors=True)
+            _clear_finished(spool_directory, identity, real_output)
             if strict and (problems := reused.report["documents"]["problems"]):
                 raise UserError("{where}: {detail}".format(**problems[0]))
             return reused
@@ -141,6 +140,15 @@ def _open_spool(directory: Path, identity: dict[str, Any], overwrite: bool, can_
     finally:
         if not (can_resume and (directory / COMMITTED).exists()):
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _clear_finished(directory: Path, identity: dict[str, Any], output: Path) -> None:
+    """Remove the spool of a process that was killed after it wrote the output, unless another process uses it."""
+    if directory.exists():
+        with contextlib.suppress(UserError), partial_directory(output, (TOKENIZER,)):
+            committed = Spool(directory).identity
+            if committed is None or not differing_settings(committed, identity):
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 class Preparation:

@@ -24,18 +24,19 @@ import zstandard
 
 from zero_tp.data.formats import FORMATS, STREAMS, TABLES, choose_json_key, read_hub
 from zero_tp.data.records import EVERY_STRING, HUB, Document, Problem, Record, RecordBlock, Source, location, parse_dict
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, first_line
 from zero_tp.files import open_regular
 
 STDIN = "-"
 _BLOCK_BYTES, _BLOCK_RECORDS = 2**20, 10_000
 # Compressed data is read in small pieces: 2 KiB may decompress to 64 MiB, and an error loses all of its piece.
 _READ_BYTES, _COMPRESSED_BYTES = 2**20, 2**11
+_MAX_WINDOW = 2**31  # bytes; zstd --long=31, the largest window that zstd compresses with. It needs as much memory.
 COMPRESSIONS: dict[str, Callable[[], Any]] = {
     ".gz": partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
     ".bz2": bz2.BZ2Decompressor,
     ".xz": lzma.LZMADecompressor,
-    ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
+    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj(),
 }
 """Ending of a file → a decompressor of one frame."""
 
@@ -78,6 +79,8 @@ def find_sources(
     sources: list[Source] = []
     for name in map(str, inputs):
         if name == STDIN:
+            if sys.stdin is None:  # the shell's `<&-`
+                raise UserError("standard input is closed: pipe the documents to it, or name a file")
             sources.append(Source("standard input", stdin_kind, text_key, documents))
         elif name.startswith(HUB):
             sources.append(Source(name, "hub", text_key, documents))
@@ -170,7 +173,7 @@ def _records(source: Source) -> Iterator[Record]:
         ending, place = source.path.suffix if source.path is not None else "", 0
         is_compressed = ending in COMPRESSIONS
         stored = _stored_bytes(source, raw, _COMPRESSED_BYTES if is_compressed else _READ_BYTES)
-        pieces = _decompress(stored, COMPRESSIONS[ending]) if is_compressed else stored
+        pieces = _decompress(source.name, stored, COMPRESSIONS[ending]) if is_compressed else stored
         try:
             for record in STREAMS[source.kind](source, io.BufferedReader(_ByteStream(pieces), _READ_BYTES)):
                 place = record.place
@@ -232,10 +235,12 @@ def _stored_bytes(source: Source, raw: IO[bytes], size: int) -> Iterator[bytes]:
     source.sha256 = digest.hexdigest()
 
 
-def _decompress(stored: Iterator[bytes], new_decompressor: Callable[[], Any]) -> Iterator[bytes]:
+def _decompress(name: str, stored: Iterator[bytes], new_decompressor: Callable[[], Any]) -> Iterator[bytes]:
     """Yield the decompressed bytes of a file, which may have several frames, with zeros after each.
 
-    A frame that is damaged or cut raises an EOFError; the readers of zstandard and fsspec end silently there.
+    Raises:
+        EOFError: a frame is damaged or cut; the readers of zstandard and fsspec end silently there.
+        UserError: the file is valid, but this machine or zstandard can't decompress it.
     """
     frame: Any = None
     for data in stored:
@@ -243,7 +248,10 @@ def _decompress(stored: Iterator[bytes], new_decompressor: Callable[[], Any]) ->
             frame = frame or new_decompressor()
             try:
                 piece = frame.decompress(data)
-            except (OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
+            except (OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, MemoryError) as error:
+                if isinstance(error, MemoryError) or "memory" in str(error):  # zstandard has one class of errors
+                    problem = f"{name}: can't be decompressed in memory ({first_line(error)})"
+                    raise UserError(f"{problem}: compress it with a window of at most 2 GiB (--long=31)") from error
                 raise EOFError(str(error)) from error
             yield piece
             data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)

@@ -17,6 +17,7 @@ from itertools import groupby
 from types import ModuleType
 from typing import IO, Any
 
+from zero_tp.data.json_array import array_elements
 from zero_tp.data.records import (
     EVERY_STRING,
     HUB,
@@ -28,9 +29,8 @@ from zero_tp.data.records import (
     Source,
     choose_key,
     parse_dict,
-    require_object,
 )
-from zero_tp.errors import UserError, first_line, one_line
+from zero_tp.errors import UserError, first_line, json_kind, one_line
 
 DOCUMENT_UNITS = ("file", "line", "blank-line")
 """The units of a .txt file that can be one document."""
@@ -69,12 +69,13 @@ def _lines(source: Source, file: IO[bytes]) -> Iterator[Record]:
 
 def choose_json_key(source: Source, records: Sequence[Record]) -> None:
     """Choose the field of the text from the objects of the first block. UserError: they have no such field."""
-    fields: dict[str, bool] = {}
+    fields: dict[str, str | None] = {}
     for _, content in records:
         parsed = parse_dict(content) if isinstance(content, bytes) else content
         if isinstance(parsed, dict):
             for name, value in parsed.items():
-                fields[name] = fields.get(name, False) or isinstance(value, str)
+                kind = None if isinstance(value, str) else json_kind(type(value).__name__)
+                fields[name] = kind if fields.get(name, "") is not None else None
     preferred = source.text_key or TEXT_KEYS[0]
     source.key = preferred if preferred in fields or not fields else choose_key(fields, source)
 
@@ -99,20 +100,14 @@ def _json(source: Source, file: io.BufferedReader) -> Iterator[Record]:
 
 
 def _json_array(source: Source, file: io.BufferedReader) -> Iterator[Record]:
-    ijson = import_optional("ijson", f"{source.name}: an array of JSON")
-    if file.peek(3).startswith(codecs.BOM_UTF8):
-        file.read(3)
+    while file.read(1) != b"[":  # a byte order mark and white space
+        pass
     number = 0
     try:
-        for number, item in enumerate(ijson.items(file, "item"), start=1):
-            content = require_object(item)
-            try:
-                str(content)  # fails here instead of in `group_records`, which calls it, too
-            except RecursionError:
-                content = Problem("malformed", "not valid JSON: nested too deeply")
-            yield Record(number, content)
-    except (ijson.JSONError, UnicodeDecodeError) as error:
-        yield Record(number + 1, Problem("unreadable", f"not valid JSON ({first_line(error)}): the rest of it is lost"))
+        for number, element in enumerate(array_elements(file, MAX_LINE_BYTES), start=1):
+            yield Record(number, _limit(element, "record"))
+    except EOFError as error:
+        yield Record(number + 1, Problem("unreadable", f"not a whole array of JSON ({error}): the rest of it is lost"))
 
 
 def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
@@ -137,11 +132,12 @@ def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _choose_columns(source: Source, fields: Mapping[str, bool]) -> list[str]:
-    """Choose the field of the text of a table, and return the columns to read."""
+def _choose_columns(source: Source, fields: Mapping[str, str | None]) -> list[str]:
+    """Choose the field of the text of a table, and return the columns to read; `fields` as in `choose_key`."""
     source.key = choose_key(fields, source)
-    wanted = fields if source.key == EVERY_STRING else (source.key, TITLE)
-    return [name for name, is_text in fields.items() if is_text and name in wanted]
+    if source.key == EVERY_STRING:
+        return list(fields)
+    return [name for name, kind in fields.items() if kind is None and name in (source.key, TITLE)]
 
 
 def _csv(source: Source, file: io.BufferedReader) -> Iterator[Record]:
@@ -156,7 +152,7 @@ def _csv(source: Source, file: io.BufferedReader) -> Iterator[Record]:
         return
     if header is None:
         return
-    columns = {name: header.index(name) for name in _choose_columns(source, dict.fromkeys(header, True))}
+    columns = {name: header.index(name) for name in _choose_columns(source, dict.fromkeys(header))}
     while True:
         place = rows.line_num + 1
         try:
@@ -180,7 +176,7 @@ def _arrow(source: Source, file: IO[bytes]) -> Iterator[Record]:
     try:
         for batch in (_parquet_batches if source.kind == "parquet" else _ipc_batches)(source, file):
             names = batch.schema.names
-            columns = [_column_bytes(batch.column(name), pyarrow) for name in names]
+            columns = [_column_values(batch.column(name), pyarrow) for name in names]
             for values in zip(*columns, strict=True):
                 row += 1
                 yield Record(row, dict(zip(names, values, strict=True)))
@@ -191,9 +187,15 @@ def _arrow(source: Source, file: IO[bytes]) -> Iterator[Record]:
         yield Record(row + 1, Problem("unreadable", detail))
 
 
+_TEXT_TYPES = ("string", "large_string", "string_view", "dictionary<values=string,", "dictionary<values=large_string,")
+
+
+def _is_text(kind: Any) -> bool:
+    return str(kind).startswith(_TEXT_TYPES)
+
+
 def _text_columns(source: Source, schema: Any) -> list[str]:
-    kinds = ("string", "large_string", "dictionary<values=string,")
-    return _choose_columns(source, {field.name: str(field.type).startswith(kinds) for field in schema})
+    return _choose_columns(source, {field.name: None if _is_text(field.type) else str(field.type) for field in schema})
 
 
 def _parquet_batches(source: Source, file: IO[bytes]) -> Iterator[Any]:
@@ -215,17 +217,30 @@ def _ipc_batches(source: Source, file: IO[bytes]) -> Iterator[Any]:
             yield batch.select(columns).slice(start, _ROWS)
 
 
-def _column_bytes(column: Any, pyarrow: ModuleType) -> list[bytes | None]:
-    """Return the texts of a column as bytes, because a text that is not UTF-8 is a problem of its row alone.
+def _column_values(column: Any, pyarrow: ModuleType) -> list[Any]:
+    """Return the values of a column as JSON has them: texts, lists of them and dicts; None for all other values.
 
-    Reading a damaged column unchecked would crash the process; validation raises ArrowInvalid.
+    A text is returned as bytes, because one that is not UTF-8 is a problem of its row alone. Reading a damaged column
+    unchecked would crash the process; validation raises ArrowInvalid.
     """
+    if not _is_text(column.type):
+        column.validate(full=True)
+        return [_without_bytes(value) for value in column.to_pylist(maps_as_pydicts="strict")]
     is_dictionary = hasattr(column, "dictionary")
     column.validate(full=is_dictionary)
     binary = (column.dictionary_decode() if is_dictionary else column).cast(pyarrow.large_binary())
     binary.validate(full=True)
     texts: list[bytes | None] = binary.to_pylist()
     return texts
+
+
+def _without_bytes(value: Any) -> Any:
+    """Return a nested value without binary ones, such as images, because only strings are texts."""
+    if isinstance(value, dict):
+        return {name: _without_bytes(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_bytes(inner) for inner in value]
+    return value if isinstance(value, str) else None
 
 
 def read_hub(source: Source) -> Iterator[Record]:
@@ -242,8 +257,9 @@ def read_hub(source: Source) -> Iterator[Record]:
         features = stream.features or {key: None for key in next(iter(stream), {})}
         if not features:
             return
-        texts = {key: getattr(kind, "dtype", "string") in ("string", "large_string") for key, kind in features.items()}
-        for row, values in enumerate(stream.select_columns(_choose_columns(source, texts)), start=1):
+        types = {key: str(getattr(kind, "dtype", "string")) for key, kind in features.items()}
+        fields = {key: None if kind in ("string", "large_string") else kind for key, kind in types.items()}
+        for row, values in enumerate(stream.select_columns(_choose_columns(source, fields)), start=1):
             yield Record(row, values)
     except (UserError, GeneratorExit):
         raise

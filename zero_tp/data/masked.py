@@ -18,7 +18,7 @@ one.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -289,10 +289,10 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
 class MaskedValidation(FixedSamples[MaskedBatch]):
     """Validation samples of the masked objective: all windows of held-out corpora, with the same masks each time."""
 
-    def __init__(self, prefixes: Iterable[str], row_builder: MaskedRowBuilder) -> None:
+    def __init__(self, prefixes: Collection[str], row_builder: MaskedRowBuilder) -> None:
         corpora = [IndexedCorpus(prefix) for prefix in prefixes]
         self.row_builder, self._windows = row_builder, [row_builder.windows(corpus) for corpus in corpora]
-        super().__init__(corpora, [len(windows) for windows in self._windows])
+        super().__init__(prefixes, corpora, [len(windows) for windows in self._windows])
 
     def _batch(self, numbers: list[int], rows: int) -> MaskedBatch:
         batch = [self.row_builder.empty()] * rows

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import codecs
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_tp.errors import UserError, json_kind, one_line
 from zero_tp.files import MAX_FILE_BYTES
-from zero_tp.strict_json import InvalidJson, parse_json
+from zero_tp.strict_json import InvalidJson, InvalidUnicode, parse_json
 from zero_tp.validation import ConfigModel
 
 TEXT_KEYS = ("text", "content", "body", "document", "raw_content", "article")
@@ -154,7 +154,10 @@ def document_of(content: RecordContent | Problem, key: str | None) -> Document |
     elif key in content:
         text = content[key]
     else:
-        return Problem("no text", f"no key {key!r}; the keys found are {_names(content)}: choose one with --text-key")
+        return Problem(
+            "no text",
+            f"no key {key!r}; the keys found are {_names(dict.fromkeys(content))}: choose one with --text-key",
+        )
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
@@ -187,19 +190,16 @@ def parse_dict(line: bytes) -> dict[str, Any] | Problem:
     try:
         record = parse_json(line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n"))
     except InvalidJson as error:
-        return Problem("not UTF-8" if "UTF-8" in str(error) else "malformed", str(error))
-    return require_object(record)
+        return Problem("not UTF-8" if isinstance(error, InvalidUnicode) else "malformed", str(error))
+    if isinstance(record, dict):
+        return record
+    return Problem("malformed", f"a JSON object is needed, found {json_kind(type(record).__name__)}")
 
 
-def require_object(value: Any) -> dict[str, Any] | Problem:
-    """Return a JSON value if it is an object, else a Problem."""
-    if isinstance(value, dict):
-        return value
-    return Problem("malformed", f"a JSON object is needed, found {json_kind(type(value).__name__)}")
-
-
-def _names(fields: Iterable[str]) -> str:
-    return one_line(", ".join(sorted(map(repr, fields))), 500) or "none"
+def _names(fields: Mapping[str, str | None]) -> str:
+    """Return the names of fields, with the types of those that are no strings."""
+    names = sorted(repr(name) + (f" ({kind})" if kind else "") for name, kind in fields.items())
+    return one_line(", ".join(names), 500) or "none"
 
 
 def text_of(record: dict[str, Any], location: str, text_key: str) -> str:
@@ -210,14 +210,14 @@ def text_of(record: dict[str, Any], location: str, text_key: str) -> str:
     return document.text
 
 
-def choose_key(fields: Mapping[str, bool], source: Source) -> str:
+def choose_key(fields: Mapping[str, str | None], source: Source) -> str:
     """Return the field of the text: the `text_key`, or the first of `TEXT_KEYS`, or the only field that is a string.
 
-    `fields`: name → whether it is a string. UserError: there is no such field.
+    `fields`: name → None for strings, else the name of its type. UserError: there is no such field.
     """
     if source.text_key == EVERY_STRING:
         return EVERY_STRING
-    texts = [name for name, is_text in fields.items() if is_text]
+    texts = [name for name, kind in fields.items() if kind is None]
     candidates = (*TEXT_KEYS, *(texts if len(texts) == 1 else ()))
     for name in candidates if source.text_key is None else (source.text_key,):
         if name in texts:

@@ -10,7 +10,7 @@ Letters: s sequence length, B global batch, m micro-batch, d data-parallel size,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -194,17 +194,29 @@ class _Blend:
 class FixedSamples(ABC, Generic[BatchType]):
     """Validation samples: the windows of held-out corpora in a fixed order, corpus after corpus.
 
-    Sum the losses and divide by the number of labels that aren't -100: a mean of batch means would weigh padding.
+    A figure of several corpora is the mean of the corpora's own figures, weighted with `shares`. To compute the figure
+    of a corpus, sum the losses and divide by the number of labels that aren't -100: a mean of batch means would weigh
+    padding.
+
+    Args:
+        prefixes: corpus prefix → weight, in any unit; without weights they are equal.
+        corpora, windows: the corpora in that order, and the number of windows of each.
     """
 
-    def __init__(self, corpora: list[IndexedCorpus], windows: list[int]) -> None:
+    def __init__(self, prefixes: Collection[Any], corpora: list[IndexedCorpus], windows: list[int]) -> None:
         _check_windows(corpora, windows)
-        self.corpora = corpora
+        self.corpora, self.windows = corpora, windows
+        weights = list(prefixes.values()) if isinstance(prefixes, Mapping) else [1.0] * len(corpora)
+        self._weights = [weight / sum(weights) for weight in weights]
         self._first = np.concatenate([[0], np.cumsum(windows)])
 
     def __len__(self) -> int:
         """Return the number of windows."""
         return int(self._first[-1])
+
+    def shares(self, limit: int) -> list[tuple[float, int]]:
+        """Return the share of each corpus in the weights, and its windows of `limit` by that share, at least one."""
+        return [(weight, max(1, round(limit * weight))) for weight in self._weights]
 
     def _locate(self, i: int) -> tuple[int, int]:
         """Return the corpus of window i, and the window's number in it."""
@@ -215,20 +227,23 @@ class FixedSamples(ABC, Generic[BatchType]):
     def _batch(self, numbers: list[int], rows: int) -> BatchType:
         """Return windows as the first rows of a batch of `rows`; the other rows have only labels -100."""
 
-    def batches(self, limit: int | None, micro_batch: int, data_rank: int, data_size: int) -> Iterator[BatchType]:
+    def batches(
+        self, limit: int | None, micro_batch: int, data_rank: int, data_size: int, corpus: int | None = None
+    ) -> Iterator[BatchType]:
         """Yield one rank's batches, of one shape and as many on every rank: ZeRO-3 gathers weights in lock-step.
 
         Args:
             limit: windows to score over all ranks, evenly spread; None: all. The topology never changes which they are.
             micro_batch: m rows a batch; rows beyond the last window have only labels -100.
+            corpus: the number of a corpus; None: the windows of all.
         """
         assert 0 <= data_rank < data_size
-        total = len(self)
+        offset, total = (0, len(self)) if corpus is None else (int(self._first[corpus]), self.windows[corpus])
         count = total if limit is None else min(limit, total)
         # Start and end shift equally, so every rank yields the same number of batches.
         for first in range(data_rank * micro_batch, count + data_rank * micro_batch, micro_batch * data_size):
             numbers = range(first, min(first + micro_batch, count))
-            yield self._batch([n * total // count for n in numbers], micro_batch)
+            yield self._batch([offset + n * total // count for n in numbers], micro_batch)
 
 
 class ValidationSamples(FixedSamples[Batch]):
@@ -239,11 +254,14 @@ class ValidationSamples(FixedSamples[Batch]):
     """
 
     def __init__(
-        self, prefixes: str | Path | Iterable[str | Path], sequence_length: int, *, separate: bool = False
+        self, prefixes: str | Path | Collection[str | Path], sequence_length: int, *, separate: bool = False
     ) -> None:
         self.sequence_length, self.separate = sequence_length, separate
-        corpora = [IndexedCorpus(prefix) for prefix in ([prefixes] if isinstance(prefixes, str | Path) else prefixes)]
-        super().__init__(corpora, [-(-_count_targets(corpus, separate) // sequence_length) for corpus in corpora])
+        prefixes = [prefixes] if isinstance(prefixes, str | Path) else prefixes
+        corpora = [IndexedCorpus(prefix) for prefix in prefixes]
+        super().__init__(
+            prefixes, corpora, [-(-_count_targets(corpus, separate) // sequence_length) for corpus in corpora]
+        )
 
     def _batch(self, numbers: list[int], rows: int) -> Batch:
         s = self.sequence_length

@@ -22,7 +22,8 @@ from zero_tp.strict_json import read_json
 from zero_tp.validation import ConfigModel, Count, Positive, validate
 
 FORMAT = 1  # increment it when the same settings give other files
-SPOOL_FORMAT = 6  # increment it when the format of a spool changes
+WORD_RULE = 2  # increment it when `similarity.words` changes
+SPOOL_FORMAT = 7  # increment it when the format of a spool changes
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ def output_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: Pr
         "text_key": settings.text_key or "text",
         **({"documents": settings.documents} if settings.documents != "file" else {}),
         **settings.enabled_options(),
+        **({"word_rule": WORD_RULE} if settings.deduplicate == "near" or settings.decontaminate else {}),
     }
 
 

@@ -36,15 +36,22 @@ def run_callbacks(state: TrainState, watch: Watchdog, others: Sequence[Callback]
 
 
 class Validation(Callback):
-    """Log the loss [nats] and the objective's other figures over `evaluation.batches` of the validation corpora."""
+    """Log the loss [nats] and the objective's other figures over `evaluation.batches` of the validation corpora.
+
+    Several corpora count by their weights in `data.validation`, whatever their sizes.
+    """
 
     def on_evaluate(self, state: TrainState) -> None:
         samples, config, topology = state.inputs.validation, state.config, state.topology
         if samples is None:
             return
         limit = config.zero_tp.evaluation.batches * config.global_batch
-        batches = samples.batches(limit, config.micro_batch, topology.data_rank, topology.data)
-        self.log(state, state.engine.evaluate([batch.to(state.engine.device) for batch in batches]))
+        figures: dict[str, float] = {}
+        for corpus, (share, windows) in enumerate(samples.shares(limit)):
+            batches = samples.batches(windows, config.micro_batch, topology.data_rank, topology.data, corpus)
+            means = state.engine.evaluate([batch.to(state.engine.device) for batch in batches])
+            figures = {name: figures.get(name, 0.0) + share * mean for name, mean in means.items()}
+        self.log(state, figures)
 
     def log(self, state: TrainState, figures: Mapping[str, float]) -> None:
         """Print and log the figures; a loss without other figures gets its perplexity."""

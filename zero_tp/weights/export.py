@@ -27,7 +27,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from zero_tp.architectures import Weight, aliases_of, architecture_of, native_class_of, to_hf, weights_of
 from zero_tp.architectures.configs import CONFIG
 from zero_tp.errors import UserError, first_line
-from zero_tp.files import partial_directory, put_in_place, read_regular
+from zero_tp.files import check_replaceable, partial_directory, put_in_place, read_regular
 from zero_tp.parallel.agreement import on_rank_zero
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
@@ -119,6 +119,7 @@ def check_target(target: Path, overwrite: bool) -> None:
     entries = [entry.name for entry in target.iterdir()] if target.is_dir() else ["a file"]
     if entries and ("config.json" not in entries or "checkpoints" in entries or ".git" in entries):
         raise UserError(f"{target}: exists and is no Hugging Face model, so it is not replaced; give another --output")
+    check_replaceable(target)
 
 
 def write_native(
@@ -158,7 +159,9 @@ def write_native(
         [replace(entry, name=file_names.get(entry.name, entry.name)) for entry in entries], max_shard_size
     )
     target = Path(os.path.realpath(target))
-    with partial_directory(target) as temporary:
+    merge = merge and target.is_dir()
+    # Files are moved only within a file system, and the target of a merge may be a mount point.
+    with partial_directory(target / CONFIG if merge else target) as temporary:
         _write_weights(temporary, shards)
         native.config.save_pretrained(temporary)
         settings = generation or getattr(native, "generation_config", None)
@@ -169,7 +172,7 @@ def write_native(
             _copy_tokenizer(tokenizer, temporary, getattr(native.config, "max_position_embeddings", None))
         if card is not None and not _is_edited(target / CARD):
             (temporary / CARD).write_text(f"{card}\n{_digest_line(card)}\n", encoding="utf-8")
-        if merge and target.is_dir():
+        if merge:
             _move_into(temporary, target)
         else:
             put_in_place(temporary, target, _is_weights)

@@ -1,0 +1,64 @@
+"""Split a JSON array into its elements, unparsed: the parser of JSON lines then reads each of them."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+
+_STRING = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)  # the rest of a string, up to its quote
+_BETWEEN, _INSIDE = re.compile(rb'["\[\]{,]'), re.compile(rb'["\[\]{}]')  # where to stop, at depth 0 and below
+_CHUNK = 2**20
+
+
+def array_elements(file: io.BufferedReader, limit: int) -> Iterator[bytes]:
+    """Yield the bytes of each element of an array, whose `[` has been read.
+
+    Brackets, strings and commas are followed, nothing is parsed. So a bad element costs no other.
+
+    Args:
+        limit: memory bound; the rest of an element of more bytes is skipped, and more than `limit` bytes are yielded.
+
+    Raises:
+        EOFError: the array does not end, or something follows it.
+    """
+    element, depth, in_string, rest, is_first = bytearray(), 0, False, b"", True
+    while chunk := file.read1(_CHUNK):
+        data, position, start = rest + chunk, 0, 0
+        rest = b""
+        while position < len(data):
+            if in_string:
+                match = _STRING.match(data, position)
+                assert match is not None  # it may be empty
+                position = match.end()
+                if data[position:] == b"\\":  # the byte that it escapes is in the next chunk
+                    rest = b"\\"
+                    break
+                in_string, position = position == len(data), position + 1
+                continue
+            match = (_INSIDE if depth else _BETWEEN).search(data, position)
+            if match is None:
+                break
+            mark, position = match[0], match.end()
+            in_string = mark == b'"'
+            if depth or mark in b"[{":
+                depth += (mark in b"[{") - (mark in b"]}")
+            elif mark in b",]":
+                element += data[start : match.start()]
+                if mark == b"," or not is_first or element.strip():
+                    yield bytes(element)
+                if mark == b"]":
+                    _check_end(data[position:], file)
+                    return
+                is_first, start = False, position
+                element.clear()
+        if len(element) <= limit:
+            element += data[start : len(data) - len(rest)]
+    raise EOFError("it ends inside the array")
+
+
+def _check_end(data: bytes, file: io.BufferedReader) -> None:
+    while not data.strip():
+        if not (data := file.read1(_CHUNK)):
+            return
+    raise EOFError("text follows the array")
