@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,6 +51,20 @@ class HuggingFaceModel(PretrainedWeights):
         """Return whether a forward with these options is an evaluation, in which transformers' models return logits."""
         asks_for_losses = options.get("return_logits") is not None or options.get("reduction", "mean") != "mean"
         return not (asks_for_losses or self.training or torch.is_grad_enabled())
+
+    def _undefined_means(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the divisors of an evaluation, with nan instead of 0: as in torch, no labels have no mean.
+
+        In training a micro-batch without labels has the loss 0, because other micro-batches of its step may have some.
+        """
+        if self.training or torch.is_grad_enabled():
+            return {}
+        divisors = {name: options.get(name) for name in ("num_items_in_batch", "num_rows_in_batch")}
+        return {
+            name: torch.where(torch.as_tensor(divisor) == 0, math.nan, divisor)
+            for name, divisor in divisors.items()
+            if divisor is not None
+        }
 
     def resize_token_embeddings(  # type: ignore[override]
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
