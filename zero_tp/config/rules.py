@@ -128,8 +128,8 @@ def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
     yield refused(
         "scheduler.type",
         config.entry_point is EntryPoint.TRAINER and kind in TRANSFORMERS_SCHEDULES,
-        "as a schedule of transformers in ZeroTPTrainer: Trainer reads DeepSpeed's schedules here; leave the block out, "
-        "and use lr_scheduler_type",
+        "as a schedule of transformers in ZeroTPTrainer: Trainer reads DeepSpeed's schedules here; leave the block "
+        "out, and use lr_scheduler_type",
     )
     yield refused(
         f"{OPTIMIZER}.nesterov",

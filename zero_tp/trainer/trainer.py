@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -119,6 +120,12 @@ class TensorParallel(Base):
                 "give optimizer_cls_and_kwargs"
             )
         self.model_accepts_loss_kwargs = True  # losses of tokens and of rows are sums here
+        if not self.model.spec.causal and args.gradient_accumulation_steps > 1 and self.topology.rank == 0:
+            warnings.warn(
+                "ZeroTPTrainer: the loss is the mean over a step's labels; plain Trainer adds up the mean losses of an "
+                "encoder's micro-batches",
+                stacklevel=2,
+            )
         if args.label_names is None and not self.model.spec.sentence_head:
             self.label_names = ["labels"]
 
