@@ -146,6 +146,7 @@ def keys_of(changes: dict[str, Any]) -> set[str]:
 IN_TRAINER: dict[str, dict[str, Any]] = {
     "activation_checkpointing": {"partition_activations": True},
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}},
+    "scheduler": {"type": "constant"},
 }
 """Blocks that a run's file may have and a Trainer's config may not."""
 

@@ -15,9 +15,11 @@ import torch
 from transformers import GPT2LMHeadModel, TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
+from tests.support.encoders import encoder
 from tests.support.launched import free_port, run
+from tests.support.native import parallel_model
 from tests.support.settings import gpt2_config
-from tests.support.tiny_models import speeches, tiny_gpt2
+from tests.support.tiny_models import bert_fields, speeches, tiny_gpt2
 from tests.tiers import THOROUGH
 from zero_tp.checkpoint.resume_point import ResumePoint
 from zero_tp.errors import UserError
@@ -210,7 +212,7 @@ def test_an_optimizer_of_the_same_name_in_another_library_is_refused() -> None:
     """bitsandbytes has an AdamW too, whose states are in blocks of a whole tensor."""
     weight = torch.nn.Parameter(torch.zeros(2))
     other = type("AdamW", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})([weight], lr=0.1)
-    with pytest.raises(UserError, match=r"^optimizer AdamW of bitsandbytes: a rank holds shards"):
+    with pytest.raises(UserError, match=r"^optimizer AdamW of bitsandbytes is refused: its update of a tensor may"):
         _sharded_optimizer(other, {})
     optimizer = torch.optim.AdamW([weight])
     assert _sharded_optimizer(optimizer, {}) is optimizer
@@ -252,3 +254,35 @@ def test_a_script_compiles_no_collectives(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", SCRIPT], tmp_path, limit=300, variables=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "trained 1"
+
+
+def test_rows_without_the_label_of_a_sentence_head_are_refused() -> None:
+    """transformers' class returns no loss, and plain Trainer ends with a traceback."""
+    trainer = object.__new__(TensorParallel)
+    fields = bert_fields(model_type="bert", num_hidden_layers=1, vocab_size=40)
+    trainer.model = parallel_model(encoder(fields, 0), Topology(world=1)).train()
+    trainer.topology, trainer.args = Topology(world=1), cast(Any, SimpleNamespace(device=torch.device("cpu")))
+    tokens = torch.arange(8).view(2, 4)
+    with pytest.raises(UserError, match=r"^next_sentence_label: the rows have none, .*BertForMaskedLM$"):
+        trainer.compute_loss(trainer.model, {"input_ids": tokens, "labels": tokens})
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["model.safetensors", "trainer_state.json"], True),
+        (["model-00001-of-00002.safetensors", "rng_state_0.pth"], True),
+        (["model.safetensors", "optimizer.pt", "scheduler.pt"], False),
+        (["model.safetensors", "global_step4"], False),
+        (["model.safetensors", "checkpoints"], False),
+        (["trainer_state.json"], False),
+    ],
+)
+def test_a_checkpoint_with_weights_alone_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], expected: bool
+) -> None:
+    """Optimizer states of plain Trainer or DeepSpeed would be lost without a word."""
+    monkeypatch.setattr(checkpoints, "on_rank_zero", lambda find: find())
+    for name in names:
+        (tmp_path / name).touch()
+    assert checkpoints.has_only_weights(tmp_path) is expected

@@ -47,6 +47,7 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
         attention_bias=True,
         mlp_bias=True,
         padding_token=None,
+        word_token_types=True,
         residual_std=config.initializer_range / (2 * config.n_layer) ** 0.5,
         dropouts=common.dropouts(config, embedding="embd_pdrop", residual="resid_pdrop", attention="attn_pdrop"),
     )

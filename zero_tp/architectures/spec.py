@@ -77,6 +77,7 @@ class TransformerSpec:
             its whole row, and the model has the heads of masked pretraining (models/head.py).
         sentence_head: the encoder has a pooler and a sentence head.
         token_types: rows of the token type embedding; 0 means none.
+        word_token_types: token types are token ids, and the word embedding has their vectors.
         embedding_norm: a norm follows the sum of the embeddings.
         tied: whether the output layer is the word embedding.
         padding_token: its row of the word embedding starts as zeros and gets no gradient from the look-up.
@@ -114,6 +115,7 @@ class TransformerSpec:
     causal: bool = True
     sentence_head: bool = False
     token_types: int = 0
+    word_token_types: bool = False
     embedding_norm: bool = False
 
     @property

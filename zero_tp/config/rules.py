@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal
 
 from zero_tp.config.deepspeed import ZERO, refusal
-from zero_tp.config.schedule import LENGTHS, WARMUPS
+from zero_tp.config.schedule import LENGTHS, TRANSFORMERS_SCHEDULES, WARMUPS
 from zero_tp.config.typed import EntryPoint, TypedConfig
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError
@@ -124,6 +124,12 @@ def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
         "zero_allow_untested_optimizer",
         config.stage > 0 and is_sgd and not config["zero_allow_untested_optimizer"],
         "as false with ZeRO and SGD: DeepSpeed has not tested SGD under ZeRO; set it to true, or use AdamW",
+    )
+    yield refused(
+        "scheduler.type",
+        config.entry_point is EntryPoint.TRAINER and kind in TRANSFORMERS_SCHEDULES,
+        "as a schedule of transformers in ZeroTPTrainer: Trainer reads DeepSpeed's schedules here; leave the block "
+        "out, and use lr_scheduler_type",
     )
     yield refused(
         f"{OPTIMIZER}.nesterov",

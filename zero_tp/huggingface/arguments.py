@@ -12,8 +12,16 @@ from torch import nn
 from zero_tp.errors import UserError, shown
 from zero_tp.weights.weight_files import is_hub_name
 
-UNSUPPORTED_IN_FORWARD = {
+UNSUPPORTED_COLUMNS = {
     "inputs_embeds": "each rank looks up the tokens whose embeddings it holds; give input_ids",
+    **dict.fromkeys(
+        ("encoder_hidden_states", "encoder_attention_mask"),
+        "there is no attention to an encoder; leave the column out",
+    ),
+}
+"""Arguments that rows of a data set may have, and transformers' classes read."""
+UNSUPPORTED_IN_FORWARD = {
+    **UNSUPPORTED_COLUMNS,
     "output_hidden_states": "no layer's output is kept; register a forward hook on the layers that you want",
     "output_attentions": "attention weights are not formed",
     "cu_seq_lens_q": "give document_ids, or position_ids that restart with each document",
@@ -53,10 +61,13 @@ def with_signature_of(forward: Callable[..., Any], *, hidden: str) -> Callable[[
     """Give a method of `*args, **kwargs` the signature of `forward`, without the argument `hidden`.
 
     Trainer and `generate` read the signature. In an evaluation Trainer requires every argument with "label" in its
-    name, so an optional one of our own must not show.
+    name, so an optional one of our own must not show. Trainer drops columns that are no arguments, so those that are
+    refused must show.
     """
     signature = inspect.signature(forward)
     shown_parameters = [parameter for name, parameter in signature.parameters.items() if name != hidden]
+    for name in UNSUPPORTED_COLUMNS:
+        shown_parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None))
     shown_parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
 
     def decorate(method: Method) -> Method:

@@ -37,6 +37,7 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
         options = forward_options(self, CausalLM.forward, kwargs)
         if self._is_evaluation(options):
             options["return_logits"] = True
+        options |= self._undefined_means(options)
         return super().forward(*args, **options)
 
     def create_masks_for_generate(self, *, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from zero_tp.huggingface.arguments import forward_options, with_signature_of
@@ -21,11 +22,22 @@ class ZeroTPForPreTraining(MaskedLM, HuggingFaceModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run `MaskedLM.forward`; an evaluation returns logits, and no other metric than the loss.
 
+        As in transformers, a model with a sentence head has a loss only with both kinds of labels, and a model without
+        one ignores `next_sentence_label`.
+
         Args:
             kwargs: transformers' arguments that `MaskedLM.forward` lacks may be None or False.
         """
-        options = forward_options(self, MaskedLM.forward, kwargs)
+        call = inspect.signature(MaskedLM.forward).bind(self, *args, **forward_options(self, MaskedLM.forward, kwargs))
+        options = dict(call.arguments)
+        del options["self"]
+        labels = ("labels", "next_sentence_label")
+        if not self.spec.sentence_head:
+            options.pop("next_sentence_label", None)
+        elif any(options.get(name) is None for name in labels) and options.get("reduction", "mean") == "mean":
+            options |= dict.fromkeys(labels)
+        options |= self._undefined_means(options)
         if not self._is_evaluation(options):
-            return super().forward(*args, **options)
-        output = super().forward(*args, **options | {"return_logits": True})
+            return super().forward(**options)
+        output = super().forward(**options | {"return_logits": True})
         return type(output)(**{name: value for name, value in output.items() if name not in METRIC_NAMES})

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.architectures import native_class_of
 from zero_tp.errors import UserError, shown
 from zero_tp.huggingface.pretrained import PretrainedWeights
 from zero_tp.huggingface.vocabulary import resize_vocabulary
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.topology import Topology
 from zero_tp.validation import validate
+
+
+def _loss_type(class_name: str) -> str | None:
+    """Return `loss_type` of a class of transformers, by the rule of its PreTrainedModel.
+
+    Trainer counts the labels of a step by it: GPT2LMHeadModel has none, so each row's first label counts too.
+    """
+    return next(iter(re.findall("|".join(LOSS_MAPPING), class_name)), None)
 
 
 class HuggingFaceModel(PretrainedWeights):
@@ -32,6 +44,7 @@ class HuggingFaceModel(PretrainedWeights):
     def __init__(self, config: PretrainedConfig, topology: Topology | None = None, **options: Any):
         PreTrainedModel.__init__(self, config)
         self._build(topology, **options)
+        self.loss_type = _loss_type(native_class_of(config))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -50,6 +63,20 @@ class HuggingFaceModel(PretrainedWeights):
         """Return whether a forward with these options is an evaluation, in which transformers' models return logits."""
         asks_for_losses = options.get("return_logits") is not None or options.get("reduction", "mean") != "mean"
         return not (asks_for_losses or self.training or torch.is_grad_enabled())
+
+    def _undefined_means(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the divisors of an evaluation, with nan instead of 0: as in torch, no labels have no mean.
+
+        In training a micro-batch without labels has the loss 0, because other micro-batches of its step may have some.
+        """
+        if self.training or torch.is_grad_enabled():
+            return {}
+        divisors = {name: options.get(name) for name in ("num_items_in_batch", "num_rows_in_batch")}
+        return {
+            name: torch.where(torch.as_tensor(divisor) == 0, math.nan, divisor)
+            for name, divisor in divisors.items()
+            if divisor is not None
+        }
 
     def resize_token_embeddings(  # type: ignore[override]
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True

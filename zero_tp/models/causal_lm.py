@@ -67,6 +67,7 @@ class CausalLM(ParallelModel):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         cache: Cache | None = None,
+        token_type_ids: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         shift_labels: Tensor | None = None,
@@ -85,6 +86,8 @@ class CausalLM(ParallelModel):
                 neither mask nor cache, a position that does not continue its predecessor begins a document.
             document_ids: [b, s], numbers of the documents packed in a row; a token sees only its own. Give a CPU
                 tensor; reading one on an accelerator synchronises.
+            token_type_ids: [b, s], in GPT-2: token ids, whose embeddings are added to those of `input_ids`. Other
+                models ignore it, as transformers' classes do.
             cache: keys and values of earlier tokens; the forward appends this call's.
             use_cache: create a cache if none is given, and return it.
             logits_to_keep: positions that get logits: the last n, or those listed; 0: all.
@@ -109,7 +112,13 @@ class CausalLM(ParallelModel):
         if experts is not None and experts.loss_weight is not None and targets is not None and not per_token:
             balance = RouterBalance(experts, attention_mask, self.topology.tensor, input_ids.device)
         hidden, sequence = self.hidden_states(
-            input_ids, attention_mask, position_ids, document_ids, cache, balance=balance
+            input_ids,
+            attention_mask,
+            position_ids,
+            document_ids,
+            cache,
+            token_type_ids=token_type_ids,
+            balance=balance,
         )
         if balance is not None:
             hidden, aux_loss = balance.loss(hidden)
@@ -158,6 +167,7 @@ class CausalLM(ParallelModel):
         document_ids: Tensor | None = None,
         cache: Cache | None = None,
         *,
+        token_type_ids: Tensor | None = None,
         balance: RouterBalance | None = None,
     ) -> tuple[Tensor, bool]:
         """Return the output layer's input, [s, b, h], and whether it is a sequence shard. Arguments: see `forward`.
@@ -167,12 +177,17 @@ class CausalLM(ParallelModel):
         """
         self._check_shapes(input_ids, attention_mask, position_ids, document_ids, cache)
         self._check_ids("token ids", input_ids)
+        types = None
+        if token_type_ids is not None and self.spec.word_token_types:
+            check_shape("token_type_ids", token_type_ids, (len(input_ids),), input_ids.shape[1])
+            self._check_ids("token_type_ids", token_type_ids)
+            types = token_type_ids.t().contiguous()
         sequence = self._runs_sequence_parallel(input_ids.shape[1])
         if document_ids is None and position_ids is not None and attention_mask is None and cache is None:
             document_ids = document_ids_from_positions(position_ids.expand(*input_ids.shape))
         packed = None if document_ids is None else self._pack(document_ids, input_ids.device)
         inputs = ForwardInputs(attention_mask, position_ids, packed, cache, balance)
-        hidden: Tensor = self.transformer(input_ids.t().contiguous(), inputs=inputs, sequence=sequence)
+        hidden: Tensor = self.transformer(input_ids.t().contiguous(), inputs=inputs, types=types, sequence=sequence)
         return hidden, sequence
 
     def _pack(self, document_ids: Tensor, device: torch.device) -> PackedSequences:

@@ -47,10 +47,16 @@ class Embedding(nn.Module):
         self.dropout = dropout
 
     def forward(self, tokens: Tensor, positions: Tensor, types: Tensor | None = None, *, sequence: bool) -> Tensor:
-        """Embed `tokens`; `tokens`, `types` (by default 0) and `positions` [s, b or 1] are whole even under SP."""
+        """Embed `tokens`; `tokens`, `types` and `positions` [s, b or 1] are whole even under SP.
+
+        Args:
+            types: rows of the token type embedding, by default 0; without one, token ids whose vectors are added.
+        """
         stream = self.word(tokens, sequence=sequence)
         length = stream.shape[0]
         first = self.tensor_rank * length if sequence else 0
+        if types is not None and self.token_type is None:  # the types are token ids
+            stream = stream + self.word(types, sequence=sequence)
         if self.token_type is not None:
             types = torch.zeros_like(tokens) if types is None else types
             stream = stream + self.token_type(types[first : first + length])
@@ -165,7 +171,7 @@ class Transformer(nn.Module):
         """Return the hidden states after the last norm.
 
         Args:
-            types: of the tokens, [s, b]; by default 0.
+            types: of the tokens, [s, b]; by default 0, or none where they are token ids.
             sequence: run on sequence shards (SP).
         """
         length, positions = len(tokens), inputs.positions

@@ -19,7 +19,15 @@ from zero_tp.checkpoint.resume_point import broadcast_resume_point, open_checkpo
 from zero_tp.checkpoint.save import Saver, describe_model
 from zero_tp.config.resolve import dtype_name
 from zero_tp.errors import UserError
+from zero_tp.models.parallel_model import ParallelModel
+from zero_tp.parallel.agreement import on_rank_zero
+from zero_tp.parallel.layout import layout_of, whole_shape
+from zero_tp.parallel.parameter import ConstantInit
+from zero_tp.weights.load import PretrainedSource
 from zero_tp.zero.zero_engine import ZeroEngine
+
+STATES = ("checkpoints", "optimizer*", "scheduler*", "global_step*")
+"""Files of an optimizer's states in a checkpoint: ours, plain Trainer's and DeepSpeed's."""
 
 
 def save_states(
@@ -53,6 +61,34 @@ def save_states(
         raise UserError(f"{folder}: step {step} was not saved: {outcome[1]}")
     for note in saver.notes:
         warnings.warn(note, stacklevel=2)
+
+
+def has_only_weights(folder: Path) -> bool:
+    """Return whether a checkpoint was saved with `save_only_model`. Collective.
+
+    The files of other optimizers' states, as plain Trainer and DeepSpeed write them, are no weights.
+    """
+
+    def find() -> bool:
+        states = [path for pattern in STATES for path in folder.glob(pattern)]
+        return not states and any(folder.glob("*.safetensors"))
+
+    return on_rank_zero(find)
+
+
+@torch.no_grad()
+def load_weights(model: ParallelModel, folder: Path) -> None:
+    """Fill a model that no engine has partitioned with the weights of a checkpoint; a rank reads its slices."""
+    source = PretrainedSource(folder, model.config)
+    if source.new_heads:
+        raise UserError(f"{folder}: has no weights of {', '.join(source.new_heads)}; resume with the model of the save")
+    for name, parameter in model.named_parameters():
+        layout, shape = layout_of(parameter, name), whole_shape(parameter)
+        source.fill(parameter, name, shape, layout, ConstantInit(0.0), model.topology)
+    if dist.get_rank() == 0:
+        warnings.warn(
+            f"{folder}: was saved with save_only_model; the optimizer and the schedule start again", stacklevel=2
+        )
 
 
 def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> None:

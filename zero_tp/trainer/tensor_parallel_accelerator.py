@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_tp.config.checks import check_deepspeed, notes
-from zero_tp.config.optimizer import OPTIMIZERS
+from zero_tp.config.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
 from zero_tp.config.typed import EntryPoint
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import audit
@@ -34,8 +34,8 @@ from zero_tp.zero.ops import check_nvme
 from zero_tp.zero.stages import zero_engine
 from zero_tp.zero.zero_engine import ZeroEngine
 
-ELEMENTWISE = {*OPTIMIZERS, "FusedAdam", "DeepSpeedCPUAdam"}
-"""Classes of optimizers whose update of a shard equals that part of the whole tensor's update."""
+TRAINABLE_OPTIMIZERS = {*OPTIMIZERS, "FusedAdam", "DeepSpeedCPUAdam"}
+"""Classes of optimizers that were compared with the plain model: they update a shard as they update the tensor."""
 
 
 class SteppedEngine:
@@ -108,12 +108,15 @@ class TensorParallelAccelerator(Accelerator):
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer = _sharded_optimizer(optimizer, settings)
         zero = zero_engine(settings, self.topology)
+        zero.native_schedule_start = True
         audit(model, self.topology)
         check_trainable(model)
         zero.initialize(model, optimizer.params if isinstance(optimizer, DummyOptim) else optimizer)
         check_replicas(model, self.topology)
         if not hasattr(zero.optimizer, "overflow"):
             zero.optimizer.overflow = False  # accelerate checks once for it, before ZeRO-0 sets it
+        if not hasattr(zero.optimizer, "defaults"):
+            zero.optimizer.defaults = zero.engine.basic_optimizer.defaults  # some schedules read the rate there
         wrapped = DeepSpeedOptimizerWrapper(zero.optimizer)
         result = [zero.engine, wrapped, *(_scheduler(dummy, zero, wrapped) for dummy in rest)]
         self.deepspeed_engine_wrapped = SteppedEngine(zero)
@@ -159,10 +162,13 @@ def _sharded_optimizer(optimizer: torch.optim.Optimizer, settings: dict[str, Any
     """Return the optimizer, or DeepSpeed's of its kind for states that are offloaded, as accelerate does."""
     name = type(optimizer).__name__
     library = type(optimizer).__module__.partition(".")[0]  # bitsandbytes has an AdamW too, with states in blocks
-    if name not in ELEMENTWISE or library not in ("torch", "deepspeed"):
+    if name not in TRAINABLE_OPTIMIZERS or library not in ("torch", "deepspeed"):
+        reason = "its update of a tensor may need the whole tensor, and a rank holds a shard"
+        if library in ("torch", "deepspeed", "transformers"):
+            reason = REFUSED_OPTIMIZERS.get(name, "no run with it was compared with the plain model")
         raise UserError(
-            f"optimizer {name} of {library}: a rank holds shards of tensors, and only element-wise optimizers update "
-            f'shards correctly; use one of {", ".join(OPTIMIZERS)}, such as optim="adamw_torch"'
+            f"optimizer {name} of {library} is refused: {reason}; use one of {', '.join(OPTIMIZERS)}, such as "
+            'optim="adamw_torch"'
         )
     offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
     if offload.get("device", "none") == "none" or not settings.get("zero_force_ds_cpu_optimizer", True):

@@ -6,8 +6,10 @@ the divisor of a step's loss, the engine, and checkpoints.
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,8 @@ from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.process.quiet import ignore_deprecated_collectives
 from zero_tp.topology import Topology
 from zero_tp.trainer.batches import SampleComparison, count_labels, pad_for_sequence_parallelism
-from zero_tp.trainer.checkpoints import resume_states, save_states
+from zero_tp.trainer.checkpoints import has_only_weights, load_weights, resume_states, save_states
+from zero_tp.trainer.deepspeed_arguments import fill_left_out_keys
 from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator, check_trainable
 from zero_tp.zero.build_lock import report_build_locks
 from zero_tp.zero.ops import disable_shared_memory_collectives
@@ -119,6 +122,12 @@ class TensorParallel(Base):
                 "give optimizer_cls_and_kwargs"
             )
         self.model_accepts_loss_kwargs = True  # losses of tokens and of rows are sums here
+        if not self.model.spec.causal and args.gradient_accumulation_steps > 1 and self.topology.rank == 0:
+            warnings.warn(
+                "ZeroTPTrainer: the loss is the mean over a step's labels; plain Trainer adds up the mean losses of an "
+                "encoder's micro-batches",
+                stacklevel=2,
+            )
         if args.label_names is None and not self.model.spec.sentence_head:
             self.label_names = ["labels"]
 
@@ -137,6 +146,7 @@ class TensorParallel(Base):
                 "ZeroTPTrainer: it trains in DeepSpeed's engine; give TrainingArguments a deepspeed=CONFIG, such as "
                 '{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto", …}'
             )
+        fill_left_out_keys(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.args)
         options = {**self._accelerator_options, "deepspeed_plugin": None}  # accelerate's state has it already
         clipping = self.args.max_grad_norm
         on_engine = partial(setattr, self, "zero")
@@ -179,6 +189,11 @@ class TensorParallel(Base):
         arguments = dict(inputs)
         if self.model.training:
             arguments = pad_for_sequence_parallelism(inputs, self.topology, causal=self.model.spec.causal)
+        if self.model.training and self.model.spec.sentence_head and arguments.get("next_sentence_label") is None:
+            raise UserError(
+                "next_sentence_label: the rows have none, and a model with a sentence head has no loss without it; "
+                "add the column, or use the class without that head, such as BertForMaskedLM"
+            )
         if "next_sentence_label" in arguments and self._labelled_rows is not None:
             arguments["num_rows_in_batch"] = self._labelled_rows
         loss = super().compute_loss(
@@ -197,7 +212,25 @@ class TensorParallel(Base):
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
         if self.deepspeed is None:
             self.deepspeed = self.model  # before any training the model is evaluated without an engine
-        return super().evaluation_loop(*arguments, **options)
+        output = super().evaluation_loop(*arguments, **options)
+        self._evaluation_steps = math.ceil(output.num_samples / (self.args.eval_batch_size * self.topology.data))
+        return output
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        self._correct_speed(logs)
+        super().log(logs, *arguments, **options)
+
+    def predict(self, *arguments: Any, **options: Any) -> Any:
+        output = super().predict(*arguments, **options)
+        self._correct_speed(output.metrics)
+        return output
+
+    def _correct_speed(self, metrics: dict[str, float]) -> None:
+        """Set the steps per second of an evaluation: Trainer divides the samples over all ranks, not the replicas."""
+        for name in metrics:
+            prefix, suffix, _ = name.partition("_steps_per_second")
+            if suffix and prefix != "train" and metrics[f"{prefix}_runtime"]:
+                metrics[name] = round(self._evaluation_steps / metrics[f"{prefix}_runtime"], 3)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -207,9 +240,13 @@ class TensorParallel(Base):
                 "ZeroTPTrainer.train: it has trained already, and accelerate has destroyed its engine; make another "
                 "trainer, and pass resume_from_checkpoint to its train"
             )
+        folder = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
+        if folder is not None and has_only_weights(folder):
+            load_weights(self.model, folder)  # before the engine, which copies them
+            folder = None
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        if resume_from_checkpoint is not None:
-            resume_states(self._engine, self.lr_scheduler, Path(resume_from_checkpoint), self.args.seed)
+        if folder is not None:
+            resume_states(self._engine, self.lr_scheduler, folder, self.args.seed)
         return prepared
 
     @property

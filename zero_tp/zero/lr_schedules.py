@@ -42,16 +42,20 @@ def _hold_last_rate(rate: Callable[[int], float], last: int, step: int) -> float
     return rate(min(step, last))
 
 
-def set_schedule(schedule: Any, updates: int) -> None:
+def set_schedule(schedule: Any, updates: int, *, native_start: bool = False) -> None:
     """Set a schedule and the learning rates for the next step: the k-th update gets the schedule's value at k.
 
     DeepSpeed starts its schedules at iteration -1 and advances them after each step: the first two steps of a warm-up
-    from 0 would have no effect.
+    from 0 have no effect.
 
     Args:
         updates: number of steps that have updated the weights.
+        native_start: keep the start of DeepSpeed's schedules, as transformers' Trainer under DeepSpeed does.
     """
-    if isinstance(schedule, LambdaLR):
+    if native_start:
+        if updates > 0:  # the constructor has set the first rate, and `OneCycle` first betas of its own
+            schedule.step(updates - 1)
+    elif isinstance(schedule, LambdaLR):
         # A count above 1 keeps torch from warning that the optimizer has not stepped.
         schedule.load_state_dict({**schedule.state_dict(), "last_epoch": updates, "_step_count": updates + 2})
         schedule.step()

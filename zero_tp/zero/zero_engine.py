@@ -55,10 +55,12 @@ class ZeroEngine(ABC):
         lock_step: all DP ranks must run the same number of forwards, because each forward gathers over DP.
         vetoed: the gradient norm of the last step if its veto skipped it; else None.
         recent: [loss, norm] of the last steps, for the next veto.
+        native_schedule_start: DeepSpeed's schedules start where DeepSpeed starts them (`set_schedule`).
         notes: lines for the log of a run's start.
     """
 
     lock_step = False
+    native_schedule_start = False
     vetoed: Tensor | None = None
     model: ParallelModel
     engine: Any
@@ -103,9 +105,13 @@ class ZeroEngine(ABC):
         replicas = self.engine.dp_world_size
         if replicas != self.topology.data:
             raise RuntimeError(f"DeepSpeed has {replicas} data-parallel ranks, the topology {self.topology.data}")
-        if self.scheduler is not None:
-            set_schedule(self.scheduler, 0)
+        self._set_schedule(0)
         self.loss_scale = LossScale(self.engine, self.optimizer) if self.engine.fp16_enabled() else None
+
+    def _set_schedule(self, updates: int) -> None:
+        """Set the config's schedule, which may differ from a save's, for the step after `updates` updates."""
+        if self.scheduler is not None:
+            set_schedule(self.scheduler, updates, native_start=self.native_schedule_start)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run a micro-batch's backward, in fp16 of the scaled loss, with DeepSpeed's options."""
@@ -169,8 +175,7 @@ class ZeroEngine(ABC):
             setattr(self.engine, name, progress["counters"][name])
         # DeepSpeed steps when this count is a multiple of the accumulation, which may differ from the saved run's.
         self.engine.micro_steps = self.engine.global_steps * self.engine.gradient_accumulation_steps()
-        if self.scheduler is not None:  # the config's, which may differ from the save's
-            set_schedule(self.scheduler, self.engine.global_steps - self.engine.skipped_steps)
+        self._set_schedule(self.engine.global_steps - self.engine.skipped_steps)
         self.recent = [list(pair) for pair in progress.get("recent", [])]
 
     def restore_update_count(self, progress: dict[str, Any]) -> None:
