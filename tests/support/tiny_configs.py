@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import AutoConfig, PretrainedConfig
 
 from zero_tp.architectures import ARCHITECTURES
@@ -16,11 +18,16 @@ SIZES = {
 }
 
 
-def tiny_config(model_type: str, vocabulary: int) -> PretrainedConfig:
-    """A config without dropout whose special tokens are those of no tokenizer in particular."""
+def tiny_fields(model_type: str, vocabulary: int) -> dict[str, Any]:
+    """`zero_tp.model` of a model without dropout; its special tokens are those of no tokenizer in particular."""
     declared = AutoConfig.for_model(model_type).to_dict()
     wanted = GPT2 if model_type == "gpt2" else SIZES
     fields = {name: value for name, value in wanted.items() if name in declared}
     tokens = {name: 0 for name in ("bos_token_id", "eos_token_id", "pad_token_id") if declared.get(name) is not None}
     dropouts = {name: 0.0 for name in declared if "dropout" in name or name.endswith("pdrop")}
-    return AutoConfig.for_model(model_type, **fields, **tokens, **dropouts, vocab_size=vocabulary)
+    return {"model_type": model_type, **fields, **tokens, **dropouts, "vocab_size": vocabulary}
+
+
+def tiny_config(model_type: str, vocabulary: int) -> PretrainedConfig:
+    """The config of `tiny_fields`."""
+    return AutoConfig.for_model(**tiny_fields(model_type, vocabulary))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -32,9 +32,26 @@ def _texts() -> tuple[str, ...]:
     return (*speeches(4, 1500), *[OTHER_SCRIPTS] * 3)
 
 
-def own_bpe(size: int = 400) -> PreTrainedTokenizerFast:
+def _trained_once(train: Make) -> Make:
+    """Return a function that copies one trained tokenizer: some trainers break ties differently each time."""
+
+    @cache
+    def serialized() -> tuple[str, dict[str, Any]]:
+        tokenizer: Any = train()
+        return tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map
+
+    @wraps(train)
+    def copy() -> PreTrainedTokenizerFast:
+        backend, special = serialized()
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(backend), **special)
+
+    return copy
+
+
+@_trained_once
+def own_bpe() -> PreTrainedTokenizerFast:
     """That of `bpe:SIZE`."""
-    return train_bpe(iter(_texts()), size)
+    return train_bpe(iter(_texts()), 400)
 
 
 def _byte_level(words: list[Any], special: list[str], **settings: Any) -> Tokenizer:
@@ -61,6 +78,7 @@ def _begin(token: str, number: int) -> Any:
     return processors.TemplateProcessing(f"{token} $A", special_tokens=[(token, number)])
 
 
+@_trained_once
 def llama_3() -> PreTrainedTokenizerFast:
     begin, end = "<|begin_of_text|>", "<|end_of_text|>"
     backend = _byte_level([_split(LLAMA_3_WORDS), _bytes(words=False)], [begin, end], ignore_merges=True)
@@ -68,6 +86,7 @@ def llama_3() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=begin, eos_token=end)
 
 
+@_trained_once
 def smollm() -> PreTrainedTokenizerFast:
     end, turn = "<|endoftext|>", "<|im_start|>"
     words = [pre_tokenizers.Digits(individual_digits=True), _bytes(words=True)]
@@ -75,6 +94,7 @@ def smollm() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=end, eos_token=end, unk_token=end)
 
 
+@_trained_once
 def deepseek() -> PreTrainedTokenizerFast:
     begin, end = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
     backend = _byte_level([*map(_split, DEEPSEEK_WORDS), _bytes(words=False)], [begin, end])
@@ -82,6 +102,7 @@ def deepseek() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=begin, eos_token=end, pad_token=end)
 
 
+@_trained_once
 def sentencepiece_bpe() -> PreTrainedTokenizerFast:
     """As SentencePiece's of Llama 2: unknown characters become bytes."""
     backend = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
@@ -101,6 +122,7 @@ def sentencepiece_bpe() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
+@_trained_once
 def unigram() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.Unigram())
     backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])

@@ -27,11 +27,6 @@ FIRST = [pair for pair in GRID if pair in PAIRS or pair[0] == "qwen2"]
 NAMED = (None, "LlamaTokenizer", "GPT2TokenizerFast", "Qwen2Tokenizer")
 CLASSES = [(make, named) for make in MAKES for named in NAMED]
 FIRST_CLASSES = list(zip(("llama_3", "bpe", "deepseek", "smollm"), NAMED, strict=True))
-    ("llama_3", None),
-    ("bpe", "LlamaTokenizer"),
-    ("deepseek", "GPT2TokenizerFast"),
-    ("smollm", "Qwen2Tokenizer"),
-]
 
 
 def ids(tokenizer: Any) -> list[list[int]]:

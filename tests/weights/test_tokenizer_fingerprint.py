@@ -81,7 +81,7 @@ def test_a_difference_shows_two_texts() -> None:
 def test_an_added_token_is_shown_with_its_own_text() -> None:
     plain, extended = of(own_bpe()), own_bpe()
     extended.add_tokens([AddedToken("<|tool|>", special=True)])
-    with pytest.raises(UserError, match=r'"a <\|tool\|> b" is .* with the former but 3 tokens .* with the latter'):
+    with pytest.raises(UserError, match=r'"a <\|tool\|> b" is .* with the former but 4 tokens .* with the latter'):
         of(extended).check(own_bpe(), "A", "B", "")
     with pytest.raises(UserError, match=r"added_tokens differ, though \d+ example texts have the same ids"):
         plain.check(extended, "A", "B", "")

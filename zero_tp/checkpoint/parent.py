@@ -44,9 +44,10 @@ def find_parent(
     parent = open_checkpoint(source)
     assert parent.checkpoint is not None and parent.manifest is not None
     check_states(parent.checkpoint, parent.manifest, config)
+    notes = _check_tokenizer(parent.checkpoint, parent.manifest, fingerprint)
     _check_model(parent.checkpoint, parent.manifest, model)
     _check_optimizer(parent.checkpoint, parent.manifest, config)
-    return replace(parent, notes=parent.notes + _check_tokenizer(parent.checkpoint, parent.manifest, fingerprint))
+    return replace(parent, notes=parent.notes + notes)
 
 
 def _check_tokenizer(checkpoint: Path, manifest: Manifest, fingerprint: TokenizerFingerprint | None) -> tuple[str, ...]:
