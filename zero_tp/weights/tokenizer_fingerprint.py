@@ -77,7 +77,7 @@ class TokenizerFingerprint(ConfigModel):
         )
 
     def difference(self, other: TokenizerFingerprint, here: str, there: str) -> str:
-        """Describe with two texts how another tokenizer differs; return "" if it gives the same ids.
+        """Describe with up to two texts how another tokenizer differs; return "" if it gives the same ids.
 
         Other versions of the libraries may serialise an equal tokenizer differently. Then the vocabulary and the ids of
         all probes decide.
