@@ -25,13 +25,13 @@ import psutil
 
 from zero_tp import cli
 from zero_tp.data.documents import read_objects
-from zero_tp.data.tokenizer import open_tokenizer
 from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.model_directory import usable_positions
 from zero_tp.files import read_regular
 from zero_tp.process.node import die_with
 from zero_tp.process.quiet import quiet_libraries
 from zero_tp.strict_json import read_object
+from zero_tp.weights.tokenizer_files import open_tokenizer
 from zero_tp.zero.ops import disable_shared_memory_collectives
 
 Record = dict[str, Any]  # one example of a file, or one tokenized row

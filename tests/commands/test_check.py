@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 
+from tests.support.corpora import run
 from tests.support.launched import zero_tp
 from tests.support.mistakes import RIGHT, changed, written
+from tests.support.tiny_configs import tiny_fields
 from zero_tp import cli
 from zero_tp.commands import check as command
 from zero_tp.commands.check import describe
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.validation import ConfigErrors
+from zero_tp.weights import tokenizer_files
 
 TUTORIAL: dict[str, Any] = {
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
@@ -166,6 +169,25 @@ def test_a_check_imports_no_compiler(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "1 True False", done.stdout
+
+
+def test_a_check_says_that_an_export_will_lack_its_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers 5 opens qwen2's tokenizers with its own class, unless the export's settings prevent it."""
+    output = run(tmp_path, "data").output
+    fields = tiny_fields("qwen2", 512)
+    config = changed(zero_tp__model=fields, zero_tp__data={"train": str(output / "train"), "sequence_length": 8})
+    parser = cli.Parser("check")
+    command.add_arguments(parser)
+    options = parser.parse_args([str(written(tmp_path, config)), "--output-dir", str(tmp_path / "run")])
+    for forms in (tokenizer_files._FORMS, ()):
+        monkeypatch.setattr(tokenizer_files, "_FORMS", forms)
+        assert command.main(options) == 0
+        printed = capsys.readouterr().out.splitlines()
+        lines = [line for line in printed if "an export will lack the tokenizer" in line]
+        assert len(lines) == (not forms)
+    assert "as transformers opens it (Qwen2Tokenizer)" in lines[0] and lines[0].startswith("note ")
 
 
 def test_the_description_shows_the_sums(tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ from tests.support.corpora import content_of, texts_of, trained_tokenizer, write
 from tests.support.launched import ROOT, script, zero_tp
 from tests.tiers import in_tiers
 from zero_tp.data import PrepareSettings, formats, prepare
-from zero_tp.data.datatrove import CorpusReader, TokenizedCorpus
+from zero_tp.data.datatrove import CorpusReader, Document, TokenizedCorpus
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.parts import merge
+from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
 
 
@@ -183,6 +184,36 @@ def test_a_part_of_another_corpus_is_refused(
     shutil.copytree(others / "00001", parts / "00001")
     with pytest.raises(UserError, match=rf"/00001: made with another {different} than 00000"):
         merge(parts, tmp_path / "out")
+
+
+def test_a_part_whose_tokenizer_gives_other_ids_is_refused(tmp_path: Path, whole_parts: Path) -> None:
+    """The hash of the files alone would not show that another version of transformers opened them."""
+    parts = shutil.copytree(whole_parts, tmp_path / "parts")
+
+    def record_others(number: str) -> None:
+        manifest = json.loads((parts / number / "part.json").read_text())
+        text = next(iter(manifest["tokenizer"]["probes"]))
+        manifest["tokenizer"]["parts"]["model"], manifest["tokenizer"]["probes"][text] = "0" * 64, "1 2 3"
+        (parts / number / "part.json").write_text(json.dumps(manifest))
+
+    record_others("00001")
+    expected = (
+        r"the tokenizer of .*/00001 differs from that of 00000: .* is 3 tokens \(1 2 3\) with .*; remove this part"
+    )
+    with pytest.raises(UserError, match=expected):
+        merge(parts, tmp_path / "out")
+    record_others("00000")
+    record_others("00002")
+    with pytest.raises(UserError, match=r"the tokenizer in .*/00000 differs from the one of its documents: "):
+        merge(parts, tmp_path / "out")
+
+
+def test_a_tokenizer_that_was_replaced_since_the_start_is_refused(tmp_path: Path, tokenizer: str) -> None:
+    directory = Path(shutil.copytree(tokenizer, tmp_path / "tokenizer"))
+    step = TokenizedCorpus(directory, tmp_path / "parts")
+    train_bpe(iter(["other words"] * 9), 280).save_pretrained(str(directory))
+    with pytest.raises(UserError, match=r"^the tokenizer .*/tokenizer differs from the one with which the pipeline"):
+        step.run(iter([Document(text="some words", id="0")]), 0, 1)
 
 
 def test_a_task_that_is_killed_or_fails_leaves_no_part(

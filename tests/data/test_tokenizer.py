@@ -21,9 +21,10 @@ from tests.support.launched import ROOT
 from tests.support.tiny_models import speeches
 from tests.tiers import in_tiers
 from zero_tp.data.indexed import IndexedCorpus
-from zero_tp.data.tokenizer import DocumentEncoder, MaskingVocabulary, open_tokenizer, vocabulary_size
+from zero_tp.data.tokenizer import DocumentEncoder, MaskingVocabulary, vocabulary_size
 from zero_tp.data.tokenizer_training import train_bpe, train_wordpiece
 from zero_tp.errors import UserError
+from zero_tp.weights.tokenizer_files import open_tokenizer
 
 SPEECHES = speeches(12, 20_000)
 
@@ -155,7 +156,7 @@ def test_what_opens_a_tokenizer_without_torch_is_what_transformers_would_choose(
 OPENED = """
 import sys
 from pathlib import Path
-from zero_tp.data.tokenizer import open_tokenizer
+from zero_tp.weights.tokenizer_files import open_tokenizer
 open_tokenizer(Path(sys.argv[1]))
 print("torch" in sys.modules)
 """

@@ -17,10 +17,12 @@ from transformers import GenerationConfig, PretrainedConfig
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.manifest import OWN_HASH, content_hash, states_file
 from zero_tp.checkpoint.reader import STARTS, ParameterLayout, tensor_name
+from zero_tp.checkpoint.save import describe_tokenizer
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.tensors.safetensors_files import Entry, write_tensors
 from zero_tp.topology import Topology
+from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 Whole = Callable[[str, str, Sequence[int]], Tensor]
@@ -42,8 +44,14 @@ def write_checkpoint(
     kinds: Sequence[str] = KINDS,
     whole: Whole = drawn,
     tokenizer: Path | None = None,
+    fingerprint: TokenizerFingerprint | None = None,
+    old: bool = False,
 ) -> Path:
-    """Write `run`'s checkpoint of `step`; DP ranks hold equal runs of each TP shard."""
+    """Write `run`'s checkpoint of `step`; DP ranks hold equal runs of each TP shard.
+
+    Args:
+        old: record the tokenizer's path as it is, as older versions did.
+    """
     model = ZeroTPForCausalLM(config, Topology(tensor, tensor > 1, world=tensor), device="meta")
     described = {name: ParameterLayout.of(parameter) for name, parameter in model.named_parameters()}
     shapes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
@@ -80,7 +88,11 @@ def write_checkpoint(
         "progress": {"optimizer_steps": 1, "counters": {}, "schedule": None, "learning_rates": [], "loss_scale": {}},
         "fixed": {},
         "corpora": {},
-        "tokenizer": str(tokenizer) if tokenizer else None,
+        **(
+            {"tokenizer": str(tokenizer) if tokenizer else None}
+            if old
+            else describe_tokenizer(str(tokenizer) if tokenizer else None, fingerprint, run)
+        ),
         "versions": {"torch": str(torch.__version__)},
         "config": {},
     }

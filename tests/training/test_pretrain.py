@@ -76,6 +76,11 @@ def test_a_run(workplace: Path, finished: Output) -> None:
     assert [line.split()[0] for line in rest] == ["saved", "validation", "saved", "validation", "saved"], rest
 
     directory = workplace / "runs" / "small"
+    manifest = read_manifest(find_checkpoint(directory))
+    recorded = json.loads((workplace / "data" / "report.json").read_text())["tokenizer"]
+    assert manifest.tokenizer_fingerprint is not None and manifest.tokenizer_fingerprint.model_dump() == recorded
+    assert manifest.tokenizer == str(workplace / "data" / "tokenizer")
+    assert manifest.tokenizer_from_run == "../../data/tokenizer"
     records = metrics_of(directory)
     trained = [record for record in records if "loss" in record and record["step"] <= 8]
     assert [record["step"] for record in trained] == list(range(1, 9))

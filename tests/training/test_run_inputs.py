@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
+from tests.support import corpora
 from tests.support.corpora import run
 from tests.support.run_log import train_state
 from tests.support.settings import deepspeed_settings, gpt2_config
@@ -30,6 +31,7 @@ from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.watch import Watchdog
 from zero_tp.training.run_inputs import RunInputs
 from zero_tp.training.start import start_training
+from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 
 SIZES: dict[str, Any] = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 300}
 GPT2 = {"model_type": "gpt2", **SIZES}
@@ -49,7 +51,8 @@ def run_of(folder: Path, model: Mapping[str, Any] = GPT2, **data: Any) -> RunInp
 
 def saved_of(run: RunInputs, **others: Any) -> Any:
     """Return what a start reads of the manifest of a run's checkpoint."""
-    return SimpleNamespace(**json.loads(json.dumps({"corpora": run.corpora} | others)))
+    recorded = {"corpora": run.corpora, "tokenizer_fingerprint": None}
+    return SimpleNamespace(**json.loads(json.dumps(recorded | others)))
 
 
 def test_a_run_goes_on_where_its_forecast_fails(
@@ -113,6 +116,37 @@ def test_a_model_of_another_tokenizer_is_refused(tmp_path: Path, seed: int) -> N
     (directory / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match=r"model: its tokenizer can't be read"):
         run_of(tmp_path, model)
+
+
+def test_a_corpus_that_records_no_tokenizer_gets_a_note(tmp_path: Path) -> None:
+    """A run without a tokenizer still compares the records of its corpora."""
+    model = GPT2 | {"vocab_size": 400}
+    prefixes = [str(corpora.run(tmp_path, name).output / "train") for name in ("a", "b")]
+    other = corpora.run(tmp_path, "c", tokenizer="bpe:290").output
+    run = run_of(tmp_path, model, train=dict.fromkeys(prefixes, 1.0))
+    assert run.notes == [] and run.fingerprint is not None
+    with pytest.raises(UserError, match=rf"zero_tp\.data\.train: the tokenizer of {other}/train differs from the tok"):
+        run_of(tmp_path, model, train=dict.fromkeys([*prefixes, str(other / "train")], 1.0))
+    for output in (tmp_path / "a", tmp_path / "b"):
+        shutil.rmtree(output / "tokenizer")
+    untold = run_of(tmp_path, model, train=dict.fromkeys(prefixes, 1.0))
+    assert (untold.tokenizer, untold.notes, untold.fingerprint) == (None, [], run.fingerprint)
+    with pytest.raises(
+        UserError, match=r"zero_tp\.data\.validation: the tokenizer of .*/c/validation differs from the"
+    ):
+        run_of(tmp_path, model, train=prefixes[0], validation=str(other / "validation"))
+    report = json.loads((tmp_path / "b" / "report.json").read_text())
+    del report["tokenizer"]
+    (tmp_path / "b" / "report.json").write_text(json.dumps(report))
+    older = run_of(tmp_path, model, train=dict.fromkeys(prefixes, 1.0))
+    assert older.notes == [
+        f"no tokenizer is recorded with {prefixes[1]}, so it was not compared with the tokenizer of {prefixes[0]}"
+    ]
+    assert run_of(tmp_path, model, train=prefixes[1]).notes == [], "a run without tokenizers, as before"
+    saved = saved_of(run, fingerprint=None)
+    saved.tokenizer_fingerprint = TokenizerFingerprint.of(train_bpe(iter(["other words"] * 9), 280))
+    with pytest.raises(UserError, match=r"the run's tokenizer differs from the one that step was trained with: "):
+        older.check_resumed(Path("step"), saved)
 
 
 LLAMA = {

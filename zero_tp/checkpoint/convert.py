@@ -18,8 +18,10 @@ from zero_tp.architectures import architecture_of
 from zero_tp.checkpoint.directory import check_content, find_checkpoint, incomplete_after, read_manifest
 from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.checkpoint.reader import CheckpointReader
+from zero_tp.checkpoint.run_tokenizer import check_run_tokenizer, find_run_tokenizer, uncompared_tokenizer
 from zero_tp.weights.export import MAX_SHARD_SIZE, check_target, native_entries, write_native
-from zero_tp.weights.weight_files import resolve_tokenizer
+from zero_tp.weights.tokenizer_files import open_tokenizer
+from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class ExportResult:
     Attributes:
         tokenizer: the directory that was copied, or None.
         causal: whether the model is a causal language model.
-        notes: see `incomplete_after`.
+        notes: see `incomplete_after` and `uncompared_tokenizer`.
     """
 
     checkpoint: Path
@@ -63,9 +65,13 @@ def to_huggingface(
     """
     checkpoint = find_checkpoint(source)
     manifest = read_manifest(checkpoint)
-    tokenizer = resolve_tokenizer(tokenizer, manifest.tokenizer)
+    tokenizer, fingerprint = find_run_tokenizer(tokenizer, checkpoint, manifest), manifest.tokenizer_fingerprint
     config = config_of(manifest)
     check_target(output, overwrite)  # before a long read
+    if tokenizer is not None:
+        opened = open_tokenizer(tokenizer)
+        check_run_tokenizer(opened, tokenizer, checkpoint, manifest)
+        fingerprint = fingerprint or TokenizerFingerprint.of(opened)
     check_content(checkpoint, manifest.files)
     reader = CheckpointReader(checkpoint, manifest)
     shapes = {name: parameter.shape for name, parameter in reader.parameters.items()}
@@ -76,10 +82,12 @@ def to_huggingface(
         entries,
         generation=GenerationConfig(**manifest.generation) if manifest.generation is not None else None,
         tokenizer=tokenizer,
+        fingerprint=fingerprint,
         max_shard_size=max_shard_size,
         overwrite=overwrite,
         card=card(checkpoint, manifest) if card is not None else None,
     )
     parameters = sum(math.prod(entry.shape) for entry in entries)
     causal = architecture_of(config).spec(config).causal
-    return ExportResult(checkpoint, parameters, tokenizer, causal, incomplete_after(source, manifest.step))
+    notes = incomplete_after(source, manifest.step) + uncompared_tokenizer(tokenizer, checkpoint, manifest)
+    return ExportResult(checkpoint, parameters, tokenizer, causal, notes)

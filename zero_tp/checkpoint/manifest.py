@@ -19,6 +19,7 @@ from zero_tp.config.optimizer import IMPLEMENTATION
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError, UserError, shown
 from zero_tp.validation import ConfigModel, Count, Positive, validate
+from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig
@@ -109,6 +110,8 @@ class Manifest(ConfigModel):
         model, generation: Hugging Face's configs.
         kinds: names of each parameter's tensors: the master and the optimizer's states.
         fixed, corpora: the keys and corpora that no resume may change (see `fixed_settings`).
+        tokenizer, tokenizer_from_run: the tokenizer's hub name, or its path and the path relative to the run.
+        tokenizer_fingerprint: of the tokenizer or, in a run without one, of the corpora's.
         config: the resolved config that the run was started with.
         sha256: of the manifest's content (see `content_hash`).
     """
@@ -129,6 +132,8 @@ class Manifest(ConfigModel):
     corpora: dict[str, dict[str, Any]]
     validation: dict[str, dict[str, Any]] = Field(default_factory=dict)
     tokenizer: str | None
+    tokenizer_from_run: str | None = None
+    tokenizer_fingerprint: TokenizerFingerprint | None = None
     versions: dict[str, str]
     parent: Parent | None = None
     config: dict[str, Any]

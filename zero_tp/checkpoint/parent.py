@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from zero_tp.checkpoint.resume_point import ResumePoint, open_checkpoint
 from zero_tp.config import RunConfig
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError, UserError, shown
+from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.zero.zero_engine import ZeroEngine
 
 if TYPE_CHECKING:
@@ -29,19 +31,36 @@ INHERITED = "kept: weights, moments, the optimizer's count of updates, and in fp
 RESTARTED = "restarted: the schedule, the samples and dropout, from step 1"
 
 
-def find_parent(source: Path, config: RunConfig, model: PretrainedConfig) -> ResumePoint:
+def find_parent(
+    source: Path, config: RunConfig, model: PretrainedConfig, fingerprint: TokenizerFingerprint | None = None
+) -> ResumePoint:
     """Find the checkpoint that a new run starts from. No communication.
 
     Args:
         source: a checkpoint, or a run (its newest checkpoint).
         model: config of the new run's model.
+        fingerprint: of the new run's tokenizer, or of its corpora's.
     """
     parent = open_checkpoint(source)
     assert parent.checkpoint is not None and parent.manifest is not None
     check_states(parent.checkpoint, parent.manifest, config)
+    notes = _check_tokenizer(parent.checkpoint, parent.manifest, fingerprint)
     _check_model(parent.checkpoint, parent.manifest, model)
     _check_optimizer(parent.checkpoint, parent.manifest, config)
-    return parent
+    return replace(parent, notes=parent.notes + notes)
+
+
+def _check_tokenizer(checkpoint: Path, manifest: Manifest, fingerprint: TokenizerFingerprint | None) -> tuple[str, ...]:
+    """Check that the new run's tokenizer gives the ids that the weights were trained on; return a note."""
+    if fingerprint is None:
+        return ()
+    saved = manifest.tokenizer_fingerprint
+    if saved is None:
+        return (f"{checkpoint} has no fingerprint of its tokenizer, so the data's tokenizer was not compared with it",)
+    remedy = "prepare the data with the tokenizer of the checkpoint"
+    remedy += f", --tokenizer {manifest.tokenizer}" if manifest.tokenizer is not None else ""
+    fingerprint.require_same(saved, "the data's tokenizer", f"the one of --from {checkpoint}", remedy)
+    return ()
 
 
 def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) -> None:

@@ -7,6 +7,7 @@ save runs in the background.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 import uuid
@@ -29,6 +30,8 @@ from zero_tp.config.schema import Checkpoint
 from zero_tp.errors import UserError
 from zero_tp.parallel.host_copy import HostCopy
 from zero_tp.tensors.safetensors_files import Entry, FileDigest, write_tensors
+from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
+from zero_tp.weights.weight_files import has_commit
 from zero_tp.zero.states import Fragment, OptimizerStates
 from zero_tp.zero.zero_engine import ZeroEngine
 
@@ -204,6 +207,7 @@ def run_saver(
     run: Path,
     *,
     tokenizer: str | None = None,
+    fingerprint: TokenizerFingerprint | None = None,
     corpora: dict[str, dict[str, Any]] | None = None,
     validation: dict[str, dict[str, Any]] | None = None,
     parent: Parent | None = None,
@@ -213,6 +217,7 @@ def run_saver(
 
     Args:
         tokenizer: recorded for exports: a directory, or a hub name with its commit.
+        fingerprint: recorded: the tokenizer's, or that of the corpora.
         corpora, validation: recorded identities of the corpora by prefix (see `PackedSamples.identities`).
         parent: recorded: the checkpoint that the run was started from.
         check_owner: see `Saver`.
@@ -225,7 +230,7 @@ def run_saver(
             "fixed": fixed_settings(config),
             "corpora": corpora or {},
             "validation": validation or {},
-            "tokenizer": tokenizer,
+            **describe_tokenizer(tokenizer, fingerprint, run),
             **({} if parent is None else {"parent": parent.model_dump()}),
             "config": config.resolved(),
         }
@@ -259,6 +264,19 @@ def own_entries(zero: ZeroEngine) -> tuple[list[Entry], dict[str, str]]:
     for name, state in zero.model.streams.state_dict().items():
         entries.append(Entry(f"{RANDOM}/{name}", tuple(state.shape), state.dtype, partial(torch.clone, state)))
     return entries, {STARTS: json.dumps(starts)}
+
+
+def describe_tokenizer(name: str | None, fingerprint: TokenizerFingerprint | None, run: Path) -> dict[str, Any]:
+    """Return a manifest's entries on the tokenizer of a run.
+
+    Args:
+        name: a directory, or a hub name with its commit. The paths that are recorded for a directory do not depend on
+            the working directory, and one of them stays right if the run is moved, alone or together with the data.
+    """
+    entries: dict[str, Any] = {"tokenizer": name}
+    if name is not None and not has_commit(name):
+        entries |= {"tokenizer": os.path.abspath(name), "tokenizer_from_run": os.path.relpath(name, run)}
+    return entries | ({} if fingerprint is None else {"tokenizer_fingerprint": fingerprint.model_dump()})
 
 
 def describe_model(zero: ZeroEngine) -> dict[str, Any]:

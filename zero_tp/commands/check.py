@@ -105,7 +105,9 @@ def _check(options: argparse.Namespace) -> int:
         if options.parent is not None:
             from zero_tp.checkpoint.parent import find_parent
 
-            find_parent(options.parent, config, inputs.model_config)
+            parent = find_parent(options.parent, config, inputs.model_config, inputs.fingerprint)
+            inputs.notes += parent.notes
+        inputs.notes += _export_notes(inputs)
     print(describe(config, directory, inputs, options.parent))
     return MISSING if any(str(path) not in config.hub_names for path in absent) else 0
 
@@ -169,7 +171,7 @@ def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None
         ("weights", _initial_weights(config, directory, parent)),
         *_corpora(config, inputs),
         *(("no effect", text) for text in config.without_effect()),
-        *(("note", text) for text in config.cautions()),
+        *(("note", text) for text in (*config.cautions(), *(inputs.notes if inputs is not None else ()))),
         *(("not here", _missing(path, config)) for path in absent),
     ]
     if absent and parent is not None:
@@ -251,6 +253,24 @@ def _corpora(config: RunConfig, inputs: RunInputs | None) -> Lines:
         yield "data", f"{corpus.prefix}: {corpus.tokens:,} tokens, {epochs} epochs"
     for corpus in inputs.validation.corpora if inputs.validation else ():
         yield "validation", f"{corpus.prefix}: {corpus.tokens:,} tokens"
+
+
+def _export_notes(inputs: RunInputs) -> list[str]:
+    """Return a line if an export of the run would lack its tokenizer (see `match_tokenizer`)."""
+    import tempfile
+
+    from zero_tp.weights.tokenizer_files import copy_tokenizer, match_tokenizer, open_tokenizer
+
+    if inputs.tokenizer is None:
+        return []
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        inputs.model_config.save_pretrained(directory)
+        copy_tokenizer(inputs.tokenizer, directory, None)
+        problem = match_tokenizer(directory, open_tokenizer(inputs.tokenizer))
+    model_type = inputs.model_config.model_type
+    line = f"an export will lack the tokenizer {inputs.tokenizer}, which transformers opens with other ids beside a "
+    return [f"{line}{model_type}: {problem}"] if problem else []
 
 
 def _missing(path: Path, config: RunConfig) -> str:

@@ -41,7 +41,7 @@ from zero_tp.data.settings import (
 )
 from zero_tp.data.similarity import EvaluationSets
 from zero_tp.data.spool import COMMITTED, ProcessedBlock, Spool, StoredBlock
-from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
+from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer, save_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.errors import UserError
 from zero_tp.files import clear_partial, hidden_sibling, partial_directory, put_in_place, remove, sync
@@ -223,8 +223,8 @@ class Preparation:
         """Return the encoder, and the blocks with the documents' tokens; save the tokenizer."""
         started = time.perf_counter()
         if self.processor.encoder is not None:
-            assert self.tokenizer is not None
-            self.tokenizer.save_pretrained(str(destination))
+            assert self.tokenizer is not None and self.spec.directory is not None
+            save_tokenizer(self.tokenizer, destination, self.spec.directory)
             self.seconds["tokenizer"] = time.perf_counter() - started
             return self.processor.encoder, self.spool.blocks
         directory = self._train(documents)

@@ -23,7 +23,7 @@ from zero_tp.data.parts import MANIFEST
 from zero_tp.data.records import Problem, Record, RecordBlock, RecordCounts, location
 from zero_tp.data.settings import PrepareSettings, check_settings, describe_files, library_versions
 from zero_tp.data.spool import Spool
-from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
+from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer, save_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.errors import UserError
 from zero_tp.files import partial_directory, put_in_place
@@ -136,7 +136,10 @@ class TokenizedCorpus(PipelineStep):
             self.stat_update("documents", value=spool.counts.kept)
             spool.commit()
             if rank == 0:
-                load_tokenizer(self.tokenizer, self.eos).save_pretrained(str(directory / TOKENIZER))
+                tokenizer = load_tokenizer(self.tokenizer, self.eos)
+                name, owner = f"the tokenizer {self.tokenizer}", "the one with which the pipeline started"
+                self.encoder.fingerprint.check(tokenizer, name, owner, "restore it, or start over with other parts")
+                save_tokenizer(tokenizer, directory / TOKENIZER, self.tokenizer)
             counts = spool.counts
             if self.reader is not None:
                 counts = copy.deepcopy(self.reader.counts)
@@ -147,6 +150,7 @@ class TokenizedCorpus(PipelineStep):
                 **{"part": rank, "tasks": world_size, "settings": self.settings},
                 "sources": [{"number": number, "name": name} for number, name in sources],
                 "documents": counts.as_dict(),
+                "tokenizer": self.encoder.fingerprint.model_dump(),
                 "files": describe_files(directory),
             }
             (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")

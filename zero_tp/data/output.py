@@ -205,6 +205,7 @@ def write_output(
         "splits": splits,
         "vocabulary_size": encoder.vocabulary_size,
         "end_of_document": encoder.end_of_document,
+        "tokenizer": encoder.fingerprint.model_dump(),
         "unigram": unigram(train.frequencies, validation.frequencies),
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "tokens_per_second": round(sum(counts["tokens"] for counts in splits.values()) / encoding),

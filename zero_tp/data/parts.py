@@ -35,6 +35,7 @@ from zero_tp.errors import UserError
 from zero_tp.files import clear_partial, partial_directory, put_in_place
 from zero_tp.strict_json import read_json
 from zero_tp.validation import ConfigModel, Count, Positive, validate
+from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 
 MANIFEST = "part.json"
 _REMEDY = "remove this part and run its task again"
@@ -55,6 +56,7 @@ class Part(ConfigModel):
     settings: dict[str, Any]
     sources: list[PartSource]
     documents: DocumentCounts
+    tokenizer: TokenizerFingerprint | None = None
     files: PreparedFiles
 
 
@@ -79,7 +81,8 @@ def merge(
             raise UserError(f"{problem}: {path} is damaged: {_REMEDY}")
     seconds = {"reading": time.perf_counter() - started, "tokenizer": 0.0}
     settings = manifests[0].settings
-    sha256 = hashlib.sha256(json.dumps([part.model_dump() for part in manifests]).encode()).hexdigest()
+    described = [part.model_dump(exclude={"tokenizer"}) for part in manifests]  # `settings` has its files' hash
+    sha256 = hashlib.sha256(json.dumps(described).encode()).hexdigest()
     identity = {**settings, "format": FORMAT, "parts": sha256, "validation": validation}
     real_output = Path(os.path.realpath(output))
     with name_output_in_errors(output):
@@ -90,7 +93,10 @@ def merge(
             documents = _join(paths, manifests)
             documents.select_validation(validation)
             shutil.copytree(paths[0] / TOKENIZER, staging / TOKENIZER)
-            encoder = DocumentEncoder(load_tokenizer(staging / TOKENIZER), settings.get("sentences"))
+            tokenizer = load_tokenizer(staging / TOKENIZER)
+            if (recorded := manifests[0].tokenizer) is not None:
+                recorded.check(tokenizer, f"the tokenizer in {paths[0]}", "the one of its documents", _REMEDY)
+            encoder = DocumentEncoder(tokenizer, settings.get("sentences"))
             report = write_output(staging, documents, documents.blocks, encoder, identity, seconds)
             put_in_place(staging, real_output)
     return Prepared(output, report, reused=False)
@@ -107,6 +113,10 @@ def _read_manifests(directory: Path) -> tuple[list[Path], list[Part]]:
         ours, theirs = ({**manifest.settings, "number of tasks": manifest.tasks} for manifest in (part, first))
         if different := sorted(key for key in ours | theirs if ours.get(key) != theirs.get(key)):
             raise UserError(f"{path}: made with another {', '.join(different)} than {paths[0].name}: {_REMEDY}")
+        if part.tokenizer is not None and first.tokenizer is not None:
+            part.tokenizer.require_same(
+                first.tokenizer, f"the tokenizer of {path}", f"that of {paths[0].name}", _REMEDY
+            )
         if path.name != f"{part.part:05d}":
             raise UserError(f"{path}: it is part {part.part} of {part.tasks}: {_REMEDY}")
     if missing := sorted(set(range(first.tasks)) - {part.part for part in manifests}):

@@ -20,6 +20,7 @@ from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.errors import UserError, shown
 from zero_tp.strict_json import read_json
 from zero_tp.validation import ConfigModel, Count, Positive, validate
+from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 
 FORMAT = 1  # increment it when the same settings give other files
 WORD_RULE = 2  # increment it when `similarity.words` changes
@@ -110,6 +111,7 @@ class Report(ConfigModel):
     splits: dict[str, dict[Literal["documents", "tokens", "characters", "bytes"], Positive]]
     vocabulary_size: Positive
     end_of_document: str | None
+    tokenizer: TokenizerFingerprint | None = None
     unigram: dict[Literal["train_entropy", "validation_cross_entropy", "uniform"], float]
     seconds: dict[str, float]
     tokens_per_second: float

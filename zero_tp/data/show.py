@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from zero_tp.data.indexed import IndexedCorpus, idx_path
-from zero_tp.data.tokenizer import find_tokenizer, open_tokenizer, vocabulary_size
+from zero_tp.data.tokenizer import corpus_fingerprint, find_tokenizer, vocabulary_size
 from zero_tp.errors import UserError
+from zero_tp.weights.tokenizer_files import open_tokenizer
 
 SPLITS = ("train", "validation")
 MAX_SHOWN_CHARACTERS = 400
@@ -33,6 +34,9 @@ def show_corpus(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
     if not prefixes:
         raise UserError(f"{path}: holds no {' and no '.join(f'{split}.idx' for split in SPLITS)}, and is no prefix")
     tokenizer = open_tokenizer(directory)
+    if (recorded := corpus_fingerprint(str(prefixes[0]))) is not None:
+        name, remedy = f"the tokenizer {directory}", "put the corpus's own tokenizer there"
+        recorded.check(tokenizer, name, f"the one of {prefixes[0]}", remedy)
     for prefix in prefixes:
         corpus, name = IndexedCorpus(prefix), prefix.name
         corpus.check_vocabulary(vocabulary_size(tokenizer))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import warnings
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.data.indexed import token_dtype
+from zero_tp.data.indexed import REPORT, bin_path, token_dtype
 from zero_tp.errors import UserError, first_line
 from zero_tp.files import read_regular
-from zero_tp.strict_json import read_json
+from zero_tp.strict_json import InvalidJson, read_object
+from zero_tp.validation import validate
+from zero_tp.weights.tokenizer_files import match_tokenizer, open_tokenizer
+from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.weights.weight_files import TOKENIZER_FILES, has_tokenizer, is_regular, resolve
 
 if TYPE_CHECKING:
@@ -26,46 +28,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _EOS_NAMES = re.compile(r"[<\[]\W?(/s|eos|eod|end.?of.?(text|document|sentence))\W?[>\]]", re.IGNORECASE)
-MAX_ID = 2**24 - 1  # larger ids would need tables of GiB
 _SPACE, *_BREAKS = (chr(256 + byte) for byte in b" \t\n\v\f\r")  # as byte-level BPE writes them: Ġ is the space
 _METASPACE = "\u2581"
 # sentencex 1.0.32 panics at white space of several bytes between a letter and a period; a space changes no boundary.
 _SENTENCEX_PANICS = re.compile(r"([^\W\d_]\s*)[^\S\x00-\x7f](?=\.)")
 EncodedDocument = tuple[npt.NDArray[np.uintc], npt.NDArray[np.bool_]]
 """A document's token ids [tokens], and whether a sentence begins with each [tokens]; [0] if sentences are not split."""
-
-
-def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Open the tokenizer of a Hugging Face directory, without running code from it. UserError: it can't be read."""
-    for name in TOKENIZER_FILES:
-        is_regular(directory / name)  # raises for a pipe, on which reading would wait
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tokenizer: PreTrainedTokenizerBase = _opener(directory).from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=False
-            )
-            tokenizer.decode(tokenizer.encode("a"))  # checks settings that from_pretrained does not
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # transformers raises anything from KeyError to its own types, and tokenizers panics
-        raise UserError(f"{directory}: its tokenizer can't be read: {first_line(error)}") from error
-    if (largest := max(tokenizer.get_vocab().values(), default=0)) > MAX_ID:
-        raise UserError(f"{directory}: the tokenizer's id {largest:,} is too large; ids go up to {MAX_ID:,}")
-    return tokenizer
-
-
-def _opener(directory: Path) -> Any:
-    """Return AutoTokenizer, or the class that it would choose: AutoTokenizer imports torch, which takes a second."""
-    from transformers import PreTrainedTokenizerFast
-
-    if is_regular(directory / "tokenizer_config.json") and not (directory / "config.json").exists():
-        config = read_json(directory / "tokenizer_config.json")
-        if config.get("tokenizer_class") == PreTrainedTokenizerFast.__name__ and "auto_map" not in config:
-            return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
 
 
 def load_tokenizer(directory: Path, eos: str | None = None) -> PreTrainedTokenizerFast:
@@ -94,6 +62,30 @@ def load_tokenizer(directory: Path, eos: str | None = None) -> PreTrainedTokeniz
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path, source: Path) -> None:
+    """Save a corpus's tokenizer. UserError: transformers would not open the saved files with the same ids.
+
+    Args:
+        source: the directory that it was opened from.
+    """
+    tokenizer.save_pretrained(str(directory))
+    if problem := match_tokenizer(directory, tokenizer):
+        raise UserError(f"tokenizer {source}: transformers opens a saved copy of it with other ids: {problem}")
+
+
+def corpus_fingerprint(prefix: str) -> TokenizerFingerprint | None:
+    """Return the fingerprint of a corpus's tokenizer that `prepare` recorded; None: it recorded none."""
+    path = Path(prefix).with_name(REPORT)
+    try:
+        report = read_object(path)
+    except (OSError, InvalidJson):  # a corpus of Megatron-LM has none
+        return None
+    recorded, files = report.get("tokenizer"), report.get("files")
+    if recorded is None or not isinstance(files, dict) or bin_path(prefix).name not in files:
+        return None
+    return validate(TokenizerFingerprint, recorded, f"{path}: tokenizer")
+
+
 def missing_for_masking(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the special tokens of the masked objective (mask, sep, cls) that a tokenizer lacks."""
     return [name for name in ("mask", "sep", "cls") if getattr(tokenizer, f"{name}_token_id") is None]
@@ -111,6 +103,7 @@ class DocumentEncoder:
     Attributes:
         eos_count: eos tokens of a document: 0 or 1.
         end_of_document: the eos token; None: there is none.
+        fingerprint: the tokenizer's.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, language: str | None = None) -> None:
@@ -119,7 +112,7 @@ class DocumentEncoder:
         eos = tokenizer.eos_token_id
         self._eos = array("I", [] if eos is None else [eos])
         self.eos_count, self.language = len(self._eos), language
-        self.vocabulary_size = vocabulary_size(tokenizer)
+        self.vocabulary_size, self.fingerprint = vocabulary_size(tokenizer), TokenizerFingerprint.of(tokenizer)
         # A copy, because the tokenizer that is saved must keep its own settings.
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_truncation()

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from zero_tp.checkpoint.directory import check_sizes, find_checkpoint, incomplete_after, is_run, read_manifest
+from zero_tp.checkpoint.run_tokenizer import REMEDY, check_run_tokenizer, find_run_tokenizer, uncompared_tokenizer
 from zero_tp.errors import UserError, first_line
 from zero_tp.topology import Topology
+from zero_tp.weights.tokenizer_fingerprint import read_fingerprint
 from zero_tp.weights.weight_files import find_weights, resolve, resolve_tokenizer
 
 if TYPE_CHECKING:
@@ -52,10 +54,11 @@ def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | 
         checkpoint = find_checkpoint(path)
         manifest = read_manifest(checkpoint)
         check_sizes(checkpoint, manifest.files)
-        tokenizer = resolve_tokenizer(tokenizer, manifest.tokenizer)
+        tokenizer = find_run_tokenizer(tokenizer, checkpoint, manifest)
         if tokenizer is None:
             raise UserError(f"--model {path}: the run has no tokenizer; give one with --tokenizer DIR")
-        return ModelDirectory(checkpoint, manifest, tokenizer, note="; ".join(incomplete_after(path, manifest.step)))
+        notes = incomplete_after(path, manifest.step) + uncompared_tokenizer(tokenizer, checkpoint, manifest)
+        return ModelDirectory(checkpoint, manifest, tokenizer, note="; ".join(notes))
     if not (path / "config.json").is_file():
         raise UserError(
             f"--model {path}: no config.json and no complete checkpoint there; give a Hugging Face directory, "
@@ -106,12 +109,17 @@ class ModelDirectory:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer; UserError if the model cannot use it (`check_tokenizer`)."""
-        from zero_tp.data.tokenizer import open_tokenizer
+        """Return the tokenizer; UserError if it is not the model's, or the model cannot use it (`check_tokenizer`)."""
+        from zero_tp.weights.tokenizer_files import open_tokenizer
 
         config = self.config  # before the tokenizer, which transformers opens with it
         tokenizer = open_tokenizer(self.tokenizer_path)
         check_tokenizer(tokenizer, config, self.tokenizer_path)
+        if self.manifest is not None:
+            check_run_tokenizer(tokenizer, self.tokenizer_path, self.path, self.manifest)
+        elif (recorded := read_fingerprint(find_weights(self.path, self.allow_pickle))) is not None:
+            owner = f"the one that {self.path} was trained with"
+            recorded.check(tokenizer, f"the tokenizer {self.tokenizer_path}", owner, REMEDY)
         return tokenizer
 
     def sequence_length(self, requested: int | None) -> int:

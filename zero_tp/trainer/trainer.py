@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 from zero_tp.errors import UserError
@@ -32,6 +32,7 @@ from zero_tp.trainer.batches import SampleComparison, count_labels, pad_for_sequ
 from zero_tp.trainer.checkpoints import has_only_weights, load_weights, resume_states, save_states
 from zero_tp.trainer.deepspeed_arguments import fill_left_out_keys
 from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator, check_trainable
+from zero_tp.weights.tokenizer_files import match_tokenizer
 from zero_tp.zero.build_lock import report_build_locks
 from zero_tp.zero.ops import disable_shared_memory_collectives
 from zero_tp.zero.zero_engine import ZeroEngine
@@ -268,8 +269,20 @@ class TensorParallel(Base):
             self._save(output_dir)  # the flag makes `_save` call the model's save_pretrained on every rank
         finally:
             self.is_distributed_loading_by_transformers = loading
+        if self.args.should_save:
+            self._match_tokenizer(Path(output_dir or self.args.output_dir))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _match_tokenizer(self, directory: Path) -> None:
+        """Make transformers open the tokenizer that it has saved with the same ids; see `match_tokenizer`."""
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            return
+        if problem := match_tokenizer(directory, tokenizer):
+            kind = self.model.config.model_type
+            without = f"{directory}: written without a tokenizer, because transformers opens it with other ids"
+            warnings.warn(f"{without} beside a {kind}: {problem}; save it to a directory of its own", stacklevel=3)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore random states: a TP group takes its first rank's, because data collators draw from them."""

@@ -197,6 +197,7 @@ class CheckpointCallback(Callback):
             state.config,
             state.directory,
             tokenizer=inputs.recorded_tokenizer,
+            fingerprint=inputs.fingerprint,
             corpora=inputs.corpora,
             validation=inputs.validation_corpora,
             parent=state.parent,

@@ -22,6 +22,7 @@ from zero_tp.data.samples import FixedSamples, PackedSamples, TrainingSamples, V
 from zero_tp.data.tokenizer import (
     MaskingVocabulary,
     check_same_tokens,
+    corpus_fingerprint,
     files_sha256,
     find_tokenizer,
     load_tokenizer,
@@ -31,6 +32,7 @@ from zero_tp.data.tokenizer import (
 from zero_tp.errors import UserError, shown
 from zero_tp.topology import Topology
 from zero_tp.weights.load import PretrainedSource
+from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.weights.weight_files import has_commit, resolve
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ class RunInputs:
         corpora = (*self.samples.corpora, *(self.validation.corpora if self.validation else ()))
         for corpus in corpora if hash_tokens else ():
             corpus.check_vocabulary(self.model_config.vocab_size)
+        self.notes = self._compare_tokenizers() if hash_tokens else []
 
     @property
     def recorded_tokenizer(self) -> str | None:
@@ -72,6 +75,36 @@ class RunInputs:
         if name is not None and has_commit(name):
             return name
         return None if self.tokenizer is None else str(self.tokenizer)
+
+    @cached_property
+    def fingerprint(self) -> TokenizerFingerprint | None:
+        """Return the fingerprint of the run's tokenizer or, without one, of its corpora's; None if none is known."""
+        recorded = [one for one in self._corpus_fingerprints.values() if one is not None]
+        if self._tokenizer is None:
+            return recorded[0] if recorded else None
+        return TokenizerFingerprint.of(self._tokenizer, [text for one in recorded for text in one.probes])
+
+    @cached_property
+    def _corpus_fingerprints(self) -> dict[str, TokenizerFingerprint | None]:
+        data = self.config.zero_tp.data
+        return {prefix: corpus_fingerprint(prefix) for prefix in (*data.train, *(data.validation or ()))}
+
+    def _compare_tokenizers(self) -> list[str]:
+        """Check that all corpora have the ids of one tokenizer, the run's; return a line on those that record none."""
+        recorded, data = self._corpus_fingerprints, self.config.zero_tp.data
+        first = next((prefix for prefix, one in recorded.items() if one is not None), None)
+        name = f"the tokenizer {self.tokenizer}" if self.tokenizer is not None else f"the tokenizer of {first}"
+        for prefix, fingerprint in recorded.items():
+            if fingerprint is not None and self.fingerprint is not None:
+                key = "zero_tp.data.train" if prefix in data.train else "zero_tp.data.validation"
+                remedy = "prepare all corpora with one tokenizer (--tokenizer DIR)"
+                if self.tokenizer is not None:
+                    remedy += ", and set zero_tp.tokenizer to it"
+                fingerprint.require_same(self.fingerprint, f"{key}: the tokenizer of {prefix}", name, remedy)
+        unknown = [prefix for prefix, fingerprint in recorded.items() if fingerprint is None]
+        if not unknown or self.fingerprint is None:
+            return []
+        return [f"no tokenizer is recorded with {', '.join(unknown)}, so it was not compared with {name}"]
 
     @cached_property
     def corpora(self) -> dict[str, dict[str, Any]]:
@@ -125,13 +158,17 @@ class RunInputs:
         )
 
     def check_resumed(self, checkpoint: Path, manifest: Manifest) -> None:
-        """Check that the corpora and the model of `from_pretrained` are those of a checkpoint.
+        """Check that the corpora, the tokenizer and the model of `from_pretrained` are those of a checkpoint.
 
         Raises:
-            UserError: a corpus or the model has changed since the run was started.
+            UserError: a corpus, the tokenizer or the model has changed since the run was started.
         """
         if self.config.pretrained is not None:
             check_unchanged(self.config.pretrained, self.model_config, manifest.model)
+        saved, remedy = manifest.tokenizer_fingerprint, "restore it, or give another --output-dir"
+        if saved is not None and self.hash_tokens and self.fingerprint is not None:
+            name = "the run's tokenizer" if self.tokenizer is None else f"the tokenizer {self.tokenizer}"
+            self.fingerprint.require_same(saved, name, f"the one that {checkpoint} was trained with", remedy)
         for (prefix, identity), before in zip(self.corpora.items(), manifest.corpora.values(), strict=False):
             compared = before.keys() & identity.keys()  # only one rank of each node reads `content`
             if any(identity[key] != before[key] for key in compared):

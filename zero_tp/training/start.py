@@ -103,7 +103,9 @@ def _parent_of_new_run(inputs: RunInputs, init_from: Path | None, point: ResumeP
     if point.manifest is not None:
         check_child(init_from, inputs.directory, point.manifest)
         return ResumePoint()
-    return broadcast_resume_point(partial(find_parent, init_from, inputs.config, inputs.model_config))
+    return broadcast_resume_point(
+        partial(find_parent, init_from, inputs.config, inputs.model_config, inputs.fingerprint)
+    )
 
 
 def _build_engine(
@@ -185,7 +187,7 @@ def _describe_run(
     yield f"attention: {engine.model.spec.attention}"
     yield from (*engine.zero.notes, *engine.activations.notes)
     yield from (f"without effect: {line}" for line in config.without_effect())
-    yield from (f"note: {line}" for line in config.cautions())
+    yield from (f"note: {line}" for line in (*config.cautions(), *inputs.notes))
     auto = ' ("auto")' if config.zero_tp.compile == "auto" else ""
     if engine.compiled:
         yield f"compile: on{auto}; the first step waits for torch's compiler, about a minute with an empty cache"

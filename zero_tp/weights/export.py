@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
-from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from zero_tp.architectures import Weight, aliases_of, architecture_of, native_class_of, to_hf, weights_of
@@ -31,12 +29,13 @@ from zero_tp.files import check_replaceable, partial_directory, put_in_place, re
 from zero_tp.parallel.agreement import on_rank_zero
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
-from zero_tp.strict_json import read_json
 from zero_tp.tensors.safetensors_files import Entry, write_tensors
 from zero_tp.topology import Topology
 from zero_tp.weights.live_weights import gather_parameter
 from zero_tp.weights.load import native_model, stored_shapes
-from zero_tp.weights.weight_files import INDEX, TOKENIZER_FILES, is_finite, is_regular
+from zero_tp.weights.tokenizer_files import copy_tokenizer, match_tokenizer, open_tokenizer
+from zero_tp.weights.tokenizer_fingerprint import FINGERPRINT, TokenizerFingerprint
+from zero_tp.weights.weight_files import ID_FILES, INDEX, is_finite
 
 MAX_SHARD_SIZE = "5GB"
 CARD = "README.md"
@@ -129,6 +128,7 @@ def write_native(
     *,
     generation: GenerationConfig | None = None,
     tokenizer: Path | None = None,
+    fingerprint: TokenizerFingerprint | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
     overwrite: bool = False,
     merge: bool = False,
@@ -143,9 +143,13 @@ def write_native(
         entries: every whole tensor by its Hugging Face name, tied tensors once; read one at a time, in the order of
             `plan_shards`. The config records their dtype.
         generation: generation config; by default that of the model config.
-        tokenizer: a directory whose tokenizer is copied.
+        tokenizer: a directory whose tokenizer is copied, so that AutoTokenizer opens it with the same ids.
+        fingerprint: of the tokenizer that the model was trained with; recorded in the files of the weights.
         merge: move files into the directory one by one, because other programs write into it too.
         card: text of the model card. A card that a person wrote or edited stays.
+
+    Raises:
+        UserError: the model is written, but without the tokenizer, which transformers would open with other ids there.
     """
     target = Path(directory)
     if not merge:
@@ -158,24 +162,32 @@ def write_native(
     shards = plan_shards(
         [replace(entry, name=file_names.get(entry.name, entry.name)) for entry in entries], max_shard_size
     )
-    target = Path(os.path.realpath(target))
+    target, problem = Path(os.path.realpath(target)), ""
     merge = merge and target.is_dir()
+    metadata = {"format": "pt"} | ({} if fingerprint is None else {FINGERPRINT: fingerprint.model_dump_json()})
     # Files are moved only within a file system, and the target of a merge may be a mount point.
     with partial_directory(target / CONFIG if merge else target) as temporary:
-        _write_weights(temporary, shards)
+        _write_weights(temporary, shards, metadata)
         native.config.save_pretrained(temporary)
         settings = generation or getattr(native, "generation_config", None)
         if settings is not None:  # the model generates
             # `save_pretrained` would refuse flags without effect, such as top_p without do_sample, of existing files.
             settings.to_json_file(temporary / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
         if tokenizer is not None:
-            _copy_tokenizer(tokenizer, temporary, getattr(native.config, "max_position_embeddings", None))
+            copy_tokenizer(tokenizer, temporary, getattr(native.config, "max_position_embeddings", None))
+            problem = match_tokenizer(temporary, open_tokenizer(tokenizer))
         if card is not None and not _is_edited(target / CARD):
             (temporary / CARD).write_text(f"{card}\n{_digest_line(card)}\n", encoding="utf-8")
         if merge:
             _move_into(temporary, target)
         else:
-            put_in_place(temporary, target, _is_weights)
+            replaced = ID_FILES if tokenizer is not None else ()  # an older tokenizer's files would change the ids
+            put_in_place(temporary, target, lambda name: _is_weights(name) or name in replaced)
+    if problem:
+        raise UserError(
+            f"{target}: written without a tokenizer, because transformers would open {tokenizer} with other ids in a "
+            f"{config.model_type} directory: {problem}; open the tokenizer from {tokenizer} itself"
+        )
 
 
 def _check_entries(entries: Iterable[Entry], native: nn.Module, config: PretrainedConfig) -> None:
@@ -220,10 +232,10 @@ def _move_into(written: Path, target: Path) -> None:
             file.unlink()
 
 
-def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
+def _write_weights(directory: Path, shards: dict[str, list[Entry]], metadata: dict[str, str]) -> None:
     for file, entries in shards.items():
         checked = [replace(entry, read=partial(_read_finite, entry)) for entry in entries]
-        write_tensors(directory / file, checked, {"format": "pt"}, hashed=False)
+        write_tensors(directory / file, checked, metadata, hashed=False)
     if len(shards) == 1:
         return
     all_entries = [entry for entries in shards.values() for entry in entries]
@@ -242,17 +254,6 @@ def _read_finite(entry: Entry) -> Tensor:
     if entry.dtype == torch.float16 and not is_finite(tensor):
         raise UserError(f"tensor {entry.name} has values beyond fp16's range; export it in bf16 or fp32")
     return tensor
-
-
-def _copy_tokenizer(tokenizer: Path, directory: Path, positions: int | None) -> None:
-    """Copy a tokenizer's files and no others; set its `model_max_length` to the model's positions."""
-    for name in TOKENIZER_FILES:
-        if is_regular(tokenizer / name):
-            shutil.copyfile(tokenizer / name, directory / name)
-    settings = directory / TOKENIZER_CONFIG_FILE
-    if positions is not None and settings.exists():
-        values = read_json(tokenizer / TOKENIZER_CONFIG_FILE) | {"model_max_length": positions}
-        settings.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def save_pretrained(

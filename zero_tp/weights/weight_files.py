@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.errors import ConfigError, UserError, class_in_words, first_line, shown
-from zero_tp.strict_json import InvalidJson, read_object
+from zero_tp.files import open_regular
+from zero_tp.strict_json import InvalidJson, parse_object, read_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,14 +25,16 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 ADAPTER = "adapter_config.json"
-TOKENIZER_FILES = (
+ID_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json"),
+    *("vocab.json", "merges.txt", "vocab.txt"),
     *("tokenizer.model", "tekken.json", "spiece.model", "sentencepiece.bpe.model"),
 )
-"""The files that a tokenizer may have. It has at least one of the first two."""
+"""The files that decide a tokenizer's ids. It has at least one of the first two."""
+TOKENIZER_FILES = (*ID_FILES, "chat_template.jinja", "chat_template.json")
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?:@[\w./-]+)?")
+_LARGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
 COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
 TEXT_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 SAFETENSORS_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
@@ -111,8 +114,12 @@ def has_commit(model: str) -> bool:
     return is_hub_name(model) and bool(COMMIT_HASH.fullmatch(model.partition("@")[2]))
 
 
-def resolve_tokenizer(requested: Path | None, recorded: str | None) -> Path | None:
-    """Return the directory of the requested tokenizer, else of the one that the run recorded, else None."""
+def resolve_tokenizer(requested: Path | None, recorded: str | None, moved: Path | None = None) -> Path | None:
+    """Return the directory of the requested tokenizer, else of the one that the run recorded, else None.
+
+    Args:
+        moved: where the recorded one is if it was moved together with the run.
+    """
     if requested is not None:
         directory = resolve(requested, "--tokenizer", weights=False)
         if not directory.is_dir():
@@ -124,6 +131,8 @@ def resolve_tokenizer(requested: Path | None, recorded: str | None) -> Path | No
         return None
     if has_commit(recorded):
         return resolve(recorded, f"the run's tokenizer {recorded}", weights=False)
+    if not Path(recorded).is_dir() and moved is not None and moved.is_dir():
+        return moved
     if not Path(recorded).is_dir():
         raise UserError(f"the run's tokenizer {recorded} no longer exists; give its new path with --tokenizer DIR")
     return Path(recorded)
@@ -141,6 +150,23 @@ def pin_commit(model: str, key: str) -> str:
         return model
     commit = resolve(model, key, weights=False).name  # a snapshot's directory is named by it
     return f"{model.partition('@')[0]}@{commit}"
+
+
+def safetensors_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of the safetensors file `path`, or of the first one of the index `path`.
+
+    Empty if the file has none, or is no safetensors file (`open_weights` reports that).
+    """
+    if path.name == INDEX:
+        path = path.parent / min(_weight_map(path).values())
+    try:
+        with open_regular(path) as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = parse_object(file.read(size)) if size <= _LARGEST_HEADER else {}
+    except (OSError, InvalidJson):
+        return {}
+    metadata = header.get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
