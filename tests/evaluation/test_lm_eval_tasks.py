@@ -93,10 +93,10 @@ def test_a_task_file_that_lm_eval_would_skip_is_refused(tmp_path: Path, text: st
 def without_lm_evals_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of a directory know no tasks but the directory's: to index lm-eval's own takes seconds."""
 
-    def without_defaults(include_path: str, include_defaults: bool) -> TaskManager:
+    def without_defaults(include_path: str | None = None, *, include_defaults: bool) -> TaskManager:
         return TaskManager(include_path=include_path, include_defaults=False)
 
-    monkeypatch.setattr("zero_tp.evaluation.lm_eval_tasks.TaskManager", without_defaults)
+    monkeypatch.setattr("zero_tp.evaluation.task_index.TaskManager", without_defaults)
 
 
 @pytest.mark.parametrize(

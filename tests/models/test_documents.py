@@ -183,6 +183,18 @@ def test_frequencies_follow_the_length_and_positions_that_are_given(seed: int) -
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_frequencies_of_the_longest_forward_stay_as_in_transformers(seed: int) -> None:
+    """Until a forward is shorter than the positions; with gradients and without."""
+    reference = dynamic_model(seed).train()
+    model = parallel_model(reference, Topology(world=1)).train()
+    for length in (LENGTH, LENGTH + 9, LENGTH + 2, LENGTH, LENGTH - 1, LENGTH + 2, LENGTH + 5, LENGTH + 3):
+        tokens = torch.randint(VOCABULARY, (2, length))
+        with torch.set_grad_enabled(length % 2 == 0):
+            expected = reference(tokens, labels=tokens, use_cache=False).loss
+            loss = model(tokens, labels=tokens).loss
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_what_documents_cannot_have() -> None:
     model = parallel_model(dynamic_model(), Topology(world=1))
     tokens = torch.zeros(1, LENGTH + 2, dtype=torch.long)

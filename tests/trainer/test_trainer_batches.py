@@ -12,13 +12,29 @@ from transformers import AutoConfig, DataCollatorWithFlattening
 
 from tests.models.test_documents import dynamic_model
 from tests.support.compare import check_close, grid, whole_gradients
-from tests.support.native import gradients, native_model, parallel_model, perturbed, to_ours
+from tests.support.decoders import decoder
+from tests.support.encoders import encoder
+from tests.support.experts import OWN
+from tests.support.experts import fields as expert_fields
+from tests.support.native import check_gradients, gradients, native_model, parallel_model, perturbed, to_ours
 from tests.support.pools import Pools
-from tests.trainer.test_trainer import CAUSAL
+from tests.tiers import in_tiers
+from tests.trainer.test_trainer import CAUSAL, ENCODER
 from zero_tp.errors import UserError
 from zero_tp.parallel.agreement import checksum
 from zero_tp.topology import Topology
 from zero_tp.trainer.batches import SampleComparison, pad_for_sequence_parallelism
+
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_head": 4,
+    "n_embd": 24,
+    "vocab_size": 61,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+GPT2 |= {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def compare_samples(attention_mask: list[list[int]], with_types: bool) -> str:
@@ -102,4 +118,46 @@ def dynamic_losses(length: int) -> tuple[float, float]:
 
 def test_what_fills_a_row_up_does_not_lengthen_it(ranks: Pools) -> None:
     for loss, expected in ranks(2).run(dynamic_losses, 19):
+        assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def padded_loss(fields: dict[str, Any], batch: dict[str, Any]) -> tuple[float, float]:
+    """(our loss, transformers') of rows that TP 2 does not divide; every gradient is compared."""
+    kind = fields["model_type"]
+    if kind == "gpt2":
+        torch.manual_seed(1)
+        reference = perturbed(native_model(AutoConfig.for_model(**fields))).train()
+    else:
+        reference = (encoder if kind == "bert" else decoder)(fields, 1).train()
+    model = parallel_model(reference, grid(2, True)).train()
+    # With a cache, its default, transformers does not separate documents.
+    expected = reference(**batch, **({} if kind == "bert" else {"use_cache": False})).loss
+    loss = model(**pad_for_sequence_parallelism(batch, model.topology, causal=model.spec.causal)).loss
+    expected.backward()
+    loss.backward()
+    check_gradients(model, reference)
+    return loss.item(), expected.item()
+
+
+@pytest.mark.parametrize("model_type", in_tiers(list(OWN), ["mixtral"]))
+def test_the_balance_of_experts_counts_no_padding_of_ours(ranks: Pools, model_type: str) -> None:
+    """Packed rows have no mask: transformers counts each of their tokens."""
+    tokens = torch.randint(61, (1, 15), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(6), torch.arange(9)])[None]
+    batch = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+    for given in (batch, {**batch, "position_ids": torch.arange(15)[None]}):
+        for loss, expected in ranks(2).run(padded_loss, expert_fields(model_type), given):
+            assert loss == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("fields", [GPT2, ENCODER], ids=["gpt2", "bert"])
+def test_padding_of_ours_needs_no_positions(ranks: Pools, fields: dict[str, Any]) -> None:
+    """Rows as long as the positions, of which TP does not divide the number."""
+    names = {"gpt2": "n_positions", "bert": "max_position_embeddings"}
+    limited = {**fields, names[fields["model_type"]]: 15}
+    tokens = torch.randint(61, (2, 15), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "labels": tokens}
+    if fields is ENCODER:
+        batch["next_sentence_label"] = torch.tensor([0, 1])
+    for loss, expected in ranks(2).run(padded_loss, limited, batch):
         assert loss == pytest.approx(expected, rel=1e-6)

@@ -60,9 +60,6 @@ _LEGACY_ROPE_NAMES = {
 def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = False) -> Rotary:
     """Return the rotary positions of the config's `rope_parameters`, computed by transformers' own functions.
 
-    Dynamic scaling depends only on this forward's length. transformers keeps the frequencies of the longest sequence so
-    far, until a forward is shorter than `max_position_embeddings`.
-
     Args:
         partial_rotary: the architecture supports `partial_rotary_factor`.
     """

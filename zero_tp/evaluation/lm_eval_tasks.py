@@ -11,7 +11,7 @@ import logging
 import os
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,13 +27,15 @@ from jinja2 import StrictUndefined, meta
 from jinja2.sandbox import SandboxedEnvironment
 from lm_eval import evaluator
 from lm_eval.api.registry import metric_registry
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager, _factory, _yaml_loader
-from lm_eval.tasks._index import Entry, TaskIndex
+from lm_eval.tasks._index import Entry
 
 from zero_tp.data.documents import file_format
 from zero_tp.errors import UserError, first_line, one_line, shown
+from zero_tp.evaluation.choices import check_choices, check_texts
 from zero_tp.evaluation.eval_model import EvalModel
 from zero_tp.evaluation.lm_eval_model import LMEvalModel
 from zero_tp.evaluation.rows import check_continuations
@@ -47,7 +49,6 @@ from zero_tp.evaluation.task import (
     require_fields,
 )
 from zero_tp.process.quiet import suppress_output
-from zero_tp.weights.weight_files import is_regular
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
@@ -127,39 +128,6 @@ def task_files_as_data() -> Iterator[None]:
         yield
 
 
-def open_task_directory(path: Path) -> TaskManager:
-    """Index the task files of `--include-path`, without lm-eval's own. A file that lm-eval would skip is refused."""
-    if not path.is_dir():
-        raise UserError(f"--include-path {path}: no such directory")
-    index: dict[str, Entry] = {}
-    for file in sorted(path.rglob("*.yaml")):
-        is_regular(file)  # a pipe would block
-        try:
-            config = _yaml_loader.load_yaml(file, resolve_func=False)
-            if config.keys() & {"task", "group", "class"}:  # other files are only included
-                if isinstance(name := config.get("task"), str) and name in index:
-                    raise UserError(f"another file has the task {shown(name)} already")
-                TaskIndex.process_cfg(config, file, index)
-            if not all(isinstance(name, str) for name in index):
-                raise TypeError("a name in it is not a string; write it in quotes")
-        except Exception as error:  # YAML, the file system and lm-eval raise anything
-            reason = one_line(" ".join(str(error).split()) or first_line(error), 160)
-            raise UserError(f"{file} can't be read ({reason}); correct that file") from error
-    if not index:
-        raise UserError(f"--include-path {path}: no task file (.yaml) of lm-eval in it")
-    return TaskManager(include_path=str(path), include_defaults=False)
-
-
-def find_task_manager(names: Sequence[str], directory: TaskManager | None) -> TaskManager:
-    """Return the directory's index if it has all `names` as tasks, else one with lm-eval's tasks too (takes seconds).
-
-    Groups and tags always get the larger index, because they may name lm-eval's tasks.
-    """
-    if directory is not None and set(names) <= set(directory.all_subtasks):
-        return directory
-    return TaskManager(include_path=directory and directory.include_path, include_defaults=True)
-
-
 class LMEvalTask(Task):
     """A task, group or tag of lm-eval with its documents, or `multiple_choice`.
 
@@ -219,7 +187,10 @@ class LMEvalTask(Task):
             raise UserError("--apply-chat-template: the model's tokenizer has no chat template; leave it out")
         for task in self.loaded["tasks"].values():
             task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # an earlier evaluation advanced its generator
-        with lm_eval_settings(sandbox=self.sandbox):
+        with (
+            lm_eval_settings(sandbox=self.sandbox),
+            mock.patch.object(lm_eval.api.task.eval_logger, "warning", _refuse_document),
+        ):
             lm = LMEvalModel(model, self.name)
             try:
                 results = evaluator.evaluate(
@@ -291,6 +262,11 @@ def _load_with_file(name: str, manager: TaskManager, file: Path) -> dict[str, An
     return {"tasks": manager.load([spec])["tasks"], "groups": {}, "group_map": {}}
 
 
+def _refuse_document(warning: str, *_: Any) -> NoReturn:
+    """Raise lm-eval's warning about a document, whose score would be 0."""
+    raise UserError(f"a document doesn't fit its task file ({one_line(warning, 300)}); correct either")
+
+
 def _generated_tokens(task: Any) -> int:
     """Return how many tokens a request of the task generates at most."""
     if task.OUTPUT_TYPE != "generate_until":
@@ -316,6 +292,20 @@ def _fields_of(entry: Entry | None, *, allow_code: bool) -> list[str]:
     return sorted(fields)
 
 
+def _check_question(task: Any, document: Any) -> None:
+    """Raise a ValueError if lm-eval's accuracy of a multiple-choice question would always be 0."""
+    if task.OUTPUT_TYPE != "multiple_choice" or not isinstance(task, ConfigurableTask):
+        return
+    choices = task.doc_to_choice(document)
+    if callable(task.config.process_results):  # it may read the right answer from anywhere
+        gold: Any = 0
+    else:
+        gold = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
+    check_choices(choices, gold)
+    if (task.get_config("dataset_kwargs") or {}).get("data_files"):  # in lm-eval's own data sets, as lm-eval does
+        check_texts(choices)
+
+
 def _likelihood_requests(task: Any, limit: int | None) -> Iterator[tuple[str, str]]:
     """Yield (context, continuation) of each request for a continuation's likelihood, without few-shot examples.
 
@@ -323,6 +313,7 @@ def _likelihood_requests(task: Any, limit: int | None) -> Iterator[tuple[str, st
     """
     for number, document in enumerate(islice(task.eval_docs, limit), 1):
         try:
+            _check_question(task, document)
             context = task.fewshot_context(document, num_fewshot=0)
             requests = task.construct_requests(document, context, metadata=(task.task_name, number, 1))
             for request in requests if isinstance(requests, list) else [requests]:

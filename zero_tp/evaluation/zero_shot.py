@@ -18,6 +18,7 @@ from zero_tp.checkpoint.manifest import versions
 from zero_tp.constants import DTYPES
 from zero_tp.data.documents import check_files
 from zero_tp.errors import UserError, first_line
+from zero_tp.evaluation.choices import check_choice_file
 from zero_tp.evaluation.lambada import LambadaTask
 from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.evaluation.perplexity import PerplexityTask, WikitextTask
@@ -27,7 +28,6 @@ from zero_tp.evaluation.task import (
     Task,
     TaskOptions,
     as_json,
-    require_fields,
     require_lm_eval,
 )
 from zero_tp.topology import Topology
@@ -46,7 +46,7 @@ def multiple_choice(file: Path | None, options: TaskOptions) -> Task:
     if file is None:
         raise UserError(f"{MULTIPLE_CHOICE} needs JSON lines with {needed}: --data {MULTIPLE_CHOICE}=FILE")
     require_lm_eval(MULTIPLE_CHOICE)
-    require_fields(MULTIPLE_CHOICE, file, CHOICE_FIELDS)
+    check_choice_file(file)
     from zero_tp.evaluation.lm_eval_tasks import LMEvalTask, TaskManager
 
     return LMEvalTask(MULTIPLE_CHOICE, TaskManager(include_defaults=False), options, file)
@@ -144,7 +144,7 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
     directory: TaskManager | None = None
     if options.include_path is not None:
         require_lm_eval("--include-path")
-        from zero_tp.evaluation.lm_eval_tasks import open_task_directory
+        from zero_tp.evaluation.task_index import open_task_directory
 
         directory = open_task_directory(options.include_path)
     own = [name for name in OWN_TASKS if name in names and not (directory and name in directory.task_index)]
@@ -156,7 +156,8 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
     tasks = {name: OWN_TASKS[name](data.get(name), options) for name in own}
     if others := [name for name in names if name not in own]:
         require_lm_eval("a task other than zero_tp's own")
-        from zero_tp.evaluation.lm_eval_tasks import LMEvalTask, find_task_manager
+        from zero_tp.evaluation.lm_eval_tasks import LMEvalTask
+        from zero_tp.evaluation.task_index import find_task_manager
 
         manager = find_task_manager(others, directory)
         for name in others:

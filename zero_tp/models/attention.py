@@ -44,9 +44,9 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.p, self.streams, self.causal = spec.dropouts.attention, streams, spec.causal
 
-    @staticmethod
-    def build_mask(mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | VarlenMask | None:
-        """Return the additive mask of the scores, [b or 1, 1, s or 1, keys]: 0, or -∞ for hidden keys.
+    @classmethod
+    def build_mask(cls, mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | VarlenMask | None:
+        """Return the additive mask of the scores, [b or 1, 1, s or 1, keys]: 0, or `hidden_score` for hidden keys.
 
         Layers with the same window share it. `SDPACore` may return a `VarlenMask`, or None, instead.
 
@@ -54,7 +54,13 @@ class AttentionCore(nn.Module):
             like: has the dtype and device of the activations; its second dimension is b.
         """
         visible = mask.visible(like.device)
-        return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, -torch.inf)
+        zeros = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
+        return zeros.masked_fill_(~visible, cls.hidden_score(like.dtype))
+
+    @staticmethod
+    def hidden_score(dtype: torch.dtype) -> float:
+        """Return the score of a hidden key, as transformers has it. With -∞ a token that sees no key outputs 0."""
+        return -torch.inf
 
 
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
@@ -82,12 +88,12 @@ class SDPACore(AttentionCore):
     CPUs, calls without a mask use models/cpu_flash.py.
     """
 
-    @staticmethod
-    def build_mask(mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | VarlenMask | None:
+    @classmethod
+    def build_mask(cls, mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | VarlenMask | None:
         if mask.is_plain:
             return None
         if not can_use_varlen(mask, spec, like.dtype, like.device):
-            return AttentionCore.build_mask(mask, spec, like)
+            return super().build_mask(mask, spec, like)
         packed = mask.packed or PackedSequences.one_per_row(like.shape[1], mask.queries, like.device)
         return VarlenMask(packed, -1 if mask.window is None else mask.window - 1)
 
@@ -160,6 +166,11 @@ class EagerCore(AttentionCore):
         super().__init__(spec, streams)
         self.scale = spec.head_size**-0.5
         self.dropout = Dropout(self.p, streams, PER_RANK)
+
+    @staticmethod
+    def hidden_score(dtype: torch.dtype) -> float:
+        """Return the dtype's least number, as transformers does: a token that sees no key outputs the mean value."""
+        return torch.finfo(dtype).min
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         batch, heads, length, _ = query.shape

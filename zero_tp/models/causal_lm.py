@@ -75,6 +75,7 @@ class CausalLM(ParallelModel):
         return_dict: bool | None = None,
         reduction: Literal["mean", "none"] = "mean",
         num_items_in_batch: Tensor | float | None = None,
+        unpadded_length: int | None = None,
     ) -> ScoredOutput:
         """Return the loss and, if requested or without labels, logits.
 
@@ -96,6 +97,8 @@ class CausalLM(ParallelModel):
             return_logits: also return logits [b, s, v], whole on every TP rank and without gradient.
             reduction: `none` returns each token's loss, without gradient; ignored labels skip the output layer.
             num_items_in_batch: divisor of the sum of the losses; by default the number of labels that are not ignored.
+            unpadded_length: tokens of every row before what pads it for sequence parallelism; by default s. Padding
+                needs no positions, and the load-balancing loss does not count it.
 
         Returns:
             `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks. With `none` it has the
@@ -110,7 +113,11 @@ class CausalLM(ParallelModel):
         loss = logits = greedy = aux_loss = balance = None
         experts = self.spec.experts
         if experts is not None and experts.loss_weight is not None and targets is not None and not per_token:
-            balance = RouterBalance(experts, attention_mask, self.topology.tensor, input_ids.device)
+            counted = attention_mask
+            if counted is None and unpadded_length is not None:
+                counted = torch.ones_like(input_ids)
+                counted[:, unpadded_length:] = 0
+            balance = RouterBalance(experts, counted, self.topology.tensor, input_ids.device)
         hidden, sequence = self.hidden_states(
             input_ids,
             attention_mask,
@@ -119,6 +126,7 @@ class CausalLM(ParallelModel):
             cache,
             token_type_ids=token_type_ids,
             balance=balance,
+            unpadded_length=unpadded_length,
         )
         if balance is not None:
             hidden, aux_loss = balance.loss(hidden)
@@ -169,13 +177,16 @@ class CausalLM(ParallelModel):
         *,
         token_type_ids: Tensor | None = None,
         balance: RouterBalance | None = None,
+        unpadded_length: int | None = None,
     ) -> tuple[Tensor, bool]:
         """Return the output layer's input, [s, b, h], and whether it is a sequence shard. Arguments: see `forward`.
 
         Args:
             balance: statistics of the routers, for the load-balancing loss.
         """
-        self._check_shapes(input_ids, attention_mask, position_ids, document_ids, cache)
+        self._check_shapes(
+            input_ids, attention_mask, position_ids, document_ids, cache, unpadded_length=unpadded_length
+        )
         self._check_ids("token ids", input_ids)
         types = None
         if token_type_ids is not None and self.spec.word_token_types:
@@ -201,20 +212,23 @@ class CausalLM(ParallelModel):
         positions: Tensor | None,
         documents: Tensor | None,
         cache: Cache | None,
+        *,
+        unpadded_length: int | None,
     ) -> None:
         batch, length = ids.shape
+        tokens = length if unpadded_length is None else unpadded_length
         past = int(cache.get_seq_length()) if cache is not None else 0
         if cache is not None and torch.is_grad_enabled():
             raise UserError("a KV cache serves generation, not training: wrap the forward in torch.no_grad()")
         if cache is not None and documents is not None:
             raise ValueError("document_ids with a KV cache are not supported; give packed documents in one forward")
         rotary = self.spec.rotary
-        if documents is not None and rotary is not None and rotary.by_length and length > self.spec.positions:
+        if documents is not None and rotary is not None and rotary.by_length and tokens > self.spec.positions:
             raise UserError(
-                f"document_ids: with rope_type 'dynamic' each document of a row of {length} tokens may need its own "
+                f"document_ids: with rope_type 'dynamic' each document of a row of {tokens} tokens may need its own "
                 f"frequencies; give rows of at most {self.spec.positions} tokens"
             )
-        self._check_length(past + length)
+        self._check_length(past + tokens)
         check_shape("attention_mask", padding_mask, (batch,), past + length)
         check_shape("position_ids", positions, (1, batch), length)
         check_shape("document_ids", documents, (batch,), length)

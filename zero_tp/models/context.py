@@ -117,8 +117,8 @@ class AttentionMask:
     def visible(self, device: torch.device) -> Tensor:
         """Return the mask as booleans, [b or 1, 1, s, k]; [b or 1, 1, 1, k] if not causal.
 
-        A token that would see none (padding on the left) sees itself, so that its softmax is defined; its output is
-        unused. If not causal, tokens of a row that is all padding see the whole row.
+        A token may see no key, such as padding on the left. It may still predict the row's first token, so each
+        attention core gives it the output of transformers' implementation.
         """
         if not self.causal:
             return self._visible_bidirectional(device)
@@ -135,14 +135,13 @@ class AttentionMask:
             # A cache of fixed length has more keys than there are tokens; causality hides them.
             unpadded = torch.nn.functional.pad(unpadded, (0, self.keys - unpadded.shape[1]), value=True)
             visible = visible & unpadded[:, None, None, :]
-        return visible | ((key == query) & ~visible.any(-1, keepdim=True))
+        return visible
 
     def _visible_bidirectional(self, device: torch.device) -> Tensor:
         assert self.window is None and self.packed is None and self.queries == self.keys
         if self.padding_mask is None:
             return torch.ones(1, 1, 1, self.keys, dtype=torch.bool, device=device)
-        unpadded = self.padding_mask.to(device).bool()
-        return (unpadded | ~unpadded.any(1, keepdim=True))[:, None, None, :]
+        return self.padding_mask.to(device).bool()[:, None, None, :]
 
 
 @dataclass(frozen=True)

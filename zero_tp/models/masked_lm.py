@@ -95,6 +95,7 @@ class MaskedLM(ParallelModel):
         reduction: Literal["mean", "none"] = "mean",
         num_items_in_batch: Tensor | float | None = None,
         num_rows_in_batch: Tensor | float | None = None,
+        unpadded_length: int | None = None,
     ) -> PreTrainingOutput:
         """Return the losses and, if requested or without labels, logits.
 
@@ -108,6 +109,8 @@ class MaskedLM(ParallelModel):
             return_logits: also return both kinds of logits.
             reduction: `none` returns each token's and each row's loss, for evaluation, without gradient.
             num_items_in_batch, num_rows_in_batch: divisors of the sums of the losses; by default the numbers of labels.
+            unpadded_length: tokens of every row before what pads it for sequence parallelism; by default s. Padding
+                needs no positions.
 
         Returns:
             Losses are means, fp32, equal on all TP ranks; nan if every label is ignored, as in torch, but 0 with a
@@ -122,6 +125,7 @@ class MaskedLM(ParallelModel):
         self._check_call("PreTrainingOutput", reduction, return_dict)
         if next_sentence_label is not None and self.sentence_head is None:
             raise ValueError("next_sentence_label, but the model has no sentence head")
+        self._check_length(input_ids.shape[1] if unpadded_length is None else unpadded_length)
         self._check_inputs(input_ids, attention_mask, token_type_ids, position_ids, labels)
         sequence = self._runs_sequence_parallel(input_ids.shape[1])
         inputs = ForwardInputs(attention_mask, position_ids)
@@ -145,7 +149,6 @@ class MaskedLM(ParallelModel):
         self, ids: Tensor, mask: Tensor | None, types: Tensor | None, positions: Tensor | None, labels: Tensor | None
     ) -> None:
         batch, length = ids.shape
-        self._check_length(length)
         for name, tensor in {"attention_mask": mask, "token_type_ids": types, "labels": labels}.items():
             check_shape(name, tensor, (batch,), length)
         check_shape("position_ids", positions, (1, batch), length)

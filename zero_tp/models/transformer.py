@@ -130,6 +130,7 @@ class Transformer(nn.Module):
         # Under SP a rank drops its own positions; without SP all TP ranks must drop the same.
         stream = PER_RANK if make.topology.sequence else SHARED
         self.spec = spec
+        self._longest = spec.positions
         self.embedding = Embedding(make.child("embedding"), spec, Dropout(spec.dropouts.embedding, streams, stream))
         self.layers = nn.ModuleList(
             LAYERS[spec.layer](
@@ -164,8 +165,18 @@ class Transformer(nn.Module):
                 positions = torch.arange(past, total_length, device=like.device)[None]
             elif rotary.by_length:
                 total_length = int(positions.max()) + 1
+            if rotary.by_length:
+                total_length = self._scaled_length(total_length)
             cos_sin = compute_cos_sin(rotary, positions, total_length, like.dtype)
         return ForwardContext(sequence, masks, cos_sin, cache, inputs.balance)
+
+    def _scaled_length(self, length: int) -> int:
+        """Return the length that dynamic scaling of rotary frequencies uses in this forward.
+
+        As in transformers, it is that of the longest forward since one was shorter than the positions.
+        """
+        self._longest = self.spec.positions if length < self.spec.positions else max(self._longest, length)
+        return self._longest
 
     def forward(self, tokens: Tensor, *, inputs: ForwardInputs, types: Tensor | None = None, sequence: bool) -> Tensor:
         """Return the hidden states after the last norm.

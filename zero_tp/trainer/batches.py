@@ -26,7 +26,7 @@ PADDING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "document_ids":
 def pad_for_sequence_parallelism(inputs: Mapping[str, Any], topology: Topology, *, causal: bool) -> dict[str, Any]:
     """Pad the rows of a forward's arguments to a length that sequence parallelism can split.
 
-    Padding has no label, and no token attends to it.
+    Padding has no label, and no token attends to it. `unpadded_length` tells the forward where it begins.
 
     Args:
         causal: rows with `document_ids` or `position_ids` may be packed documents, and get no attention mask: a mask
@@ -42,12 +42,13 @@ def pad_for_sequence_parallelism(inputs: Mapping[str, Any], topology: Topology, 
         arguments.setdefault("attention_mask", torch.ones_like(ids))
     # RoPE frequencies may depend on the greatest position, which must be that of the row without its padding.
     arguments.setdefault("position_ids", torch.arange(length, device=ids.device)[None])
-    return {
+    padded = {
         name: F.pad(value, (0, missing), value=PADDING.get(name, 0))
         if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == length
         else value
         for name, value in arguments.items()
     }
+    return padded | {"unpadded_length": length}
 
 
 class SampleComparison:
