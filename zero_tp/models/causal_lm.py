@@ -66,7 +66,6 @@ class CausalLM(ParallelModel):
         *,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -75,6 +74,7 @@ class CausalLM(ParallelModel):
         return_dict: bool | None = None,
         reduction: Literal["mean", "none"] = "mean",
         num_items_in_batch: Tensor | float | None = None,
+        token_type_ids: Tensor | None = None,
     ) -> ScoredOutput:
         """Return the loss and, if requested or without labels, logits.
 
@@ -86,8 +86,6 @@ class CausalLM(ParallelModel):
                 neither mask nor cache, a position that does not continue its predecessor begins a document.
             document_ids: [b, s], numbers of the documents packed in a row; a token sees only its own. Give a CPU
                 tensor; reading one on an accelerator synchronises.
-            token_type_ids: [b, s], in GPT-2: token ids, whose embeddings are added to those of `input_ids`. Other
-                models ignore it, as transformers' classes do.
             past_key_values: keys and values of earlier tokens; the forward appends this call's.
             use_cache: create a cache if none is given, and return it.
             logits_to_keep: positions that get logits: the last n, or those listed; 0: all.
@@ -96,6 +94,8 @@ class CausalLM(ParallelModel):
             return_logits: also return logits [b, s, v], whole on every TP rank and without gradient.
             reduction: `none` returns each token's loss, without gradient; ignored labels skip the output layer.
             num_items_in_batch: divisor of the sum of the losses; by default the number of labels that are not ignored.
+            token_type_ids: [b, s], in GPT-2: token ids, whose embeddings are added to those of `input_ids`. Other
+                models ignore it, as transformers' classes do.
 
         Returns:
             `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks. With `none` it has the
