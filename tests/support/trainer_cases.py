@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, DataCollatorWithFlattening, TrainingArguments
 
@@ -291,8 +290,8 @@ def deepspeed_config(case: TrainerCase, *, auto: bool) -> dict[str, Any]:
 
 def run(
     trainer_class: Any, model: Any, case: TrainerCase, folder: Path, replicas: int, deepspeed: Any
-) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Run the script of a case, and return its log without times, and the weights at its end.
+) -> list[dict[str, Any]]:
+    """Run the script of a case, save the model in the folder's `model`, and return its log without times.
 
     Args:
         replicas: DP ranks, which share the rows of the plain run's batches.
@@ -324,8 +323,7 @@ def run(
         )
         trainer.train(resume_from_checkpoint=None if start is None else str(folder / f"checkpoint-{start}"))
     trainer.save_model(str(folder / "model"))
-    history = [_without_times(line, case) for line in trainer.state.log_history]
-    return history, load_file(folder / "model" / "model.safetensors")
+    return [_without_times(line, case) for line in trainer.state.log_history]
 
 
 def _without_times(line: dict[str, Any], case: TrainerCase) -> dict[str, Any]:

@@ -77,8 +77,9 @@ def page() -> str:
         f" and transformers' {_listed(TRANSFORMERS_SCHEDULES)}. Step k, from 1, trains at the value of their own"
         " class at k: a linear warm-up of 100 steps reaches its rate at step 100, a logarithmic one at step 99."
         " `WarmupCosineLR` already falls in the last step of its warm-up, and is at its end one step before"
-        " `total_num_steps`. DeepSpeed itself is two steps later, and trains steps 1 and 2 at rate 0; so do transformers'"
-        " Trainer and [`ZeroTPTrainer`](python.md#trainer), which take DeepSpeed's five only. A resumed run trains at the rate of its own config at that step;"
+        " `total_num_steps`. DeepSpeed itself is two steps later, and trains steps 1 and 2 at rate 0; so do"
+        " transformers' Trainer and [`ZeroTPTrainer`](python.md#trainer), which take DeepSpeed's five only. A resumed"
+        " run trains at the rate of its own config at that step;"
         " `zero-tp check` prints the rates of some steps.",
         *(f"- {_block(name)}" for name, field in ConfigFile.model_fields.items() if _is_block(name, field)),
     ]

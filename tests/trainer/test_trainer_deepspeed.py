@@ -72,10 +72,11 @@ def schedules(folder: str, tensor: int) -> dict[str, list[list[Any]]]:
     """(ours on the grid, ours resumed at step 2, plain Trainer's under DeepSpeed on DP ranks) of each schedule."""
     ours, found = partial(ZeroTPTrainer, tensor_parallel=tensor), {}
     for name, params in SCHEDULERS.items():
-        block = {"type": name, "params": params}
-        runs = [logs(ours, f"{folder}/{name}", block, 2 * tensor, save_strategy="steps", save_steps=2)]
-        runs.append(logs(ours, f"{folder}/{name}", block, 2 * tensor, resume=f"{folder}/{name}/checkpoint-2"))
-        found[name] = [*runs, logs(Trainer, folder, block, 2)]
+        block, own = {"type": name, "params": params}, f"{folder}/{name}"
+        warmup = {"warmup_steps": params.get("warmup_num_steps", 0)}  # transformers refuses another
+        runs = [logs(ours, own, block, 2 * tensor, **warmup, save_strategy="steps", save_steps=2)]
+        runs.append(logs(ours, own, block, 2 * tensor, **warmup, resume=f"{own}/checkpoint-2"))
+        found[name] = [*runs, logs(Trainer, folder, block, 2, **warmup)]
     return found
 
 

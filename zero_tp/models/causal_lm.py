@@ -67,7 +67,6 @@ class CausalLM(ParallelModel):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         cache: Cache | None = None,
-        token_type_ids: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         shift_labels: Tensor | None = None,
@@ -75,6 +74,7 @@ class CausalLM(ParallelModel):
         return_dict: bool | None = None,
         reduction: Literal["mean", "none"] = "mean",
         num_items_in_batch: Tensor | float | None = None,
+        token_type_ids: Tensor | None = None,
         unpadded_length: int | None = None,
     ) -> ScoredOutput:
         """Return the loss and, if requested or without labels, logits.
@@ -87,8 +87,6 @@ class CausalLM(ParallelModel):
                 neither mask nor cache, a position that does not continue its predecessor begins a document.
             document_ids: [b, s], numbers of the documents packed in a row; a token sees only its own. Give a CPU
                 tensor; reading one on an accelerator synchronises.
-            token_type_ids: [b, s], in GPT-2: token ids, whose embeddings are added to those of `input_ids`. Other
-                models ignore it, as transformers' classes do.
             cache: keys and values of earlier tokens; the forward appends this call's.
             use_cache: create a cache if none is given, and return it.
             logits_to_keep: positions that get logits: the last n, or those listed; 0: all.
@@ -97,6 +95,8 @@ class CausalLM(ParallelModel):
             return_logits: also return logits [b, s, v], whole on every TP rank and without gradient.
             reduction: `none` returns each token's loss, without gradient; ignored labels skip the output layer.
             num_items_in_batch: divisor of the sum of the losses; by default the number of labels that are not ignored.
+            token_type_ids: [b, s], in GPT-2: token ids, whose embeddings are added to those of `input_ids`. Other
+                models ignore it, as transformers' classes do.
             unpadded_length: tokens of every row before what pads it for sequence parallelism; by default s. Padding
                 needs no positions, and the load-balancing loss does not count it.
 
