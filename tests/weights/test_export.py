@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.support.tokenizers import own_bpe
 from tests.tiers import in_tiers
 from zero_tp import files
 from zero_tp.errors import UserError
@@ -59,11 +60,11 @@ def test_an_export_follows_the_umask_and_copies_a_tokenizer_alone(
     tmp_path: Path, mask: int, directories: int, files: int
 ) -> None:
     tokenizer = tmp_path / "tokenizer"
-    tokenizer.mkdir()
-    others = ("id_rsa", "notes.json", "config.json", SINGLE, INDEX, "pytorch_model.bin")
-    for name in ("tokenizer.json", "tokenizer_config.json", *others):
+    own_bpe().save_pretrained(str(tokenizer))
+    for name in ("id_rsa", "notes.json", "config.json", SINGLE, INDEX, "pytorch_model.bin"):
         (tokenizer / name).write_text("{}")
-        (tokenizer / name).chmod(0o640)
+    for path in tokenizer.iterdir():
+        path.chmod(0o640)
     before = os.umask(mask)
     try:
         export(tmp_path / "model", tokenizer=tokenizer)
@@ -226,8 +227,8 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_an_exports_tokenizer_knows_the_models_positions(tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer"
-    tokenizer.mkdir()
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "ß"}
+    own_bpe().save_pretrained(str(tokenizer))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "the"}
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
     export(tmp_path / "model", tokenizer=tokenizer)
     positions = json.loads((tmp_path / "model" / "config.json").read_text())["n_positions"]

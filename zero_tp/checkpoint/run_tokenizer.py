@@ -37,6 +37,6 @@ def check_run_tokenizer(
 
 def uncompared_tokenizer(directory: Path | None, checkpoint: Path, manifest: Manifest) -> tuple[str, ...]:
     """Return a line if a tokenizer cannot be compared, because an older version saved the checkpoint."""
-    if directory is None or manifest.tokenizer_fingerprint is not None:
+    if None in (directory, manifest.tokenizer) or manifest.tokenizer_fingerprint is not None:
         return ()
     return (f"{checkpoint} has no fingerprint of its tokenizer, so {directory} was not compared with it",)

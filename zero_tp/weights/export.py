@@ -14,6 +14,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -158,21 +159,15 @@ def write_native(
     config.dtype, config.architectures = entries[0].dtype, [native_class_of(config)]
     native = native_model(config)
     _check_entries(entries, native, config)
-    file_names = architecture_of(config).file_names
-    shards = plan_shards(
-        [replace(entry, name=file_names.get(entry.name, entry.name)) for entry in entries], max_shard_size
-    )
+    names = architecture_of(config).file_names
+    shards = plan_shards([replace(entry, name=names.get(entry.name, entry.name)) for entry in entries], max_shard_size)
     target, problem = Path(os.path.realpath(target)), ""
     merge = merge and target.is_dir()
     metadata = {"format": "pt"} | ({} if fingerprint is None else {FINGERPRINT: fingerprint.model_dump_json()})
     # Files are moved only within a file system, and the target of a merge may be a mount point.
     with partial_directory(target / CONFIG if merge else target) as temporary:
         _write_weights(temporary, shards, metadata)
-        native.config.save_pretrained(temporary)
-        settings = generation or getattr(native, "generation_config", None)
-        if settings is not None:  # the model generates
-            # `save_pretrained` would refuse flags without effect, such as top_p without do_sample, of existing files.
-            settings.to_json_file(temporary / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+        _write_configs(temporary, native, generation)
         if tokenizer is not None:
             copy_tokenizer(tokenizer, temporary, getattr(native.config, "max_position_embeddings", None))
             problem = match_tokenizer(temporary, open_tokenizer(tokenizer))
@@ -188,6 +183,15 @@ def write_native(
             f"{target}: written without a tokenizer, because transformers would open {tokenizer} with other ids in a "
             f"{config.model_type} directory: {problem}; open the tokenizer from {tokenizer} itself"
         )
+
+
+def _write_configs(directory: Path, native: Any, generation: GenerationConfig | None) -> None:
+    """Write the config of a model of transformers and, if it generates, its generation config."""
+    native.config.save_pretrained(directory)
+    settings = generation or getattr(native, "generation_config", None)
+    if settings is not None:
+        # `save_pretrained` would refuse flags without effect, such as top_p without do_sample, of existing files.
+        settings.to_json_file(directory / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
 
 
 def _check_entries(entries: Iterable[Entry], native: nn.Module, config: PretrainedConfig) -> None:
