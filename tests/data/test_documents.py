@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import bz2
 import csv
 import gzip
@@ -299,7 +300,7 @@ from zero_tp.data import stream
 from zero_tp.errors import UserError
 for word in sys.argv[1:]:
     try:
-        print([document.text for _, document in stream([word])])
+        print([getattr(document, "text", "a problem") for _, document in stream([word])])
     except UserError as error:
         print("refused:", error)
 """
@@ -324,10 +325,28 @@ def test_a_data_set_of_the_hub_from_the_cache(tmp_path: Path) -> None:
     (folder / "train-00000-of-00001.parquet").write_bytes(as_parquet(ROWS))
     (folder / "test-00000-of-00001.parquet").write_bytes(as_parquet(ROWS[:2]))
     words = ("hf:someone/some-texts", "hf:someone/some-texts:default:test", "hf:someone/others")
-    whole, test, refused = from_hub(tmp_path, *words)
+    whole, test, refused, split = from_hub(tmp_path, *words, "hf:someone/some-texts:default:no")
     assert whole == repr(TEXTS) and test == repr(TEXTS[:2])
     assert refused.startswith("refused: hf:someone/others: can't be read")
     assert "without a network it must be in this machine's cache" in refused
+    assert split.endswith("Available splits: ['train', 'test']")
+
+
+@THOROUGH
+def test_another_field_of_a_data_set_of_the_hub_may_change_its_type(tmp_path: Path) -> None:
+    """datasets decides the types of JSON by the first 10 MB, and its own reader ends at another one."""
+    folder = tmp_path / "hub/datasets--someone--mixed/snapshots" / ("0" * 40)
+    (folder / "data").mkdir(parents=True)
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs/main").write_text("0" * 40)
+    rows = [{"text": f"text {i}", "meta": 1 if i < 120 else {"a": ["b"]}, "other": "x" * 10**5} for i in range(130)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "data/train-0.jsonl").write_text(lines)
+    (folder / "data/train-1.jsonl.zst").write_bytes(zstandard.compress(lines.encode())[:-3])
+    (folder / "data/train-2.json").write_text(json.dumps(rows[-2:]))
+    (line,) = from_hub(tmp_path, "hf:someone/mixed")
+    texts, (*read, problem, second, last) = [row["text"] for row in rows], ast.literal_eval(line)
+    assert read == [*texts, *texts[: len(read) - len(texts)]] and [problem, second, last] == ["a problem", *texts[-2:]]
 
 
 def test_a_library_that_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The validation loss of several corpora: the mean of their losses in transformers, weighted as in `data.validation`."""
+"""The validation loss of several corpora is the weighted mean of transformers' losses of each."""
 
 from __future__ import annotations
 

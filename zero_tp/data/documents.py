@@ -7,38 +7,23 @@ is dropped silently, and no other record is lost.
 
 from __future__ import annotations
 
-import bz2
 import glob
 import hashlib
-import io
-import lzma
 import os
 import sys
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import zstandard
-
-from zero_tp.data.formats import FORMATS, STREAMS, TABLES, choose_json_key, read_hub
+from zero_tp.data.compression import COMPRESSIONS, open_decompressed, piece_bytes
+from zero_tp.data.formats import FORMATS, STREAMS, TABLES, choose_json_key
+from zero_tp.data.hub import read_hub
 from zero_tp.data.records import EVERY_STRING, HUB, Document, Problem, Record, RecordBlock, Source, location, parse_dict
-from zero_tp.errors import UserError, first_line
+from zero_tp.errors import UserError
 from zero_tp.files import open_regular
 
 STDIN = "-"
 _BLOCK_BYTES, _BLOCK_RECORDS = 2**20, 10_000
-# Compressed data is read in small pieces: 2 KiB may decompress to 64 MiB, and an error loses all of its piece.
-_READ_BYTES, _COMPRESSED_BYTES = 2**20, 2**11
-_MAX_WINDOW = 2**31  # bytes; zstd --long=31, the largest window that zstd compresses with. It needs as much memory.
-COMPRESSIONS: dict[str, Callable[[], Any]] = {
-    ".gz": partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
-    ".bz2": bz2.BZ2Decompressor,
-    ".xz": lzma.LZMADecompressor,
-    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj(),
-}
-"""Ending of a file → a decompressor of one frame."""
 
 
 def _known_format(path: Path) -> str | None:
@@ -154,7 +139,7 @@ def read_blocks(source: Source) -> Iterator[RecordBlock]:
     source.key, source.position = None, 0
     try:
         for number, records in enumerate(group_records(read_hub(source) if source.kind == "hub" else _records(source))):
-            if number == 0 and source.kind in ("jsonl", "json"):
+            if number == 0 and source.key is None and source.kind in ("jsonl", "json", "hub"):
                 choose_json_key(source, records)
             yield RecordBlock(source.name, number, source.key, records)
         if source.path is not None and source.size_and_time not in ((0, 0), _size_and_time(source.path)):
@@ -171,11 +156,9 @@ def _records(source: Source) -> Iterator[Record]:
             source.sha256 = file_sha256(source.path)
             return
         ending, place = source.path.suffix if source.path is not None else "", 0
-        is_compressed = ending in COMPRESSIONS
-        stored = _stored_bytes(source, raw, _COMPRESSED_BYTES if is_compressed else _READ_BYTES)
-        pieces = _decompress(source.name, stored, COMPRESSIONS[ending]) if is_compressed else stored
+        stored = _stored_bytes(source, raw, piece_bytes(ending))
         try:
-            for record in STREAMS[source.kind](source, io.BufferedReader(_ByteStream(pieces), _READ_BYTES)):
+            for record in STREAMS[source.kind](source, open_decompressed(source.name, ending, stored)):
                 place = record.place
                 yield record
         except EOFError as error:
@@ -208,23 +191,6 @@ def file_sha256(path: Path) -> str:
         raise UserError(f"{path}: {error.strerror or error}") from error
 
 
-class _ByteStream(io.RawIOBase):
-    """Pieces of bytes as a file."""
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces, self._rest = pieces, memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._rest and (piece := next(self._pieces, None)) is not None:
-            self._rest = memoryview(piece)
-        count = min(len(buffer), len(self._rest))
-        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
-        return count
-
-
 def _stored_bytes(source: Source, raw: IO[bytes], size: int) -> Iterator[bytes]:
     """Yield a file's bytes as stored; count them in `source.position`, and set `source.sha256` at the end."""
     digest = hashlib.sha256()
@@ -233,27 +199,3 @@ def _stored_bytes(source: Source, raw: IO[bytes], size: int) -> Iterator[bytes]:
         source.position += len(data)
         yield data
     source.sha256 = digest.hexdigest()
-
-
-def _decompress(name: str, stored: Iterator[bytes], new_decompressor: Callable[[], Any]) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a file, which may have several frames, with zeros after each.
-
-    Raises:
-        EOFError: a frame is damaged or cut; the readers of zstandard and fsspec end silently there.
-        UserError: the file is valid, but this machine or zstandard can't decompress it.
-    """
-    frame: Any = None
-    for data in stored:
-        while data := data if frame else data.lstrip(b"\0"):
-            frame = frame or new_decompressor()
-            try:
-                piece = frame.decompress(data)
-            except (OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, MemoryError) as error:
-                if isinstance(error, MemoryError) or "memory" in str(error):  # zstandard has one class of errors
-                    problem = f"{name}: can't be decompressed in memory ({first_line(error)})"
-                    raise UserError(f"{problem}: compress it with a window of at most 2 GiB (--long=31)") from error
-                raise EOFError(str(error)) from error
-            yield piece
-            data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-    if frame is not None:
-        raise EOFError("it ends inside a frame")

@@ -1,4 +1,4 @@
-"""Readers of records, one for each kind of input: JSON lines, JSON, text, CSV, Parquet, Arrow, data sets of the hub.
+"""Readers of records, one for each kind of file: JSON lines, JSON, text, CSV, Parquet, Arrow.
 
 `FORMATS` maps the ending of a file to its reader, which takes a source and its decompressed bytes and yields `Record`s.
 Readers of tables set `Source.key` before their first record; `choose_json_key` sets it from the first block of JSON
@@ -20,7 +20,6 @@ from typing import IO, Any
 from zero_tp.data.json_array import array_elements
 from zero_tp.data.records import (
     EVERY_STRING,
-    HUB,
     MAX_LINE_BYTES,
     TEXT_KEYS,
     TITLE,
@@ -132,7 +131,7 @@ def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _choose_columns(source: Source, fields: Mapping[str, str | None]) -> list[str]:
+def choose_columns(source: Source, fields: Mapping[str, str | None]) -> list[str]:
     """Choose the field of the text of a table, and return the columns to read; `fields` as in `choose_key`."""
     source.key = choose_key(fields, source)
     if source.key == EVERY_STRING:
@@ -152,7 +151,7 @@ def _csv(source: Source, file: io.BufferedReader) -> Iterator[Record]:
         return
     if header is None:
         return
-    columns = {name: header.index(name) for name in _choose_columns(source, dict.fromkeys(header))}
+    columns = {name: header.index(name) for name in choose_columns(source, dict.fromkeys(header))}
     while True:
         place = rows.line_num + 1
         try:
@@ -195,7 +194,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _text_columns(source: Source, schema: Any) -> list[str]:
-    return _choose_columns(source, {field.name: None if _is_text(field.type) else str(field.type) for field in schema})
+    return choose_columns(source, {field.name: None if _is_text(field.type) else str(field.type) for field in schema})
 
 
 def _parquet_batches(source: Source, file: IO[bytes]) -> Iterator[Any]:
@@ -241,33 +240,6 @@ def _without_bytes(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_bytes(inner) for inner in value]
     return value if isinstance(value, str) else None
-
-
-def read_hub(source: Source) -> Iterator[Record]:
-    """Yield the rows of a data set of the Hugging Face hub, streamed. UserError: neither it nor a cache can be read."""
-    name, config, split = [*source.name.removeprefix(HUB).split(":", 2), "", ""][:3]
-    datasets, hub = (import_optional(module, source.name) for module in ("datasets", "huggingface_hub"))
-    row = 0
-    try:
-        try:
-            stream = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
-        except ConnectionError:  # a snapshot in the hub's cache is a directory
-            directory = hub.snapshot_download(name, repo_type="dataset", local_files_only=True)
-            stream = datasets.load_dataset(directory, config or None, split=split or "train", streaming=True)
-        features = stream.features or {key: None for key in next(iter(stream), {})}
-        if not features:
-            return
-        types = {key: str(getattr(kind, "dtype", "string")) for key, kind in features.items()}
-        fields = {key: None if kind in ("string", "large_string") else kind for key, kind in types.items()}
-        for row, values in enumerate(stream.select_columns(_choose_columns(source, fields)), start=1):
-            yield Record(row, values)
-    except (UserError, GeneratorExit):
-        raise
-    except Exception as error:  # datasets and huggingface_hub raise a dozen types, with and without a network
-        raise UserError(
-            f"{source.name}: can't be read further than row {row:,}: {first_line(error)}; without a network it must be "
-            f"in this machine's cache (HF_HOME): download it with `hf download --repo-type dataset {name}`"
-        ) from error
 
 
 STREAMS = {"jsonl": _lines, "json": _json, "txt": _text, "csv": _csv}

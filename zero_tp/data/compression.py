@@ -1,0 +1,78 @@
+"""Decompress files as they are read, in bounded memory; a damaged one never ends silently."""
+
+from __future__ import annotations
+
+import bz2
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import zstandard
+
+from zero_tp.errors import UserError, first_line
+
+# Compressed data is read in small pieces: 2 KiB may decompress to 64 MiB, and an error loses all of its piece.
+_READ_BYTES, _COMPRESSED_BYTES = 2**20, 2**11
+_MAX_WINDOW = 2**31  # bytes; zstd --long=31, the largest window that zstd compresses with. It needs as much memory.
+COMPRESSIONS: dict[str, Callable[[], Any]] = {
+    ".gz": partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lzma.LZMADecompressor,
+    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj(),
+}
+"""Ending of a file → a decompressor of one frame."""
+
+
+def piece_bytes(ending: str) -> int:
+    """Return how many bytes of a file with this ending to read at once."""
+    return _COMPRESSED_BYTES if ending in COMPRESSIONS else _READ_BYTES
+
+
+def open_decompressed(name: str, ending: str, stored: Iterator[bytes]) -> io.BufferedReader:
+    """Return the content of a file, whose bytes `stored` yields in pieces. Reading raises what `_decompress` does."""
+    pieces = _decompress(name, stored, COMPRESSIONS[ending]) if ending in COMPRESSIONS else stored
+    return io.BufferedReader(_ByteStream(pieces), _READ_BYTES)
+
+
+class _ByteStream(io.RawIOBase):
+    """Pieces of bytes as a file."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._rest = pieces, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest and (piece := next(self._pieces, None)) is not None:
+            self._rest = memoryview(piece)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
+
+
+def _decompress(name: str, stored: Iterator[bytes], new_decompressor: Callable[[], Any]) -> Iterator[bytes]:
+    """Yield the decompressed bytes of a file, which may have several frames, with zeros after each.
+
+    Raises:
+        EOFError: a frame is damaged or cut; the readers of zstandard and fsspec end silently there.
+        UserError: the file is valid, but this machine or zstandard can't decompress it.
+    """
+    frame: Any = None
+    for data in stored:
+        while data := data if frame else data.lstrip(b"\0"):
+            frame = frame or new_decompressor()
+            try:
+                piece = frame.decompress(data)
+            except (OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, MemoryError) as error:
+                if isinstance(error, MemoryError) or "memory" in str(error):  # zstandard has one class of errors
+                    problem = f"{name}: can't be decompressed in memory ({first_line(error)})"
+                    raise UserError(f"{problem}: compress it with a window of at most 2 GiB (--long=31)") from error
+                raise EOFError(str(error)) from error
+            yield piece
+            data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError("it ends inside a frame")
