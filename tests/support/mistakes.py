@@ -174,7 +174,7 @@ MISTAKES: tuple[Mistake, ...] = (
     mistake("sequence_parallel_size", "use zero_tp.parallel.sequence", value=2),
     mistake("zero_optimization.offload_param", "use stage 3", value={"device": "cpu"}),
     mistake("data_efficiency", "zero_tp.data decides", value={"enabled": True}),
-    mistake("zero_tp.model.model_type", ("no table here", "gpt2"), value="roberta"),
+    mistake("zero_tp.model.model_type", ("is not supported", "gpt2"), value="roberta"),
     Mistake(
         {"zero_tp.model": {"model_type": "bert"}},
         "zero_tp.objective",

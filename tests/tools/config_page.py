@@ -207,9 +207,9 @@ def _models() -> Iterator[str]:
     yield f"`rope_parameters.rope_type` is one of {_listed(ROPE_KEYS)}; a key that the type does not read is refused."
     yield (
         '`{"from_pretrained": DIR}`: config and weights of a Hugging Face directory of safetensors, relative to the'
-        " working directory; the same rules hold for its `config.json`, and a field of it that its class does not"
-        " declare is refused. Beside `from_pretrained` only dropout probabilities, `output_router_logits` and"
-        " `router_aux_loss_coef` can be given. Each rank reads its slices of the weights. A run that resumes takes its"
+        " working directory; the same rules hold for its `config.json`. A field that transformers' class neither"
+        " declares nor reads is ignored, with a note. Beside `from_pretrained` only dropout probabilities,"
+        " `output_router_logits` and `router_aux_loss_coef` can be given. Each rank reads its slices of the weights. A run that resumes takes its"
         " weights from the checkpoint, and where DIR is gone its config too."
     )
     yield (

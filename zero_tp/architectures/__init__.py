@@ -38,8 +38,7 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         raise UserError(
-            f"model_type: {config.model_type!r} has no architecture table; "
-            f"supported: {', '.join(sorted(ARCHITECTURES))}"
+            f"model_type: {config.model_type!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
         )
     return architecture
 

@@ -16,7 +16,13 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero_tp import architectures
-from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG, Fields
+from zero_tp.architectures.fields import (
+    AUTO_MAP,
+    FIXED_IN_EVERY_CONFIG,
+    IRRELEVANT_IN_EVERY_CONFIG,
+    Fields,
+    may_read,
+)
 from zero_tp.architectures.rotary import ROPE, check_rope_names, check_rope_values
 from zero_tp.constants import DTYPES, MODEL_KEY
 from zero_tp.errors import ConfigError, did_you_mean, in_json_words, one_line, shown
@@ -24,6 +30,7 @@ from zero_tp.strict_json import read_json
 from zero_tp.validation import ConfigModel, validate
 
 CONFIG = "config.json"
+QUANTIZATION = "quantization_config"
 _GIVE_DIRECTORY = "give a Hugging Face model directory"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_SIZE, MAX_LAYERS = 2**31 - 1, 10_000
@@ -103,7 +110,8 @@ def config_from_directory(directory: Path, key: str = "", **changes: Any) -> Pre
 def config_from_json(raw: dict[str, Any], directory: Path, **changes: Any) -> PretrainedConfig:
     """Return the config of the content of a config.json.
 
-    An unknown field is refused, because its effect is unknown. A token id outside the vocabulary becomes None: it is a
+    An unknown field is refused if transformers' model might read it, and otherwise left out, as transformers
+    ignores it (`describe_ignored_fields`). A token id outside the vocabulary becomes None: it is a
     default that transformers' class wrote. If the embedding has a padding row, a negative padding id counts from the
     end of the vocabulary.
 
@@ -113,6 +121,7 @@ def config_from_json(raw: dict[str, Any], directory: Path, **changes: Any) -> Pr
     """
     try:
         model_type = _model_type(raw)
+        refuse_quantized(raw, directory)
         rules = fields_of(model_type)
         fields = _declared_fields(raw, CONFIG_MAPPING[model_type], rules)
         vocabulary = fields.get("vocab_size")
@@ -126,7 +135,7 @@ def config_from_json(raw: dict[str, Any], directory: Path, **changes: Any) -> Pr
         config = config_from_block({"model_type": model_type, **fields, **changes})
     except ConfigError as error:
         name = error.key.removeprefix(f"{MODEL_KEY}.")
-        if name in changes:
+        if name in changes or not error.key.startswith(MODEL_KEY):
             raise
         raise ConfigError(f"{directory / CONFIG}: {name}", error.problem, error.remedy) from None
     dtype = raw.get("dtype", raw.get("torch_dtype"))
@@ -151,9 +160,13 @@ def read_config_json(directory: Path, key: str = "") -> dict[str, Any]:
     if "zero_tp" in raw:
         remedy = f"export it with zero-tp convert to-hf {directory} --output DIR, and give that DIR"
         raise ConfigError(where, f"{directory} is a training run", remedy)
-    if raw.get("quantization_config") is not None:
-        raise ConfigError(f"{directory / CONFIG}: quantization_config", "quantized weights", "give whole ones")
     return raw
+
+
+def refuse_quantized(raw: dict[str, Any], directory: Path) -> None:
+    """Raise a ConfigError if the weights beside a config.json are quantized."""
+    if raw.get(QUANTIZATION) is not None:
+        raise ConfigError(f"{directory / CONFIG}: {QUANTIZATION}", "quantized weights", "give whole ones")
 
 
 def check_numbers(config: PretrainedConfig, path: Path) -> None:
@@ -200,24 +213,44 @@ def _model_type(model: dict[str, Any]) -> str:
         raise ConfigError(key, f"expected a string, got {shown(model_type)}", listed)
     if model_type in supported:
         return model_type
+    also = ", and its weights are quantized" if model.get(QUANTIZATION) is not None else ""
     if model_type in CONFIG_MAPPING:
-        raise ConfigError(key, f"{shown(model_type)} has no table here", listed)
+        raise ConfigError(key, f"{shown(model_type)} is not supported{also}", listed)
     hint = did_you_mean(model_type, supported)
-    raise ConfigError(key, f"{shown(model_type)} is unknown", hint if "?" in hint else listed)
+    raise ConfigError(key, f"{shown(model_type)} is unknown{also}", hint if "?" in hint else listed)
 
 
 def _declared_fields(raw: dict[str, Any], config_class: Any, rules: Fields) -> dict[str, Any]:
     """Return the fields of a config.json that the model_type has."""
     declared = _pydantic_model(config_class, rules).model_fields
     rules.check({name: value for name, value in raw.items() if name not in declared})
-    # Old files also hold generation settings, which transformers removes.
-    generation_fields = GenerationConfig._get_default_generation_params()
-    ignored = {*IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG, *rules.fixed, *rules.irrelevant, *generation_fields}
-    for name, value in raw.items():
-        if name not in declared and name not in ignored:
-            problem = f"{shown(value)} is no field of {config_class.__name__}"
+    for name in _unknown_fields(raw, config_class, rules):
+        if may_read(config_class.model_type, name):
+            problem = f"{shown(raw[name])} is no field of {config_class.__name__}"
             raise ConfigError(f"{MODEL_KEY}.{name}", problem, "remove it from the file if it changes nothing")
     return {name: raw[name] for name in raw if name in declared}
+
+
+def _unknown_fields(raw: dict[str, Any], config_class: Any, rules: Fields) -> list[str]:
+    """Return the names in a config.json that neither the model_type nor a list of known fields has."""
+    # Old files also hold generation settings, which transformers removes.
+    generation_fields = GenerationConfig._get_default_generation_params()
+    known = {*IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG, *rules.fixed, *rules.irrelevant, *generation_fields}
+    known |= _pydantic_model(config_class, rules).model_fields.keys()
+    return [name for name in raw if name not in known]
+
+
+def describe_ignored_fields(directory: Path) -> list[str]:
+    """Return a line that names the fields of a config.json that transformers' class ignores, as we do; or none."""
+    raw = read_config_json(directory)
+    model_type = _model_type(raw)
+    names = _unknown_fields(raw, CONFIG_MAPPING[model_type], fields_of(model_type))
+    if raw.get(AUTO_MAP) is not None:
+        names.append(AUTO_MAP)
+    if not names:
+        return []
+    verb = "changes" if len(names) == 1 else "change"
+    return [f"{directory / CONFIG}: {', '.join(names)} {verb} nothing: transformers' {model_type} ignores it"]
 
 
 def _pydantic_model(config_class: Any, rules: Fields) -> type[BaseModel]:

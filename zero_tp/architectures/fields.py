@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError, did_you_mean, shown
 
+AUTO_MAP = "auto_map"
 UNTRAINED_HEAD = "of a head that is not trained"
 
 GENERATION_FIELDS = dict.fromkeys(("use_cache", "bos_token_id", "eos_token_id"), "generation reads it")
@@ -39,6 +45,7 @@ _IRRELEVANT: dict[str, tuple[str, ...]] = {
     "of encoder-decoders": ("decoder_start_token_id", "cross_attention_hidden_size", "tie_encoder_decoder"),
     "of TensorFlow, or of an export that transformers removed": ("use_bfloat16", "tf_legacy_loss", "torchscript"),
     "keys that transformers does not warn about": ("ignore_keys_at_rope_validation",),
+    "code that comes with a model is never run, and transformers has a class of its own": (AUTO_MAP,),
 }
 IRRELEVANT_IN_EVERY_CONFIG = {name: reason for reason, names in _IRRELEVANT.items() for name in names}
 """Fields that `config.json` of any model_type may have → why they change nothing."""
@@ -50,7 +57,6 @@ FIXED_IN_EVERY_CONFIG: dict[str, tuple[Any, str]] = {
     "attention_chunk_size": (None, "attention in chunks is not computed"),
     "per_layer_config": (None, "all layers have the same sizes"),
     "quantization_config": (None, "quantized weights are not trained; give whole ones"),
-    "auto_map": (None, "code that comes with a model is never run"),
 }
 
 _NO_DEFAULT = object()
@@ -133,10 +139,37 @@ class Fields:
             default = getattr(type(config), name, _NO_DEFAULT)
             if name.startswith("_") or name in known or value == default:
                 continue
+            if default is _NO_DEFAULT and not may_read(config.model_type, name):
+                continue
             if default is _NO_DEFAULT:
-                problem = f"{shown(value)} is not known to the table of {config.model_type}"
+                problem = f"{shown(value)} is unknown to zero_tp's {config.model_type}"
                 raise ConfigError(f"{MODEL_KEY}.{name}", problem, "delete the attribute if it changes nothing")
             raise _unsupported(name, value, f"zero_tp's {config.model_type} does not read it", default)
+
+
+_GENERIC_SOURCES = (
+    *("masking_utils", "modeling_utils", "modeling_rope_utils", "modeling_layers", "cache_utils"),
+    *("integrations/sdpa_attention", "integrations/eager_paged", "loss/loss_utils"),
+)
+"""Modules of transformers that read the config of any model_type."""
+
+
+@functools.cache
+def _identifiers(model_type: str) -> frozenset[str]:
+    """Return all identifiers in the code that transformers runs for a model_type."""
+    root = Path(transformers.__file__).parent
+    package = CONFIG_MAPPING[model_type].__module__.split(".")[2]
+    sources = [root / f"{name}.py" for name in _GENERIC_SOURCES]
+    sources += (root / "models" / package).glob("modeling_*.py")
+    return frozenset(name for source in sources if source.exists() for name in re.findall(r"\w+", source.read_text()))
+
+
+def may_read(model_type: str, name: str) -> bool:
+    """Return whether transformers' model could read a config field that its config class does not declare.
+
+    False is certain: the name is nowhere in the model's code. True also covers other uses of the name.
+    """
+    return name in _identifiers(model_type)
 
 
 def _unsupported(name: str, value: Any, reason: str, only: Any) -> ConfigError:

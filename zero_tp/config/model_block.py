@@ -97,6 +97,16 @@ def _pretrained_config(model: dict[str, Any], saved: dict[str, Any] | None) -> P
     return config_from_directory(resolve(directory, key, weights=False), key, **changes)
 
 
+def ignored_fields(model: dict[str, Any]) -> list[str]:
+    """Return a line on fields of `from_pretrained`'s config.json that have no effect; none without that file."""
+    from zero_tp.architectures.configs import describe_ignored_fields
+
+    if FROM_PRETRAINED not in model:
+        return []
+    directory = resolve(model[FROM_PRETRAINED], f"{MODEL_KEY}.{FROM_PRETRAINED}", weights=False)
+    return describe_ignored_fields(directory) if directory.exists() else []
+
+
 def _check_length(zero_tp: ZeroTP, positions: int, config: PreTrainedConfig) -> None:
     key, tensor, length = "zero_tp.data.sequence_length", zero_tp.parallel.tensor, zero_tp.data.sequence_length
     if length > positions:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_tp.config.checks import notes, refuse
 from zero_tp.config.deepspeed import MONITORS
-from zero_tp.config.model_block import FROM_PRETRAINED, check_model, model_config
+from zero_tp.config.model_block import FROM_PRETRAINED, check_model, ignored_fields, model_config
 from zero_tp.config.optimizer import choose_implementation
 from zero_tp.config.resolve import (
     BATCH_FIELDS,
@@ -193,7 +193,7 @@ class RunConfig:
 
     def cautions(self) -> list[str]:
         """Return a line for each unusual setting."""
-        return [*self._schedule_lines, *notes(self.typed, "note")]
+        return [*self._schedule_lines, *notes(self.typed, "note"), *ignored_fields(self.zero_tp.model)]
 
     @property
     def pretrained(self) -> Path | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from zero_tp.architectures.configs import config_from_directory
+from zero_tp.architectures.configs import config_from_directory, describe_ignored_fields
 from zero_tp.errors import UserError, shown
 from zero_tp.huggingface.arguments import UNSUPPORTED_IN_FROM_PRETRAINED, append_revision, refuse_arguments
 from zero_tp.models.parallel_model import ParallelModel, parse_dtype
@@ -63,6 +63,9 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         refuse_arguments(f"{cls.__name__}.from_pretrained", options, known, UNSUPPORTED_IN_FROM_PRETRAINED)
         files = resolve(append_revision(directory, revision), allow_pickle=allow_pickle, **hub)
         config = config_from_directory(files)
+        if topology is None or topology.rank == 0:
+            for line in describe_ignored_fields(files):
+                warnings.warn(line, stacklevel=2)
         if attn_implementation not in (None, "eager", "sdpa"):
             problem = f"attn_implementation: {shown(attn_implementation)} is not built"
             raise UserError(f'{problem}; give "sdpa", with the fastest kernel of torch\'s that fits, or "eager"')

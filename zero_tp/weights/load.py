@@ -27,7 +27,14 @@ from zero_tp.architectures import (
     native_class_of,
     weights_of,
 )
-from zero_tp.architectures.configs import CONFIG, MAX_LAYERS, check_numbers, read_config_json
+from zero_tp.architectures.configs import (
+    CONFIG,
+    MAX_LAYERS,
+    QUANTIZATION,
+    check_numbers,
+    read_config_json,
+    refuse_quantized,
+)
 from zero_tp.errors import UserError, first_line, shown
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init, SeededInit
@@ -217,7 +224,10 @@ def open_any_config(directory: Path) -> PretrainedConfig:
         why = "transformers has no class of its own for it"
         if "auto_map" in raw:
             why += ", and code that comes with a model is never run"
+        if raw.get(QUANTIZATION) is not None:
+            why += "; its weights are quantized, too"
         raise UserError(f"{path}: model_type {shown(model_type)}: {why}; give another model")
+    refuse_quantized(raw, directory)
     _check_fields(raw, path)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
