@@ -22,7 +22,8 @@ def _to_stderr(line: str) -> None:
 def report_build_locks(after: float = LOCK_SECONDS, write: Callable[[str], object] = _to_stderr) -> None:
     """Let one rank of each machine report a lock that it has waited for `after` seconds.
 
-    DeepSpeed's ops and a user's own extensions are built under such a lock. torch waits for it without end or message.
+    DeepSpeed's ops and a user's own extensions are built under such a lock. torch 2.13 waits for it without end or
+    message. From 2.14 on the operating system releases the lock with its process, so a killed build leaves none.
 
     Args:
         write: called with the line.
