@@ -142,7 +142,7 @@ def test_evaluation_sets(tmp_path: Path) -> None:
         decontaminated()
 
 
-HELLASWAG = {
+HELLASWAG: dict[str, Any] = {
     **{"ind": 24, "activity_label": "Roof shingle removal", "ctx_a": "A man is sitting on a roof.", "ctx_b": "he"},
     "endings": [f"is using wrap number {i} to wrap a pair of skis and then rips level tiles off." for i in range(4)],
     "choices": {"text": ["one of the first kind", "another of the second"], "label": ["A", "B"]},
@@ -217,7 +217,7 @@ def test_words_keep_their_combining_marks(script: str) -> None:
     eight = " ".join(sentence.split()[:8])
     assert not len(ngram_hashes(eight)) and len(ngram_hashes(f"{eight} {eight}")) == 4
     marks = sorted({letter for letter in sentence if unicodedata.category(letter)[0] == "M"})
-    others = sentence.translate(str.maketrans(dict(zip(marks, [*marks[1:], marks[0]], strict=True))))
+    others = sentence.translate({ord(a): b for a, b in zip(marks, [*marks[1:], marks[0]], strict=True)})
     sketched = sketches([sentence, others, sentence])
     (pair,) = near_duplicates(enumerate(sketched), sketched.__getitem__)
     assert (pair.document, pair.earlier, pair.similarity) == (2, 0, 1.0)
