@@ -359,3 +359,10 @@ def test_another_model_type_is_refused_with_the_supported_ones(model_type: str, 
         config_from_directory(tmp_path)
     with pytest.raises(UserError, match=rf"{model_type!r} is not supported; supported: "):
         ZeroTPForCausalLM(CONFIG_MAPPING[model_type]())
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "phi3", "starcoder2"])
+def test_a_window_of_0_names_null(model_type: str) -> None:
+    with pytest.raises(UserError, match=r"sliding_window: 0 is not positive; give 1 or more, or null for attention to"):
+        config_from_block({"model_type": model_type, "sliding_window": 0})
+    assert config_from_block({"model_type": model_type, "sliding_window": None}).sliding_window is None

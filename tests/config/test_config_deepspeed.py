@@ -15,10 +15,15 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, SchedulerType
 
+from tests.support.mistakes import changed, written
 from zero_tp.config import ConfigError, RunConfig, optimizer, schedule
 from zero_tp.config import deepspeed as keys
+from zero_tp.config.checks import check_deepspeed
 from zero_tp.config.config_file import ConfigFile
+from zero_tp.config.deepspeed import ZERO
+from zero_tp.config.typed import EntryPoint
 from zero_tp.shipped import config_names, find_config
+from zero_tp.topology import Topology
 from zero_tp.validation import ConfigModel
 
 WORLD_SIZES = (4, 8, 16, 64, 280, 512, 1024)
@@ -202,3 +207,22 @@ def test_presets_load_and_deepspeed_accepts_them(name: str) -> None:
     assert parsed.gradient_accumulation_steps == config.accumulation
     assert parsed.zero_optimization_stage == config.zero_stage
     assert parsed.bfloat16_config.enabled == (config.dtype == "bf16")
+
+
+def test_the_shorter_names_that_deepspeed_accepts_are_accepted(tmp_path: Path) -> None:
+    """All aliases of DeepSpeed's config, at every entry point; a key under both names is refused."""
+    aliases = {name: str(field.alias) for name, field in DeepSpeedZeroConfig.model_fields.items() if field.alias}
+    assert aliases == keys.CURRENT_NAMES
+    base = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    for name, alias in aliases.items():
+        value = DeepSpeedZeroConfig.model_fields[name].default
+        zero = {"stage": 3, name: value}
+        assert getattr(DeepSpeedZeroConfig(**zero), name) == value
+        settings = {**base, ZERO: dict(zero)}
+        assert check_deepspeed(settings, Topology(), EntryPoint.ENGINE)[f"{ZERO}.{alias}"] == value
+        assert settings[ZERO] == {"stage": 3, alias: value}
+        with pytest.raises(ConfigError, match=rf"{ZERO}\.{name}: is another name of {alias}, which is given too; keep"):
+            check_deepspeed({**base, ZERO: {**zero, alias: value}}, Topology(), EntryPoint.ENGINE)
+    config = {**changed({}), ZERO: {"stage": 3, "prefetch_bucket_size": "auto", "max_live_parameters": 7}}
+    values = RunConfig.load(written(tmp_path, config), world_size=2).deepspeed_config()[ZERO]
+    assert values["stage3_max_live_parameters"] == 7 and isinstance(values["stage3_prefetch_bucket_size"], int)

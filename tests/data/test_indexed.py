@@ -98,8 +98,10 @@ def test_a_damaged_corpus_is_refused(
 ) -> None:
     path = write(tmp_path / "c").with_suffix(f".{ending}")
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         IndexedCorpus(tmp_path / "c")
+    remedy = "needed are" if message.startswith("not a Megatron index") else "; copy it again, or prepare it again with"
+    assert remedy in str(caught.value)
 
 
 def test_a_missing_file_and_an_id_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:

@@ -209,8 +209,8 @@ def _models() -> Iterator[str]:
         '`{"from_pretrained": DIR}`: config and weights of a Hugging Face directory of safetensors, relative to the'
         " working directory; the same rules hold for its `config.json`. A field that transformers' class neither"
         " declares nor reads is ignored, with a note. Beside `from_pretrained` only dropout probabilities,"
-        " `output_router_logits` and `router_aux_loss_coef` can be given. Each rank reads its slices of the weights. A run that resumes takes its"
-        " weights from the checkpoint, and where DIR is gone its config too."
+        " `output_router_logits` and `router_aux_loss_coef` can be given. Each rank reads its slices of the weights. A"
+        " run that resumes takes its weights from the checkpoint, and where DIR is gone its config too."
     )
     yield (
         "Any other field must have its class's default. Whatever the model_type, in a written model, a `config.json` "

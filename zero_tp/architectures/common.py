@@ -192,7 +192,8 @@ def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
         raise ConfigError(f"{MODEL_KEY}.layer_types", f"{len(types)} entries for {layers} layers", "give one for each")
     if SLIDING in types and (window or 0) < 1:
         problem = f"{shown(window)} is not positive, which {SLIDING} needs"
-        raise ConfigError(f"{MODEL_KEY}.sliding_window", problem, "give 1 or more, and use_sliding_window: true")
+        remedy = f"give 1 or more and use_sliding_window: true, or no {SLIDING} layer"
+        raise ConfigError(f"{MODEL_KEY}.sliding_window", problem, remedy)
     return tuple(window if kind == SLIDING else None for kind in types)
 
 

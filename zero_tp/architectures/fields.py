@@ -59,6 +59,9 @@ FIXED_IN_EVERY_CONFIG: dict[str, tuple[Any, str]] = {
     "quantization_config": (None, "quantized weights are not trained; give whole ones"),
 }
 
+OR_NULL = {"sliding_window": ", or null for attention to all earlier tokens"}
+"""A size that may be null → what null means."""
+
 _NO_DEFAULT = object()
 
 
@@ -118,7 +121,7 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return
         if name in self.sizes and value < 1:
-            raise ConfigError(key, f"{value} is not positive", "give 1 or more")
+            raise ConfigError(key, f"{value} is not positive", f"give 1 or more{OR_NULL.get(name, '')}")
         if name in self.dropouts and not 0 <= value < 1:
             raise ConfigError(key, f"{value} is not a probability below 1", "give 0.0, or a number such as 0.1")
         if name in self.positive and not value > 0:

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.config.deepspeed import use_current_names
 from zero_tp.config.resolve import leaves
 from zero_tp.config.rules import rules
 from zero_tp.config.schema import Parallel, ZeroTP
@@ -46,10 +47,12 @@ def check_deepspeed(
     """Return the typed form of a DeepSpeed config that has no `zero_tp` block, after every check.
 
     Args:
+        values: shorter names of keys are replaced in place.
         layers: number of the model's layers; without it, `recompute` is not compared with them.
     """
     parallel = Parallel(tensor=topology.tensor, sequence=topology.sequence)
     policy = recompute or RecomputePolicy(mode="none")
+    use_current_names(values)
     zero_tp = ZeroTP.model_construct(parallel=parallel, recompute=policy)  # type: ignore[call-arg]
     config = TypedConfig(values, check_types(values, entry_point), zero_tp, entry_point, layers)
     refuse(config)

@@ -162,6 +162,27 @@ FIXED: dict[str, tuple[Any, str]] = {
 """Key → its only allowed value, and "reason; remedy"."""
 
 
+CURRENT_NAMES = {
+    name: f"stage3_{name}"
+    for name in (
+        *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
+        *("max_live_parameters", "max_reuse_distance", "module_granularity_threshold"),
+        *("gather_16bit_weights_on_model_save", "use_all_reduce_for_fetch_params", "allgather_sequential"),
+    )
+}
+"""Shorter names that DeepSpeed accepts in `zero_optimization` → the documented names of the same keys."""
+
+
+def use_current_names(values: dict[str, Any]) -> None:
+    """Replace names of `CURRENT_NAMES` in place. ConfigError: a key is given under both names."""
+    zero = values.get(ZERO)
+    for name in [name for name in zero if name in CURRENT_NAMES] if isinstance(zero, dict) else ():
+        if CURRENT_NAMES[name] in zero:
+            problem = f"is another name of {CURRENT_NAMES[name]}, which is given too"
+            raise ConfigError(f"{ZERO}.{name}", problem, "keep one of them")
+        zero[CURRENT_NAMES[name]] = zero.pop(name)
+
+
 def key_errors(values: dict[str, Any]) -> Iterator[ConfigError]:
     """Yield an error for each key of `REFUSED_KEYS`, and for each value that `FIXED` does not allow."""
     zero = values.get(ZERO)

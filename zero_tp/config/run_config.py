@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.config.checks import notes, refuse
-from zero_tp.config.deepspeed import MONITORS
+from zero_tp.config.deepspeed import MONITORS, use_current_names
 from zero_tp.config.model_block import FROM_PRETRAINED, check_model, ignored_fields, model_config
 from zero_tp.config.optimizer import choose_implementation
 from zero_tp.config.resolve import (
@@ -90,6 +90,7 @@ class RunConfig:
         check_leaves(values)
         if not isinstance(values.pop(SCHEMA, ""), str):  # for editors
             raise ConfigError(SCHEMA, "expected a string", "give the path of the schema, or leave it out")
+        use_current_names(values)
         auto_keys = pop_autos(values)
         choose_implementation(values)
 

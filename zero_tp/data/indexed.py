@@ -49,6 +49,7 @@ _UINT16_VOCABULARY = 65_500  # Megatron's own threshold
 _HASHED_BLOCKS, _HASHED_BYTES = 64, 2**20
 _PART = 2**24  # bytes that are hashed at once
 _INDEX_BLOCK = 2**18  # entries
+_WRITE_AGAIN = "copy it again, or prepare it again with zero-tp prepare --overwrite"
 _OPENING_CHECKS = 64  # blocks of an index that are checked when it is opened; `content` checks all of it
 
 
@@ -112,7 +113,8 @@ class IndexedCorpus:
         self.dtype = DTYPES[code]
         expected, size = HEADER.size + 12 * sequences + 8 * boundaries, index.stat().st_size
         if size not in (expected, expected + sequences):  # Megatron may append one byte a sequence (its modes)
-            raise UserError(f"{index}: {expected:,} bytes expected for {sequences:,} sequences, found {size:,}")
+            problem = f"{expected:,} bytes expected for {sequences:,} sequences, found {size:,}"
+            raise UserError(f"{index}: {problem}; {_WRITE_AGAIN}")
         entries = np.memmap(index, mode="r", dtype=np.uint8)[HEADER.size :]
         self._sizes = entries[: 4 * sequences].view("<i4")
         self._pointers = entries[4 * sequences : 12 * sequences].view("<i8")
@@ -122,7 +124,8 @@ class IndexedCorpus:
         expected, size = self.tokens * self.dtype.itemsize, data.stat().st_size
         if expected != size:
             raise UserError(
-                f"{data}: {expected:,} bytes expected for {self.tokens:,} tokens of {self.dtype.name}, found {size:,}"
+                f"{data}: {expected:,} bytes expected for {self.tokens:,} tokens of {self.dtype.name}, found {size:,}; "
+                f"{_WRITE_AGAIN}"
             )
         self._check_index(_OPENING_CHECKS)
         self._data = np.memmap(data, mode="r", dtype=self.dtype) if self.tokens else np.empty(0, self.dtype)
@@ -139,15 +142,15 @@ class IndexedCorpus:
             sizes = self._sizes[block].astype(np.int64)
             ends = self._tokens_before(block.start) + np.cumsum(sizes)
             if (sizes < 0).any() or (self._pointers[block] != (ends - sizes) * self.dtype.itemsize).any():
-                raise UserError(f"{self.prefix}.idx: sequences don't follow each other without gaps: write it again")
+                problem = "sequences don't follow each other without gaps"
+                raise UserError(f"{self.prefix}.idx: {problem}; {_WRITE_AGAIN}")
         bounds = self._documents
         is_complete = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == len(self._sizes)
         if not is_complete or any(
             (np.diff(bounds[block.start : block.stop + 1]) < 0).any() for block in _blocks(len(self), max_blocks)
         ):
-            raise UserError(
-                f"{self.prefix}.idx: document boundaries don't run from 0 to {len(self._sizes):,} sequences"
-            )
+            problem = f"document boundaries don't rise from 0 to {len(self._sizes):,}, the number of sequences"
+            raise UserError(f"{self.prefix}.idx: {problem}; {_WRITE_AGAIN}")
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -288,7 +291,7 @@ def _check_report(path: Path, sha256: str) -> None:
     if recorded != sha256:
         raise UserError(
             f"{path} is damaged: its SHA-256 is {sha256[:12]}…, not {shown(recorded)[1:13]}… as in {REPORT}; "
-            "copy it again, or prepare it again with zero-tp prepare --overwrite"
+            f"{_WRITE_AGAIN}"
         )
 
 
