@@ -107,6 +107,11 @@ GENERATE: list[tuple[dict[str, Any], str]] = [
         {"generation_config": GenerationConfig(cache_implementation="offloaded_static")},
         "offloaded_static.* needs an accelerator",
     ),
+    ({"assistant_early_exit": 1}, "generate: assistant_early_exit is not built: a forward runs all layers; give an"),
+    (
+        {"generation_config": GenerationConfig(assistant_early_exit=1)},
+        "generate: assistant_early_exit is not built",
+    ),
     ({"output_attentions": True, "return_dict_in_generate": True}, "forward: output_attentions is not supported"),
 ]
 TIMES: list[dict[str, Any]] = [{"max_time": 9.0}, {"generation_config": GenerationConfig(max_time=9.0)}]
@@ -207,7 +212,9 @@ def test_weights_added_to_a_live_model_are_refused(name: str, tied: bool) -> Non
     native = native_class(native_class.config_class(**SIZES, tie_word_embeddings=tied))
     live_model(native, Topology(world=1))
     native.base_model.adapter = torch.nn.Linear(8, 8, bias=False)
-    with pytest.raises(UserError, match=rf"^model: {name} has no \w+\.adapter\.weight, which would be lost; give a"):
+    with pytest.raises(
+        UserError, match=rf"^model: \w+\.adapter: a Linear that a {name} of its config lacks, and would"
+    ):
         live_model(native, Topology(world=1))
 
 

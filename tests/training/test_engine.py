@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import BertConfig, LlamaConfig
 
 from tests.models.test_model import SIZES, reference_model
 from tests.support.compare import grid
@@ -220,3 +220,28 @@ def test_a_step_has_as_many_micro_batches_as_the_config_says(ranks: Pools) -> No
     for error, trained in ranks(1).run(engine_of_a_script):
         assert error.startswith("a step was given 1 micro-batches, and gradient_accumulation_steps is 2: ")
         assert trained
+
+
+def batches_of_the_other_objective() -> list[str]:
+    """Errors of a decoder that is given a mapping, and of an encoder that is given a pair, in steps and evaluations."""
+    row = torch.ones(1, 4, dtype=torch.long)
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 16}
+    given: list[tuple[Any, Any]] = [
+        (LlamaConfig(**sizes, num_attention_heads=1), {"input_ids": row, "labels": row}),
+        (BertConfig(**sizes, num_attention_heads=1), (row, row)),
+    ]
+    errors = []
+    for config, batch in given:
+        engine = TrainingEngine(config, grid(1, False), deepspeed_settings(0), seed=0)
+        for use in (engine.train_step, engine.evaluate):
+            with pytest.raises(UserError) as caught:
+                use([batch])
+            errors.append(str(caught.value))
+    return errors
+
+
+def test_a_batch_of_the_other_objective_is_refused(ranks: Pools) -> None:
+    """transformers shifts a causal model's labels, and an engine's labels are shifted already."""
+    ((mapping, evaluated, pair, evaluated_pair),) = ranks(1).run(batches_of_the_other_objective)
+    assert mapping == evaluated and mapping.startswith("a causal model was given a mapping, of whose labels the first")
+    assert pair == evaluated_pair and pair.startswith("an encoder was given a pair, whose labels are the next tokens")

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor
-from transformers import GPT2LMHeadModel
+from transformers import AutoConfig, GPT2LMHeadModel
 
-from tests.support.native import perturbed, to_theirs
+from tests.support.native import native_model, our_class, perturbed, to_theirs
 from tests.support.settings import gpt2_config
+from tests.tiers import in_tiers
 from zero_tp.architectures.configs import config_from_directory
 from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
@@ -237,3 +238,69 @@ def test_nothing_runs_code_of_a_directory() -> None:
             text = path.read_text()
             assert not re.search(r'trust_remote_code(?!=False\b|": "code that comes)', text), path
             assert not re.search(r"weights_only\s*=\s*False|pickle\.load", text), path
+
+
+MOE_FIELDS: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+}
+
+
+def drawn(model_type: str, **fields: Any) -> Any:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+    common = {**sizes, "vocab_size": 31, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 0}
+    config = AutoConfig.for_model(model_type, **common, **fields)
+    torch.manual_seed(0)
+    return perturbed(native_model(config))
+
+
+def is_read_by_both(model: Any, directory: Path) -> None:
+    """transformers and zero_tp open the directory as the model."""
+    model.config.save_pretrained(directory)
+    tokens = torch.arange(8)[None]
+    expected = model.eval()(tokens)[0]
+    torch.testing.assert_close(type(model).from_pretrained(directory)(tokens)[0], expected)
+    ours = our_class(model.config).from_pretrained(directory, Topology(world=1)).eval()
+    logits = "logits" if ours.causal else "prediction_logits"
+    torch.testing.assert_close(ours(tokens, return_logits=True)[logits], expected, rtol=1e-4, atol=1e-6)
+    for rank in range(2):  # a rank's slices of it
+        part = our_class(model.config).from_pretrained(directory, Topology(2, world=2, rank=rank))
+        for name, parameter in part.named_parameters():
+            whole = ours.get_parameter(name)
+            assert torch.equal(parameter, layout_of(parameter).shard(whole, rank, 2)), name
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bert"])
+def test_a_tied_model_with_one_of_its_names_is_read(tmp_path: Path, model_type: str) -> None:
+    """As `safetensors.torch.save_model` writes it."""
+    model = drawn(model_type, tie_word_embeddings=True)
+    save_model(model, str(tmp_path / "model.safetensors"), {"format": "pt"})
+    assert len(load_file(tmp_path / "model.safetensors")) < len(model.state_dict())
+    is_read_by_both(model, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    other = our_class(model.config)(model.config, Topology(world=1))
+    assert not any(other.load_state_dict(state))
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("model_type", in_tiers([*MOE_FIELDS], ["mixtral"]))
+def test_stacked_experts_are_read(tmp_path: Path, model_type: str, bare: bool) -> None:
+    """As a `state_dict` has them; transformers' `save_pretrained` writes one tensor for each expert."""
+    sizes = {"num_key_value_heads": 2, "tie_word_embeddings": bare}
+    model = drawn(model_type, **sizes, **MOE_FIELDS[model_type])
+    state = {name: each.clone() for name, each in (model.base_model if bare else model).state_dict().items()}
+    state.pop("lm_head.weight" if bare else "", None)
+    file = tmp_path / "model.safetensors"
+    save_file(state, file, {"format": "pt"})
+    is_read_by_both(model, tmp_path)
+    name = next(name for name in state if name.endswith("experts.down_proj"))
+    save_file({**state, name: state[name][:-1].clone()}, file)
+    with pytest.raises(UserError, match=rf"tensor {name}: expected shape \(\d+, 16, \d+\), found"):
+        our_class(model.config).from_pretrained(tmp_path, Topology(world=1))
+    expert = "block_sparse_moe.experts.0.w2" if model_type == "mixtral" else "mlp.experts.0.down_proj"
+    single = f"model.{name.removeprefix('model.')}".replace("mlp.experts.down_proj", f"{expert}.weight")
+    save_file({**state, single: state[name][0].clone()}, file)
+    with pytest.raises(UserError, match=rf"tensors {name} and {single} are both"):
+        our_class(model.config).from_pretrained(tmp_path, Topology(world=1))

@@ -37,5 +37,6 @@ class Backbone:
                 f"this model is split over {model.topology.tensor} ranks; give ZeroTPTrainer rows that a chat template "
                 "has made, with labels of -100 where there is no loss"
             )
+        model.check_config()
         hidden, _ = model.hidden_states(input_ids, attention_mask, position_ids)
         return BaseModelOutputWithPast(last_hidden_state=hidden.transpose(0, 1))

@@ -67,11 +67,17 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
         All ranks sample with the random numbers of the group's first rank, so they return the same tokens.
 
         Raises:
-            UserError: on every rank: the ranks' prompts differ or one has none; an unsupported cache or time limit.
+            UserError: on every rank: the ranks' prompts differ or one has none; an unsupported cache, time limit or
+                early exit.
         """
         settings = generation_config or self.generation_config
         if self.topology.tensor > 1 and (options.get("max_time") or settings.max_time):
             raise UserError("generate: max_time would end each rank at another token; use max_new_tokens")
+        if options.get("assistant_early_exit") or settings.assistant_early_exit:
+            raise UserError(
+                "generate: assistant_early_exit is not built: a forward runs all layers; give an assistant_model, or "
+                "prompt_lookup_num_tokens"
+            )
         group = self.topology.tensor_group
         prompt = inputs if inputs is not None else options.get("input_ids")
         if prompt is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import warnings
@@ -10,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from zero_tp.architectures.configs import config_from_directory, describe_ignored_fields
 from zero_tp.errors import UserError, shown
 from zero_tp.huggingface.arguments import UNSUPPORTED_IN_FROM_PRETRAINED, append_revision, refuse_arguments
 from zero_tp.models.parallel_model import ParallelModel, parse_dtype
+from zero_tp.parallel.layout import layout_of
 from zero_tp.topology import Topology
 from zero_tp.weights.export import MAX_SHARD_SIZE, save_pretrained, save_state_dict
 from zero_tp.weights.live_weights import load_native
@@ -86,14 +88,14 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         Trainer loads the files of its own checkpoints one by one. Native names need a model that is not split.
         """
         own = dict(self.named_parameters(remove_duplicate=False))
-        if not state_dict or state_dict.keys() & own.keys():
+        if assign or not state_dict or state_dict.keys() & own.keys():
             return super().load_state_dict(state_dict, strict, assign)
         if self.topology.tensor > 1:
             raise UserError(
                 "load_state_dict: a rank of a split model holds shards; open the directory with "
                 "from_pretrained(directory, topology)"
             )
-        missing, unexpected = load_native(own, self.config, state_dict)
+        missing, unexpected = load_native(own, self._config_with_ties(), state_dict)
         if strict and (missing or unexpected):
             raise RuntimeError(f"{type(self).__name__}: missing {missing}, unexpected {unexpected}")
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
@@ -130,7 +132,10 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         for name, value in refused.items():
             if value and name not in IGNORED_SAVE_OPTIONS:
                 raise UserError(f"save_pretrained: {name} is not built: it writes one directory of safetensors")
-        parameters = dict(self.named_parameters())
+        self.check_config()
+        parameters, config = dict(self.named_parameters()), self._config_with_ties()
+        for name, parameter in parameters.items():
+            layout_of(parameter, f"save_pretrained: {name}")
         shared: dict[str, Any] = {"generation": self.generation_config, "max_shard_size": str(max_shard_size)}
         shared["dtype"] = parse_dtype(dtype)
         if state_dict is not None and self.topology.tensor > 1:
@@ -141,8 +146,16 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         sharded = self.topology.tensor > 1 or any(hasattr(parameter, "ds_tensor") for parameter in parameters.values())
         if state_dict is None and (sharded or is_main_process is None):
             merge = is_main_process is not None
-            save_pretrained(directory, parameters, self.config, self.topology, merge=merge, **shared)
+            save_pretrained(directory, parameters, config, self.topology, merge=merge, **shared)
         elif is_main_process is not False and state_dict == {}:  # DeepSpeed's own checkpoint has the weights
-            self.config.save_pretrained(directory)
+            config.save_pretrained(directory)
         elif is_main_process is not False:
-            save_state_dict(directory, self.config, state_dict or parameters, **shared)
+            save_state_dict(directory, config, state_dict or parameters, **shared)
+
+    def _config_with_ties(self) -> PretrainedConfig:
+        """Return the config, or a copy of one that someone has changed, with the model's own `tie_word_embeddings`."""
+        if self.config.tie_word_embeddings == self.tied:
+            return self.config
+        config = copy.deepcopy(self.config)
+        config.tie_word_embeddings = self.tied
+        return config

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, shown
 from zero_tp.models.parallel_model import ParallelModel
-from zero_tp.parallel.layout import Layout, whole_shape
+from zero_tp.parallel.layout import Layout, layout_of, whole_shape
 from zero_tp.parallel.parameter import Init, SeededInit
 from zero_tp.topology import Topology
 from zero_tp.weights.export import whole_parameter
@@ -54,11 +56,26 @@ def resize_vocabulary(model: ParallelModel, tokens: int, *, by_mean: bool) -> No
     if any(hasattr(parameter, "ds_tensor") for parameter in old.values()):
         raise UserError("resize_token_embeddings: ZeRO-3 has partitioned the parameters; resize before training starts")
     trainable = {name for name, parameter in old.items() if parameter.requires_grad}
+    for name, parameter in old.items():
+        layout_of(parameter, f"resize_token_embeddings: {name}")
+    if model.config.tie_word_embeddings != model.tied:
+        state = "tied" if model.tied else "not tied"
+        raise UserError(
+            f"resize_token_embeddings: the embeddings are {state}, and the config's tie_word_embeddings was changed to "
+            f"{shown(model.config.tie_word_embeddings)}; change it back"
+        )
+    model.config.vocab_size = model.spec.vocabulary  # some set the new size before they call
+    model.check_config()
     sample, streams = next(iter(old.values())), model.streams.state_dict()
     model.config.vocab_size = tokens
+    # The padding row stays that of the built model, as in transformers, whatever `pad_token_id` is now.
+    padding = model.spec.padding_token
+    padding = padding if padding is not None and padding < tokens else None
+    spec = replace(model.spec, vocabulary=tokens, padding_token=padding)
     source = ResizedSource(old, model.seed, by_mean=by_mean)
     training = model.training
-    model._build(model.topology, seed=model.seed, source=source, dtype=sample.dtype, device=sample.device)
+    options: dict[str, Any] = {"seed": model.seed, "source": source, "dtype": sample.dtype, "device": sample.device}
+    model._build(model.topology, spec=spec, **options)
     model.streams.load_state_dict(streams)
     model.train(training)
     for name, parameter in model.named_parameters():

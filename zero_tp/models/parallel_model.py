@@ -5,6 +5,7 @@ huggingface/ derives PreTrainedModels from them. Importing that class here would
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from zero_tp.architectures import architecture_of
+from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.errors import UserError, shown
 from zero_tp.models.position import LearnedEmbedding
@@ -22,13 +24,16 @@ from zero_tp.models.transformer import Transformer
 from zero_tp.models.wrapper_checks import WrapperChecks
 from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.gradients import GradientHooks
-from zero_tp.parallel.layout import whole_shape
+from zero_tp.parallel.layout import copy_layout, whole_shape
 from zero_tp.parallel.parameter import ParameterMaker, SeededInit, WeightSource
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
 
 DEVICES_WITHOUT_RNG = ("meta", "sim")
 """Devices without a random number generator: meta tensors, and the planner's simulated accelerator."""
+
+UNREAD_BY_BUILT_MODELS = {"tie_word_embeddings", "pad_token_id", "initializer_range"}
+"""Fields of a config that count only when a model is built."""
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -51,7 +56,8 @@ class ParallelModel(WrapperChecks, ABC):
         source: of the weights, instead of the seed.
         dtype: of the weights, such as "bfloat16"; by default, and with "auto", the config's, else fp32.
         device: of the weights; "meta" makes no data.
-        spec: by default that of the config's architecture; another one may have fewer layers.
+        spec: by default that of the config's architecture; another one may have fewer layers, or what a live model
+            changed after it was built.
 
     Attributes:
         generation_config: the weight source's, else derived from the config; None for encoders.
@@ -82,6 +88,7 @@ class ParallelModel(WrapperChecks, ABC):
         config = self.config
         self.topology, self.seed = topology or Topology(), seed
         self.architecture = architecture_of(config)
+        self._config_as_built = copy.deepcopy(self._config_fields())
         self.spec = spec or self.architecture.spec(config)
         if self.spec.causal != self.causal:
             kind = "a causal decoder" if self.spec.causal else "no causal decoder"
@@ -96,6 +103,75 @@ class ParallelModel(WrapperChecks, ABC):
         # Registered before DeepSpeed builds an engine around the model.
         self.gradient_hooks = GradientHooks(self, self.topology.tensor_group)
         self.generation_config = getattr(source, "generation", None) or self.generation_config
+
+    def _config_fields(self) -> dict[str, Any]:
+        """Return the config's fields that the layers read when they were built, and that nothing may change since.
+
+        A change of the others has no effect on transformers' built models either.
+        """
+        fields, values = self.architecture.fields, vars(self.config)
+        read = {*fields.sizes, *fields.positive, *fields.choices, *fields.read, *fields.fixed, *FIXED_IN_EVERY_CONFIG}
+        names = sorted((read & values.keys()) - UNREAD_BY_BUILT_MODELS)
+        present = {name: values[name] for name in names if values[name] is not None}
+        return {"eager attention": self.config._attn_implementation == "eager", **present}
+
+    def check_config(self) -> None:
+        """Check that the config still describes the built layers; transformers' models read some fields in a forward.
+
+        Raises:
+            UserError: names a field that was changed.
+        """
+        fields, built = self._config_fields(), self._config_as_built
+        if fields == built:
+            return
+        name = next(name for name in (*fields, *built) if fields.get(name) != built.get(name))
+        values = f"{shown(built.get(name))} to {shown(fields.get(name))}"
+        raise UserError(
+            f"config: {name} changed from {values} after the model was built, and its layers keep the old value; "
+            "change it back, or build another model"
+        )
+
+    @property
+    def tied(self) -> bool:
+        """Return whether the output layer is the word embedding, whatever the config says now."""
+        output: Any = self.get_output_embeddings()
+        return output.weight is self.transformer.embedding.word.weight
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the model on this rank. The copy is on the same topology, and has layouts and gradient hooks of its own.
+
+        Raises:
+            UserError: ZeRO-3 has partitioned the parameters.
+        """
+        if any(hasattr(parameter, "ds_tensor") for parameter in self.parameters()):
+            raise UserError(
+                "copy.deepcopy: ZeRO-3 has partitioned the parameters, and a rank has a part of each; copy the model "
+                "before training starts, or open its save_pretrained directory"
+            )
+        topology = self.topology
+        memo |= {id(shared): shared for shared in (topology, topology.tensor_group, topology.data_group)}
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        for name, parameter in self.named_parameters():
+            copy_layout(parameter, copied.get_parameter(name))
+        copied.gradient_hooks = GradientHooks(copied, topology.tensor_group)
+        return copied
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copy weights into the parameters. `assign` is refused, because it would replace them."""
+        if assign:
+            raise UserError(
+                "load_state_dict: assign=True would replace parameters by tensors without layouts and gradient hooks; "
+                "leave it out, which copies the values"
+            )
+        return super().load_state_dict(state_dict, strict)
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """Refuse, because it would replace the parameters of a model on the meta device."""
+        raise UserError(
+            "to_empty: it would replace parameters by tensors without layouts and gradient hooks; build the model with "
+            f"device={shown(str(device))}"
+        )
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:
         """Move or cast the model. On another device the random streams restart: dropout draws from the device's own."""
@@ -164,6 +240,7 @@ class ParallelModel(WrapperChecks, ABC):
         torch._assert_async(inside.all(), f"{what} must be in {allowed}")
 
     def _check_call(self, output: str, reduction: str, return_dict: bool | None) -> None:
+        self.check_config()
         if reduction not in ("mean", "none"):
             raise ValueError(f"reduction {reduction!r} is neither 'mean' nor 'none'")
         if return_dict is False:

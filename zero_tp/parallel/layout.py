@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from zero_tp.errors import UserError
 from zero_tp.topology import Topology
 
 
@@ -142,11 +143,21 @@ def set_layout(
             setattr(parameter, mark, True)
 
 
+def copy_layout(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Give `other`, a copy of the parameter, its layout, name and marks. torch copies no attributes of a parameter."""
+    for attribute in ("init_name", "tensor_layout", "whole_shape", *MARKS):
+        if hasattr(parameter, attribute):
+            setattr(other, attribute, getattr(parameter, attribute))
+
+
 def layout_of(parameter: nn.Parameter, name: str = "the parameter") -> Layout:
-    """Return the parameter's layout. Raises ValueError, naming `name`, if it has none."""
+    """Return the parameter's layout. Raises UserError, naming `name`, if it has none."""
     layout: Layout | None = getattr(parameter, "tensor_layout", None)
     if layout is None:
-        raise ValueError(f"{name} has no layout, so its split over TP ranks is unknown; make it with ParameterMaker")
+        raise UserError(
+            f"{name} has no layout, so its split over TP ranks is unknown; change values of a parameter in place, or "
+            "make it with ParameterMaker"
+        )
     return layout
 
 

@@ -108,6 +108,7 @@ class TensorParallel(Base):
         _check_arguments(args, tensor_parallel)
         ignore_deprecated_collectives()
         if isinstance(model, ParallelModel):
+            model.check_config()
             self.topology = model.topology
         else:
             self.topology = Topology(tensor_parallel, sequence_parallel)

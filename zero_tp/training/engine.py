@@ -24,7 +24,7 @@ from zero_tp.config.resolve import dtype_name
 from zero_tp.config.schema import Spike
 from zero_tp.config.typed import EntryPoint
 from zero_tp.constants import DTYPES, IGNORE_INDEX
-from zero_tp.data.batch import AnyBatch, as_batch
+from zero_tp.data.batch import AnyBatch, Batch, as_batch
 from zero_tp.errors import UserError
 from zero_tp.models.model_class import model_class as default_model_class
 from zero_tp.models.parallel_model import ParallelModel
@@ -188,10 +188,10 @@ class TrainingEngine:
                 `connect_deepspeed` calls `zero_tp.process.connect.use_deterministic_cublas` first.
 
         Raises:
-            UserError: another number of micro-batches than `gradient_accumulation_steps`; choices, duplicates or
-                repeated gradients differ.
+            UserError: batches of the other objective; another number of micro-batches than
+                `gradient_accumulation_steps`; choices, duplicates or repeated gradients differ.
         """
-        batches = [as_batch(micro_batch) for micro_batch in micro_batches]
+        batches = self._as_batches(micro_batches)
         accumulation = self.engine.gradient_accumulation_steps()
         if len(batches) != accumulation:
             raise UserError(
@@ -208,6 +208,22 @@ class TrainingEngine:
         self.spike = ""
         self.zero.step(self._is_spike if self._spike_bounds is not None else None)
         self._norm, self.skipped = self.zero.norm_and_skipped()
+
+    def _as_batches(self, batches: Sequence[AnyBatch | tuple[Tensor, Tensor]]) -> list[AnyBatch]:
+        """Return batches of the model's objective; a causal model's labels are shifted already, an encoder's never."""
+        converted = [as_batch(batch) for batch in batches]
+        for batch in converted:
+            if self.model.causal and not isinstance(batch, Batch):
+                raise UserError(
+                    "a causal model was given a mapping, of whose labels the first would count as a target; give "
+                    "(input ids, labels) or a Batch, where labels hold the token after each input"
+                )
+            if not self.model.causal and isinstance(batch, Batch):
+                raise UserError(
+                    "an encoder was given a pair, whose labels are the next tokens; give a mapping of input_ids, "
+                    "labels and the other arguments of its forward"
+                )
+        return converted
 
     def _accumulate(self, batches: Sequence[AnyBatch], divisors: Mapping[str, Tensor], guarded: int | None) -> None:
         """Run the forward and backward of all micro-batches; set the step's loss and figures, means over DP."""
@@ -288,7 +304,7 @@ class TrainingEngine:
         """
         self.engine.eval()
         sums, names = torch.zeros(2, 1, dtype=torch.float64, device=self.device), ["loss"]
-        for batch in map(as_batch, batches):
+        for batch in self._as_batches(batches):
             output = self._forward(self.engine, batch, reduction="none")
             totals = self.model.metric_sums(output, batch.arguments())
             names, pairs = list(totals), list(totals.values())

@@ -20,10 +20,13 @@ class LiveSource:
     """A `WeightSource` that reads a live model of transformers' own class; each rank takes its shards.
 
     If ZeRO-3 has partitioned the model, the constructor gathers all of it on every rank.
+
+    Args:
+        config: one that describes the model's weights.
     """
 
-    def __init__(self, model: Any):
-        self.weights = {weight.our_name: weight for weight in weights_of(model.config)}
+    def __init__(self, model: Any, config: PretrainedConfig):
+        self.weights = {weight.our_name: weight for weight in weights_of(config)}
         parameters = dict(model.named_parameters(remove_duplicate=False))
         whole = {name: gather_parameter(parameter).cpu() for name, parameter in parameters.items()}
         self.tensors = file_tensors(self.weights.values(), whole)
@@ -69,7 +72,7 @@ def load_native(
     tensors = {names_of_files.get(name, name): tensor for name, tensor in tensors.items()}
     tensors = file_tensors(weights_of(config), tensors)
     for alias, source in aliases.items():
-        if alias in tensors and source in tensors and not torch.equal(tensors[alias], tensors[source]):
+        if alias in tensors and not torch.equal(tensors[alias], tensors.setdefault(source, tensors[alias])):
             raise RuntimeError(f"tensors {source} and {alias} differ, but the config ties them")
     for weight in weights_of(config):
         names |= set(weight.names)

@@ -41,6 +41,7 @@ from zero_tp.parallel.parameter import Init, SeededInit
 from zero_tp.strict_json import read_json
 from zero_tp.tensors.safetensors_files import DTYPE_NAMES
 from zero_tp.topology import Topology
+from zero_tp.weights.stacked_experts import unstack_experts
 from zero_tp.weights.weight_files import is_finite, is_regular, open_weights
 
 FLOATING_DTYPES = ("F64", "F32", "BF16", "F16")
@@ -56,9 +57,13 @@ LOADING_PROBLEMS = {
 LAYER_COUNT_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
-def native_model(config: PretrainedConfig) -> Any:
-    """Build transformers' native model on the meta device: the table's class, else AutoModelForCausalLM's."""
-    with init_empty_weights(include_buffers=True):
+def native_model(config: PretrainedConfig, *, with_buffers: bool = False) -> Any:
+    """Build transformers' native model on the meta device: the table's class, else AutoModelForCausalLM's.
+
+    Args:
+        with_buffers: its buffers, such as rotary frequencies, have values.
+    """
+    with init_empty_weights(include_buffers=not with_buffers):
         if config.model_type in ARCHITECTURES:
             native, config = getattr(transformers, native_class_of(config)), copy.deepcopy(config)
             if not native._supports_sdpa:  # MegatronBert
@@ -88,15 +93,19 @@ class PretrainedSource:
 
     def __init__(self, directory: Path, config: PretrainedConfig, *, allow_pickle: bool = False, seed: int = 0):
         self.directory = directory
-        self.tensors = open_weights(directory, allow_pickle)
-        _check_layers(directory, config, self.tensors)
+        tensors = open_weights(directory, allow_pickle)
+        _check_layers(directory, config, tensors)
         self.weights = {weight.our_name: weight for weight in weights_of(config)}
         self.generation = generation_config(directory)
-        expected = stored_shapes(native_model(config), config)
+        native = native_model(config)
+        expected = stored_shapes(native, config)
+        self.tensors = unstack_experts(tensors, self.weights.values(), native, directory)
         self.file_names = _match_names(self.tensors, expected.keys(), architecture_of(config), directory)
         aliases = aliases_of(config)
-        # Old files hold an alias as well as its source.
+        # Old files hold an alias as well as its source, those of `safetensors.torch.save_model` one of them.
         self.aliases = {source: alias for alias, source in aliases.items() if alias in self.file_names}
+        for source, alias in self.aliases.items():
+            self.file_names.setdefault(source, self.file_names[alias])
         heads = architecture_of(config).optional_heads
         self.new_heads = [head for head, pattern in heads.items() if _has_none_of(pattern, expected, self.file_names)]
         absent_heads = "|".join(heads[head] for head in self.new_heads)
