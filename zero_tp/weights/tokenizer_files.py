@@ -28,6 +28,8 @@ _FORMS: tuple[dict[str, Any], ...] = (
     {"tokenizer_class": GENERIC_CLASS, "trust_remote_code": True},
 )
 """Settings by which transformers may open a tokenizer as it was, in the order in which they are tried."""
+_DROPPED = ("auto_map", "is_local", "local_files_only")
+"""Settings that name code, or say how this process opened the tokenizer."""
 
 
 def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -89,7 +91,7 @@ def match_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> str:
     for form in _FORMS if tokenizer.is_fast else ():
         _remove(directory)
         tokenizer.save_pretrained(str(directory))
-        settings = {name: value for name, value in read_json(directory / SETTINGS).items() if name != "auto_map"}
+        settings = {name: value for name, value in read_json(directory / SETTINGS).items() if name not in _DROPPED}
         settings |= {name: value for name, value in old.items() if name == "model_max_length"}
         # A special token that is not set must be written as null: a class would add its own.
         _write_settings(directory, dict.fromkeys(tokenizer.SPECIAL_TOKENS_ATTRIBUTES) | settings | form)
