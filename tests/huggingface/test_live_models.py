@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, TrainingArguments
 
 from tests.support.compare import check_close, gradient_of, grid, whole_gradients
-from tests.support.live_models import check_live_model
+from tests.support.live_model_changes import ADOPTED, REFUSED
+from tests.support.live_models import Inapplicable, LiveModel
 from tests.support.native import gradients, native_model, perturbed, to_ours
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
@@ -33,6 +35,59 @@ TOKENS = torch.arange(32).view(2, 16) % 31
 def llama(**fields: Any) -> Any:
     torch.manual_seed(0)
     return perturbed(native_model(AutoConfig.for_model("llama", **SIZES, **fields)))
+
+
+def check_adopted(live: LiveModel, topology: Topology, batch: dict[str, Tensor]) -> None:
+    """The parallel model has the live one's loss and every gradient. Collective over the TP group."""
+    model = parallel_model(live.model, topology)
+    live.model.zero_grad(set_to_none=True)
+    expected = live.model(**batch).loss
+    expected.backward()
+    loss = model(**batch).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    theirs = {name: weight.grad for name, weight in live.model.named_parameters()}
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    assert any(weight.requires_grad for weight in trained.values())
+    whole = {
+        name: torch.zeros_like(weight) if (grad := theirs[name]) is None else grad
+        for name, weight in live.model.named_parameters()
+    }
+    reference = {name: tensor for name, tensor in to_ours(model.config, whole).items() if name in trained}
+    for weight in model.parameters():
+        if not weight.requires_grad:
+            assert weight.grad is None
+            weight.grad = torch.zeros_like(weight)
+    found = whole_gradients(model)
+    check_close({name: found[name] for name in trained}, reference)
+
+
+def check_live_model(seed: int) -> str:
+    """Change a drawn model; it is adopted on one rank and on 2, or refused by name. Return the change's name."""
+    generator = random.Random(seed)
+    adopts = generator.random() < 0.5
+    live = LiveModel(seed)
+    topologies = Topology(world=1), grid(2, generator.random() < 0.5)
+    for change in generator.sample(ADOPTED if adopts else REFUSED, len(ADOPTED if adopts else REFUSED)):
+        try:
+            words = change(live)
+        except Inapplicable:
+            continue
+        batch = live.batch()
+        for topology in topologies:
+            if words is None:
+                check_adopted(live, topology, batch)
+                continue
+            try:
+                parallel_model(live.model, topology)
+            except UserError as error:
+                assert words in str(error) and "\n" not in str(error) and ";" in str(error), (
+                    f"{change.__name__}: {error}"
+                )
+            else:
+                raise AssertionError(f"{change.__name__} of a {live.fields['model_type']} is accepted")
+        return change.__name__
+    raise AssertionError("no change applies")
 
 
 @pytest.mark.parametrize("seed", in_tiers(range(200), range(12)))
@@ -168,7 +223,7 @@ def test_another_attention_needs_another_model() -> None:
 def test_a_resize_keeps_the_padding_row() -> None:
     """-1 is the last token of the vocabulary with which the model was built, in transformers too."""
     native = llama(pad_token_id=-1)
-    ours = parallel_model(native, ONE_PROCESS)
+    ours: Any = parallel_model(native, ONE_PROCESS)
     tokens = TOKENS.clone()
     tokens[0, :2] = torch.tensor([30, 39])
     for model in (native, ours):
@@ -189,7 +244,7 @@ def copied_and_trained(recompute: str) -> None:
     """A copy, also of a copy, has the gradients of transformers' model, and shares nothing with the first."""
     native = llama(tie_word_embeddings=True, num_key_value_heads=1)
     native(TOKENS, labels=TOKENS).loss.backward()
-    first = parallel_model(native, grid(2, True))
+    first: Any = parallel_model(native, grid(2, True))
     if recompute:
         first.activation_checkpointing_enable({"mode": recompute})
     second = copy.deepcopy(copy.deepcopy(first))
@@ -212,7 +267,7 @@ def test_a_split_model_is_copied(ranks: Pools, recompute: str) -> None:
 
 def test_parameters_are_not_replaced() -> None:
     """Tensors that take a parameter's place would have no layout and no gradient hook."""
-    model = parallel_model(llama(), ONE_PROCESS)
+    model: Any = parallel_model(llama(), ONE_PROCESS)
     for names in (model.state_dict(), llama().state_dict()):
         with pytest.raises(UserError, match=r"^load_state_dict: assign=True would replace parameters .*; leave it out"):
             model.load_state_dict(names, assign=True)

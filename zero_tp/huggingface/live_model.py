@@ -187,7 +187,8 @@ def _check_methods(place: str, module: nn.Module) -> None:
 def _has_device_hook(module: nn.Module) -> bool:
     """Return whether accelerate wraps the class's forward only to move inputs to the module's device (`device_map`)."""
     hooks = sys.modules.get("accelerate.hooks")
-    hook, forward = (vars(module).get(name) for name in ("_hf_hook", "_old_forward"))
+    hook: Any = vars(module).get("_hf_hook")
+    forward = vars(module).get("_old_forward")
     is_own = getattr(forward, "__func__", None) is type(module).forward
     return is_own and hooks is not None and type(hook) is hooks.AlignDevicesHook and not hook.offload
 

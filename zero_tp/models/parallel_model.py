@@ -134,8 +134,8 @@ class ParallelModel(WrapperChecks, ABC):
     @property
     def tied(self) -> bool:
         """Return whether the output layer is the word embedding, whatever the config says now."""
-        output: Any = self.get_output_embeddings()
-        return output.weight is self.transformer.embedding.word.weight
+        heads: Any = self
+        return heads.get_output_embeddings().weight is self.transformer.embedding.word.weight
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the model on this rank. The copy is on the same topology, and has layouts and gradient hooks of its own.
