@@ -142,12 +142,12 @@ def test_a_right_config_without_its_corpora_ends_with_1(tmp_path: Path) -> None:
     done = check(path, "--world-size", "4")
     assert (done.returncode, done.stderr) == (1, "")
     lines = done.stdout.splitlines()
-    assert lines[0] == f"config     {path} is right, but these are missing: mine.bin, mine.idx"
+    assert lines[0] == f"config     {path} is valid, but these are missing: mine.bin, mine.idx"
     assert lines[-2:] == [
         f"not here   mine.{ending}, which a run needs; did you mean mine/train?" for ending in ("bin", "idx")
     ]
     done = check(path, "--world-size", "4", "--set", "zero_tp.data.train=mine/train")
-    assert done.returncode == 0 and done.stdout.startswith(f"config     {path} is right\n")
+    assert done.returncode == 0 and done.stdout.startswith(f"config     {path} is valid\n")
     for output in (path, path / "run"):
         refused = check(path, "--output-dir", str(output))
         told = f"error: {output}: cannot be a run's directory ({path} is a file); give another --output-dir\n"

@@ -89,7 +89,7 @@ def page() -> str:
         "One JSON file is one run: a DeepSpeed config plus the `zero_tp` block. Every key is checked before the run"
         " starts, DeepSpeed's too; `zero-tp check FILE [--world-size N]` checks alone, and"
         " `--set KEY=VALUE` overrides any key. A check reports every key that is wrong by itself, and once there is"
-        " none, every combination and sum: exit status 2. Status 1 means that FILE is right, but that a corpus,"
+        " none, every combination and sum: exit status 2. Status 1 means that FILE is valid, but that a corpus,"
         " directory or file which a run reads is missing on this machine and no name on the hub; so"
         " `zero-tp check FILE && sbatch …` submits what can start. `zero-tp schema` prints a JSON schema, by which"
         ' an editor completes and checks the file: `"$schema": "zero_tp.schema.json"` names it.',

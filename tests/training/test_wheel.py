@@ -77,7 +77,7 @@ def test_an_installed_wheel_prepares_trains_exports_evaluates_and_samples(wheel:
     assert found.startswith(str(tmp_path)), "not the checkout's"
     corpus = here.run("zero-tp", "path", "corpus").strip()
     here.run("zero-tp", "prepare", "--input", corpus, "--tokenizer", "bpe:512", "--output", "data/quickstart")
-    assert "quickstart.json is right\n" in here.run("zero-tp", "check", "quickstart", "--world-size", "4")
+    assert "quickstart.json is valid\n" in here.run("zero-tp", "check", "quickstart", "--world-size", "4")
 
     small = {
         "num_hidden_layers": 1,

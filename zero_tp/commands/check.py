@@ -1,7 +1,7 @@
 """Check a run's JSON file without ranks: keys, combinations, batch sizes, and whether its data exist.
 
-The exit status is 0 if a run can start, 1 if FILE is right but a file or directory that a run reads is missing, and 2
-if FILE is wrong: one line for each wrong key or, if all keys are right, for each wrong combination.
+The exit status is 0 if a run can start, 1 if FILE is valid but a file or directory that a run reads is missing, and
+2 if FILE is invalid: one line for each wrong key or, if all keys are valid, for each refused combination.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zero_tp.training.run_inputs import RunInputs
 
 MISSING = 1
-"""The exit status if the config is right but a file or directory that the run reads is missing."""
+"""The exit status if the config is valid but a file or directory that the run reads is missing."""
 
 FILE = "the run's JSON file, or the name of one that is shipped, such as quickstart"
 
@@ -165,7 +165,7 @@ def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None
     missing = f", but these are missing: {missing}" if missing else ""
     parameters = run_model_size(config).num_parameters
     lines = [
-        ("config", f"{config.path} is right{missing}"),
+        ("config", f"{config.path} is valid{missing}"),
         *_settings(config, parameters),
         *_model_states(config, parameters),
         ("weights", _initial_weights(config, directory, parent)),

@@ -9,6 +9,7 @@ The weights are the fp32 masters that the optimizer keeps, read one at a time; A
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from zero_tp.commands import inspect
@@ -61,11 +62,15 @@ def to_hf(options: argparse.Namespace) -> None:
     print(f"{converted.checkpoint} → {options.output} ({converted.parameters:,} parameters, {options.dtype})")
     for note in converted.notes:
         print(note)
-    print(f"tokenizer from {converted.tokenizer}" if converted.tokenizer else "no tokenizer: give one with --tokenizer")
+    print(
+        f"tokenizer from {converted.tokenizer}"
+        if converted.tokenizer
+        else "without a tokenizer; --tokenizer DIR adds one"
+    )
     if options.push:
         print(f"uploaded to {push(options.output, options.push)}")
     if converted.causal and converted.tokenizer is not None:
-        print(f'next: zero-tp sample --model {options.output} --prompt "TEXT"')
+        print(f'next: run zero-tp sample --model {shlex.quote(str(options.output))} --prompt "TEXT"')
 
 
 def push(directory: Path, name: str) -> str:

@@ -182,7 +182,7 @@ def _summary(prepared: Prepared) -> Iterator[str]:
 
     report = prepared.report
     if prepared.reused:
-        yield f"{prepared.output} is up to date: made from the same inputs and settings"
+        yield f"{prepared.output} is up to date: it has the same inputs and settings"
         if any(name.startswith("hf:") for name in report["inputs"]):
             yield "   hf: inputs are compared by name only; --overwrite reads them again"
     if prepared.resumed:
@@ -207,4 +207,4 @@ def _summary(prepared: Prepared) -> Iterator[str]:
     if not prepared.reused:
         yield f"wrote {prepared.output} in {sum(report['seconds'].values()):.1f} s"
     splits = ", ".join(f'"{split}": "{prepared.output / split}"' for split in report["splits"])
-    yield f'next: "data": {{{splits}, "sequence_length": N}} in a config, and zero-tp check CONFIG'
+    yield f'next: set zero_tp.data to {{{splits}, "sequence_length": N}} in a config, then run zero-tp check CONFIG'
