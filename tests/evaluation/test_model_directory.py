@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -276,6 +277,22 @@ def test_an_encoder_predicts_no_next_token(model: Path, model_type: str, reader:
     if model_type == "roberta":
         assert reader(model)
         assert open_directory(model).sequence_length(None) == 511, "position 0 is the padding token's"
+
+
+def test_a_model_whose_tokens_see_the_next_is_refused(model: Path) -> None:
+    """XLM is among transformers' causal classes, and without `causal` in its config it is an encoder."""
+    from transformers import XLMConfig, XLMWithLMHeadModel
+
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    (model / "generation_config.json").unlink(missing_ok=True)
+    for causal in (False, True):
+        config = XLMConfig(vocab_size=vocabulary, emb_dim=16, n_layers=1, n_heads=2, causal=causal)
+        XLMWithLMHeadModel(config).save_pretrained(model)
+        refused = pytest.raises(
+            UserError, match=r"a token of this XLMWithLMHeadModel sees those after it; give a model"
+        )
+        with contextlib.nullcontext() if causal else refused:
+            open_directory(model).load("float32", "cpu", sequence_length=8)
 
 
 IMPOSSIBLE: dict[str, tuple[Any, ...]] = {

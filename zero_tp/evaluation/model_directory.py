@@ -5,6 +5,7 @@ Finding it imports neither torch nor transformers, so a wrong path is reported a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -148,17 +149,24 @@ class ModelDirectory:
         """Load the model: with TP and from checkpoints as zero_tp's class, else as transformers' own."""
         import torch
 
-        from zero_tp.evaluation.eval_model import EvalModel, HuggingFaceScorer, ParallelScorer
+        from zero_tp.evaluation.eval_model import EvalModel, HuggingFaceScorer, ParallelScorer, Scorer
         from zero_tp.huggingface import ZeroTPForCausalLM
 
         topology, tokenizer = topology or Topology(), self.tokenizer
+        positions = self.sequence_length(sequence_length)
         model = self.load_module(getattr(torch, dtype), device, topology).eval()
+        scorer: Scorer
+        if isinstance(model, ZeroTPForCausalLM):
+            scorer = ParallelScorer(model)
+        else:
+            self._check_causal(model, positions)
+            scorer = HuggingFaceScorer(model)
         return EvalModel(
-            ParallelScorer(model) if isinstance(model, ZeroTPForCausalLM) else HuggingFaceScorer(model),
+            scorer,
             model,
             tokenizer,
             self.config,
-            self.sequence_length(sequence_length),
+            positions,
             batch_size=batch_size,
             device=device,
             topology=topology,
@@ -210,6 +218,22 @@ class ModelDirectory:
                 f"{self.path}: the model of its config.json fails in forward: {first_line(error)}"
             ) from error
         return model
+
+    def _check_causal(self, model: Any, positions: int) -> None:
+        """Check that a token does not change the logits before it, as in an XLM whose config lacks `causal`."""
+        import torch
+
+        vocabulary = self.config.get_text_config().vocab_size
+        rows = torch.full((2, 2), vocabulary - 1, device=model.device)
+        rows[1, 1] = max(vocabulary - 2, 0)
+        with torch.no_grad():
+            first, second = model(rows[:, :positions], use_cache=False).logits[:, 0].float()
+        # Rounding may differ between the rows of a batch.
+        if (first - second).abs().max() > math.sqrt(torch.finfo(model.dtype).eps) * first.abs().max():
+            raise UserError(
+                f"{self.path}: a token of this {type(model).__name__} sees those after it; give a model that predicts "
+                "the next token"
+            )
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, path: Path) -> None:

@@ -101,7 +101,7 @@ class TensorParallelAccelerator(Accelerator):
         if not any(isinstance(item, nn.Module) for item in objects):
             return tuple(super()._prepare_deepspeed(*objects))
         if len(objects) == 1:  # an evaluation before any training needs no engine
-            self._models.append(objects[0])
+            self._models.append(objects[0].to(self.device))
             return objects
         model, optimizer, *rest = objects
         settings = finalized_config(self.deepspeed_plugin, self.topology, self.clipping)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
@@ -68,6 +68,7 @@ class TensorParallel(Base):
 
     zero: ZeroEngine | None = None
     deepspeed: Any
+    _evaluation: tuple[dict[str, float], int] = ({}, 0)  # metrics and steps of the last one
     is_distributed_loading_by_transformers: bool
 
     def __init__(
@@ -98,7 +99,7 @@ class TensorParallel(Base):
             )
         if model is None or args is None or isinstance(model, str):
             raise UserError("ZeroTPTrainer: give it a model and TrainingArguments; a model_init is not built")
-        if not getattr(model, "peft_config", None):  # `parallel_model` refuses adapters
+        if isinstance(model, nn.Module) and not getattr(model, "peft_config", None):  # `parallel_model` refuses others
             check_trainable(model)
         if isinstance(model, ParallelModel) and tensor_parallel not in (1, model.topology.tensor):
             raise UserError(
@@ -124,10 +125,12 @@ class TensorParallel(Base):
                 "give optimizer_cls_and_kwargs"
             )
         self.model_accepts_loss_kwargs = True  # losses of tokens and of rows are sums here
-        if not self.model.spec.causal and args.gradient_accumulation_steps > 1 and self.topology.rank == 0:
+        sums_replicas = self.topology.data > 1 and args.average_tokens_across_devices
+        sums_losses = not self.model.spec.causal and (args.gradient_accumulation_steps > 1 or sums_replicas)
+        if sums_losses and self.topology.rank == 0:
             warnings.warn(
                 "ZeroTPTrainer: the loss is the mean over a step's labels; plain Trainer adds up the mean losses of an "
-                "encoder's micro-batches",
+                "encoder's micro-batches on all replicas",
                 stacklevel=2,
             )
         if args.label_names is None and not self.model.spec.sentence_head:
@@ -196,7 +199,7 @@ class TensorParallel(Base):
                 "next_sentence_label: the rows have none, and a model with a sentence head has no loss without it; "
                 "add the column, or use the class without that head, such as BertForMaskedLM"
             )
-        if "next_sentence_label" in arguments and self._labelled_rows is not None:
+        if "next_sentence_label" in arguments and num_items_in_batch is not None:  # both were counted together
             arguments["num_rows_in_batch"] = self._labelled_rows
         loss = super().compute_loss(
             model, arguments, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
@@ -215,7 +218,8 @@ class TensorParallel(Base):
         if self.deepspeed is None:
             self.deepspeed = self.model  # before any training the model is evaluated without an engine
         output = super().evaluation_loop(*arguments, **options)
-        self._evaluation_steps = math.ceil(output.num_samples / (self.args.eval_batch_size * self.topology.data))
+        steps = math.ceil(output.num_samples / (self.args.eval_batch_size * self.topology.data))
+        self._evaluation = output.metrics, steps
         return output
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
@@ -228,11 +232,15 @@ class TensorParallel(Base):
         return output
 
     def _correct_speed(self, metrics: dict[str, float]) -> None:
-        """Set the steps per second of an evaluation: Trainer divides the samples over all ranks, not the replicas."""
-        for name in metrics:
+        """Set the steps per second of an evaluation: Trainer divides the samples over all ranks, not the replicas.
+
+        Figures that a script logs under such a name stay.
+        """
+        evaluated, steps = self._evaluation
+        for name in metrics if metrics is evaluated else ():
             prefix, suffix, _ = name.partition("_steps_per_second")
-            if suffix and prefix != "train" and metrics[f"{prefix}_runtime"]:
-                metrics[name] = round(self._evaluation_steps / metrics[f"{prefix}_runtime"], 3)
+            if suffix and (seconds := metrics.get(f"{prefix}_runtime")):
+                metrics[name] = round(steps / seconds, 3)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
