@@ -246,6 +246,9 @@ def test_refusals(tmp_path: Path, inputs: list[str | Path], tokenizer: str, monk
         CorpusReader(["-"])
     with pytest.raises(UserError, match="it has no token 'no'"):
         TokenizedCorpus(tokenizer, tmp_path, eos="no")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="a saved copy of it with other ids: its model"):
+        patch.setattr("zero_tp.data.tokenizer.match_tokenizer", lambda *arguments: "its model differ")
+        TokenizedCorpus(tokenizer, tmp_path)
     reader = CorpusReader(inputs)
     os.utime(inputs[0], (1, 1))
     with pytest.raises(UserError, match=r"b.jsonl: the file has changed since the start"):

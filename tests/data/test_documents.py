@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from tests.support.launched import ROOT
 from tests.tiers import THOROUGH
 from zero_tp.data import formats, json_array, records, stream
+from zero_tp.data.compression import COMPRESSIONS
 from zero_tp.data.documents import file_sha256, find_sources, read_blocks, read_documents
 from zero_tp.data.formats import DOCUMENT_UNITS
 from zero_tp.data.records import Document, Problem, Source
@@ -221,6 +222,7 @@ BAD: list[tuple[str, bytes, str, list[str]]] = [
     ("a.jsonl.xz", lzma.compress(b'{"text": "a"}\n' * 99)[:-9], "unreadable", ["a"] * 99),
     ("a.jsonl.zst", zstandard.compress(b'{"text": "a"}\n') + zstandard.compress(b"x" * 999)[:-3], "unreadable", ["a"]),
     ("a.jsonl.gz", b"plain", "unreadable", []),
+    *((f"a.jsonl{ending}", content, "unreadable", []) for ending in COMPRESSIONS for content in (b"", bytes(500))),
     ("a.json", b'[{"text": "a"}, 3, {"text": "b"}]', "malformed", ["a", "b"]),
     ("a.json", b'[{"text": "a"}, {"text": "b"}, {"te', "unreadable", ["a", "b"]),
     ("a.json", b'[{"text": 1.5}, {"text": "b"}]', "no text", ["b"]),

@@ -58,7 +58,7 @@ def test_ids_may_have_gaps(tmp_path: Path) -> None:
     write_corpus(tmp_path / "train", [[0, 9]], 10)
     assert "a b" in list(show_corpus(tmp_path, 1, 2))
     write_corpus(tmp_path / "train", [[0, 10]], 11)
-    with pytest.raises(UserError, match="holds token id 10, outside"):
+    with pytest.raises(UserError, match="id 10, outside the tokenizer's vocabulary of 10: put the corpus's own"):
         list(show_corpus(tmp_path, 1, 2))
 
 

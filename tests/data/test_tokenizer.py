@@ -13,18 +13,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sentencex import segment
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.support.corpora import held_out, run
 from tests.support.launched import ROOT
 from tests.support.tiny_models import speeches
 from tests.tiers import in_tiers
+from zero_tp.data import corpus as corpus_module
+from zero_tp.data import tokenizer as tokenizer_module
 from zero_tp.data.indexed import IndexedCorpus
-from zero_tp.data.tokenizer import DocumentEncoder, MaskingVocabulary, vocabulary_size
+from zero_tp.data.tokenizer import DocumentEncoder, MaskingVocabulary, corpus_fingerprint, vocabulary_size
 from zero_tp.data.tokenizer_training import train_bpe, train_wordpiece
 from zero_tp.errors import UserError
 from zero_tp.weights.tokenizer_files import open_tokenizer
+from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 
 SPEECHES = speeches(12, 20_000)
 
@@ -137,6 +140,50 @@ def test_the_end_of_a_document_is_found_or_named(tmp_path: Path) -> None:
         run(tmp_path, "fifth", tokenizer=str(given), eos="</s>")
     with pytest.raises(UserError, match="bpe:300 has its own"):
         run(tmp_path, "sixth", eos="<eos>")
+
+
+@pytest.mark.parametrize("added", [[], [AddedToken("stop")], [AddedToken("stop", special=True)]])
+def test_any_token_can_end_documents(tmp_path: Path, added: list[AddedToken]) -> None:
+    """A word of the vocabulary too: transformers makes it a special token when it opens the corpus's tokenizer."""
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "cat": 2, "stop": 3}, "[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_tokens(added)
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(str(tmp_path / "words"))
+    texts, directory = ["a cat", "cat cat a", "a a"], str(tmp_path / "words")
+    prepared = run(tmp_path, texts=texts, tokenizer=directory, eos="stop", validation=1)
+    opened = AutoTokenizer.from_pretrained(str(prepared.output / "tokenizer"))
+    corpora = [IndexedCorpus(prepared.output / split) for split in ("train", "validation")]
+    documents = [corpus.document(i).tolist() for corpus in corpora for i in range(len(corpus))]
+    assert opened.eos_token_id == 3
+    assert sorted(documents) == sorted([*opened.encode(text, add_special_tokens=False), 3] for text in texts)
+    recorded = corpus_fingerprint(str(prepared.output / "train"))
+    assert recorded is not None and recorded.difference(TokenizerFingerprint.of(opened), "", "") == ""
+
+
+def test_a_tokenizer_that_encodes_few_texts_can_be_saved(tmp_path: Path) -> None:
+    backend = Tokenizer(models.WordLevel({"a": 0, "cat": 1, "</s>": 2}))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(str(tmp_path / "words"))
+    directory = str(tmp_path / "words")
+    report = run(tmp_path, texts=["a cat", "cat cat a"], tokenizer=directory, validation=1).report
+    assert sum(split["tokens"] for split in report["splits"].values()) == 7
+    with pytest.raises(UserError, match="the tokenizer can't encode a document"):
+        run(tmp_path, "out2", texts=["a cat", "a dog"], tokenizer=directory, validation=1)
+
+
+def test_a_tokenizer_that_cannot_be_saved_is_refused_before_any_document_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = run(tmp_path, "first").output / "tokenizer"
+    monkeypatch.setattr(tokenizer_module, "match_tokenizer", lambda *arguments: "its model differ")
+    monkeypatch.setattr(corpus_module, "read_blocks", None)
+    with pytest.raises(UserError, match="a saved copy of it with other ids: its model differ"):
+        run(tmp_path, "out", tokenizer=str(directory))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_prefix_without_a_name_records_no_tokenizer() -> None:
+    assert [corpus_fingerprint(prefix) for prefix in (".", "..", "")] == [None] * 3
 
 
 def test_what_opens_a_tokenizer_without_torch_is_what_transformers_would_choose(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from tests.support.tokenizers import own_bpe
 from tests.tiers import in_tiers
@@ -238,6 +238,9 @@ def test_an_exports_tokenizer_knows_the_models_positions(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"tokenizer_config\.json: not valid JSON"):
         export(tmp_path / "other", tokenizer=tokenizer)
     assert not (tmp_path / "other").exists()
+    (tokenizer / "tokenizer_config.json").unlink()
+    export(tmp_path / "bare", tokenizer=tokenizer)
+    assert AutoTokenizer.from_pretrained(str(tmp_path / "bare")).model_max_length == positions
 
 
 def test_the_end_of_an_export_leaves_the_directory_of_another_process(

@@ -106,6 +106,16 @@ def test_another_version_of_the_libraries_may_write_an_equal_tokenizer_otherwise
     assert before.difference(other, "", "")
 
 
+def test_an_added_token_differs_in_any_version_of_the_libraries() -> None:
+    """Neither corpus's probes have the other's added token, so no common probe shows it."""
+    first, second = own_bpe(), own_bpe()
+    first.add_tokens(["King Richard"])
+    second.add_tokens(["Duke of York"])
+    later = of(second).model_copy(update={"versions": {"tokenizers": "9"}})
+    assert "its added_tokens differ" in of(first).difference(later, "", "")
+    assert of(second).difference(later, "", "") == ""
+
+
 def test_a_tokenizer_without_an_unknown_token_has_a_fingerprint() -> None:
     tokenizer = unigram()
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([])

@@ -20,7 +20,7 @@ _MAX_WINDOW = 2**31  # bytes; zstd --long=31, the largest window that zstd compr
 COMPRESSIONS: dict[str, Callable[[], Any]] = {
     ".gz": partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
     ".bz2": bz2.BZ2Decompressor,
-    ".xz": lzma.LZMADecompressor,
+    ".xz": partial(lzma.LZMADecompressor, lzma.FORMAT_XZ),  # by default it takes zeros for an empty file
     ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj(),
 }
 """Ending of a file → a decompressor of one frame."""
@@ -58,10 +58,11 @@ def _decompress(name: str, stored: Iterator[bytes], new_decompressor: Callable[[
     """Yield the decompressed bytes of a file, which may have several frames, with zeros after each.
 
     Raises:
-        EOFError: a frame is damaged or cut; the readers of zstandard and fsspec end silently there.
+        EOFError: a frame is damaged or cut, or there is none, as in a file that a crash has filled with zeros; the
+            readers of zstandard and fsspec end silently there.
         UserError: the file is valid, but this machine or zstandard can't decompress it.
     """
-    frame: Any = None
+    frame: Any = new_decompressor()
     for data in stored:
         while data := data if frame else data.lstrip(b"\0"):
             frame = frame or new_decompressor()

@@ -3,7 +3,7 @@
 1. `Preparation.read`: the inputs are read once, block by block, in as many processes as there are cores. Each process
    checks, repairs and hashes documents, and tokenizes them if the tokenizer exists. The results go to a `Spool`.
 2. `Preparation.select`: duplicates and contaminated documents are removed, and the validation set is selected.
-3. `Preparation.encode`: a tokenizer is trained, unless it was given, and then the documents are tokenized.
+3. `Preparation.encode`: unless the tokenizer exists, it is trained, and then the documents are tokenized.
 4. `write_output`: both corpora, the validation texts and the report; then the output replaces an older one.
 
 An interrupted preparation resumes from a hidden directory next to the output, which holds spools and the trained
@@ -100,6 +100,7 @@ def prepare(
         ):
             resumed = spool.counts.read
             preparation = Preparation(sources, spec, settings, spool, strict, processes, progress)
+            preparation.save_existing_tokenizer(staging / TOKENIZER)
             preparation.read()
             documents = preparation.select(staging)
             encoder, encoded_blocks = preparation.encode(documents, staging / TOKENIZER)
@@ -180,6 +181,13 @@ class Preparation:
         self.processor = BlockProcessor(settings, encoder, sets)
         self.seconds: dict[str, float] = {}
 
+    def save_existing_tokenizer(self, destination: Path) -> None:
+        """Save the tokenizer unless it is to be trained, before any document is read: it may be refused."""
+        started = time.perf_counter()
+        if self.tokenizer is not None and self.spec.directory is not None:
+            save_tokenizer(self.tokenizer, destination, self.spec.directory)
+            self.seconds["tokenizer"] = time.perf_counter() - started
+
     def read(self) -> None:
         """Read all sources into the spool."""
         started, spool = time.perf_counter(), self.spool
@@ -220,12 +228,9 @@ class Preparation:
         return documents
 
     def encode(self, documents: DocumentTable, destination: Path) -> tuple[DocumentEncoder, Sequence[StoredBlock]]:
-        """Return the encoder, and the blocks with the documents' tokens; save the tokenizer."""
+        """Return the encoder, and the blocks with the documents' tokens; save the tokenizer if it is trained."""
         started = time.perf_counter()
         if self.processor.encoder is not None:
-            assert self.tokenizer is not None and self.spec.directory is not None
-            save_tokenizer(self.tokenizer, destination, self.spec.directory)
-            self.seconds["tokenizer"] = time.perf_counter() - started
             return self.processor.encoder, self.spool.blocks
         directory = self._train(documents)
         shutil.copytree(directory, destination)

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import itertools
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -119,9 +120,12 @@ class TokenizedCorpus(PipelineStep):
         chosen = PrepareSettings(str(tokenizer), **options)
         check_settings(chosen)
         self.tokenizer, self.parts, self.eos, self.reader = spec.directory.absolute(), Path(parts), eos, reader
-        self.encoder = DocumentEncoder(load_tokenizer(spec.directory, eos), sentences)
+        existing = load_tokenizer(spec.directory, eos)
+        with tempfile.TemporaryDirectory() as directory:  # before any task: it may be refused
+            save_tokenizer(existing, Path(directory), spec.directory)
+        self.encoder = DocumentEncoder(existing, sentences)
         self.processor = BlockProcessor(chosen, self.encoder)
-        identity = {"tokenizer": spec.fingerprint(), **options, "versions": library_versions()}
+        identity = {"tokenizer": spec.identity(), **options, "versions": library_versions()}
         self.settings = identity | dict(settings or {})
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:

@@ -45,6 +45,7 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
 """Megatron's codes 6 and 7 are floating-point types and never token ids."""
+_MODEL_REMEDY = "raise zero_tp.model.vocab_size, or prepare the corpus with the model's tokenizer"
 _UINT16_VOCABULARY = 65_500  # Megatron's own threshold
 _HASHED_BLOCKS, _HASHED_BYTES = 64, 2**20
 _PART = 2**24  # bytes that are hashed at once
@@ -191,13 +192,13 @@ class IndexedCorpus:
             smallest, largest = (min(smallest, low), max(largest, high)) if start else (low, high)
         return CorpusContent(digest.hexdigest(), smallest, largest)
 
-    def check_vocabulary(self, size: int) -> None:
-        """Check that all token ids are below `size`. UserError: one is not."""
+    def check_vocabulary(self, size: int, owner: str = "model", remedy: str = _MODEL_REMEDY) -> None:
+        """Check that all token ids are below `size`, that of the owner's vocabulary. UserError: one is not."""
         wrong = self.content.smallest if self.content.smallest < 0 else self.content.largest
         if self.content.smallest < 0 or wrong >= size:
             raise UserError(
-                f"{bin_path(self.prefix)} holds token id {wrong}, outside the model's vocabulary of {size:,}: raise "
-                "zero_tp.model.vocab_size, or prepare the corpus with the model's tokenizer"
+                f"{bin_path(self.prefix)} holds token id {wrong}, outside the {owner}'s vocabulary of {size:,}: "
+                f"{remedy}"
             )
 
     def identity(self, *, hash_tokens: bool = True) -> dict[str, Any]:

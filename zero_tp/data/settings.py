@@ -129,7 +129,7 @@ def output_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: Pr
     return {
         "format": FORMAT,
         "inputs": inputs,
-        "tokenizer": spec.fingerprint(),
+        "tokenizer": spec.identity(),
         "validation": settings.validation,
         "seed": settings.seed,
         "text_key": settings.text_key or "text",
@@ -147,7 +147,7 @@ def spool_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: Pre
         "sizes and times": [list(source.size_and_time) for source in sources],
         "versions": library_versions(),
         **asdict(settings) | {"decontaminate": []} | settings.enabled_options(),
-        "tokenizer": spec.fingerprint(),
+        "tokenizer": spec.identity(),
     }
     return identity
 

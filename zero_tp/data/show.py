@@ -34,12 +34,12 @@ def show_corpus(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
     if not prefixes:
         raise UserError(f"{path}: holds no {' and no '.join(f'{split}.idx' for split in SPLITS)}, and is no prefix")
     tokenizer = open_tokenizer(directory)
+    remedy = f"put the corpus's own tokenizer at {directory}"
     if (recorded := corpus_fingerprint(str(prefixes[0]))) is not None:
-        name, remedy = f"the tokenizer {directory}", "put the corpus's own tokenizer there"
-        recorded.check(tokenizer, name, f"the one of {prefixes[0]}", remedy)
+        recorded.check(tokenizer, f"the tokenizer {directory}", f"the one of {prefixes[0]}", remedy)
     for prefix in prefixes:
         corpus, name = IndexedCorpus(prefix), prefix.name
-        corpus.check_vocabulary(vocabulary_size(tokenizer))
+        corpus.check_vocabulary(vocabulary_size(tokenizer), "tokenizer", remedy)
         documents, tokens = len(corpus), corpus.tokens
         yield f"=== {name}: {documents:,} documents, {tokens:,} tokens"
         count = min(sample, documents)

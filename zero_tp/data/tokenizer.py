@@ -49,7 +49,7 @@ def load_tokenizer(directory: Path, eos: str | None = None) -> PreTrainedTokeniz
     if eos is not None:
         if eos not in tokenizer.get_vocab():
             raise UserError(f"tokenizer {directory}: it has no token {eos!r}: give --eos one that it has")
-        tokenizer.eos_token = eos
+        _set_eos(tokenizer, eos)
     if tokenizer.eos_token_id is None and missing_for_masking(tokenizer):
         likely = sorted(filter(_EOS_NAMES.fullmatch, tokenizer.get_vocab()))
         if len(likely) != 1:
@@ -58,8 +58,13 @@ def load_tokenizer(directory: Path, eos: str | None = None) -> PreTrainedTokeniz
                 f"tokenizer {directory}: it has no eos token, which must end each document: choose a token with --eos "
                 f"(candidates: {candidates})"
             )
-        (tokenizer.eos_token,) = likely
+        _set_eos(tokenizer, *likely)
     return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def _set_eos(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
+    # Not `tokenizer.eos_token = token`: transformers makes the eos an added token when it opens the saved files.
+    tokenizer.add_special_tokens({"eos_token": token})
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path, source: Path) -> None:
@@ -75,7 +80,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path, source: 
 
 def corpus_fingerprint(prefix: str) -> TokenizerFingerprint | None:
     """Return the fingerprint of a corpus's tokenizer that `prepare` recorded; None: it recorded none."""
-    path = Path(prefix).with_name(REPORT)
+    path = bin_path(prefix).with_name(REPORT)
     try:
         report = read_object(path)
     except (OSError, InvalidJson):  # a corpus of Megatron-LM has none

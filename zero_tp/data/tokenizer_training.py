@@ -55,7 +55,7 @@ class TokenizerSpec:
             raise UserError(f"tokenizer {text}: the directory holds neither {' nor '.join(TOKENIZER_FILES[:2])}")
         return cls(directory=path)
 
-    def fingerprint(self) -> str:
+    def identity(self) -> str:
         """Return `KIND:SIZE`, or the SHA-256 of the directory's files."""
         if self.directory is None:
             return f"{self.kind}:{self.size}"

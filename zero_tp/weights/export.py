@@ -26,7 +26,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from zero_tp.architectures import Weight, aliases_of, architecture_of, native_class_of, to_hf, weights_of
 from zero_tp.architectures.configs import CONFIG
 from zero_tp.errors import UserError, first_line
-from zero_tp.files import check_replaceable, partial_directory, put_in_place, read_regular
+from zero_tp.files import check_replaceable, partial_directory, put_in_place, read_regular, sync
 from zero_tp.parallel.agreement import on_rank_zero
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
@@ -199,7 +199,7 @@ def _check_entries(entries: Iterable[Entry], native: nn.Module, config: Pretrain
     aliases = aliases_of(config)
     expected = {name: shape for name, shape in stored_shapes(native, config).items() if name not in aliases}
     shapes = {entry.name: tuple(entry.shape) for entry in entries}
-    for name in expected.keys() | shapes.keys():
+    for name in sorted(expected.keys() | shapes.keys()):
         if shapes.get(name) != expected.get(name):
             problem = f"{type(native).__name__} expects {expected.get(name)}, found {shapes.get(name)}"
             raise UserError(f"tensor {name}: {problem}")
@@ -228,6 +228,7 @@ def _is_weights(name: str) -> bool:
 
 def _move_into(written: Path, target: Path) -> None:
     """Move files into a directory, the config last, and remove the weights of an older model."""
+    sync(written)
     names = sorted((file.name for file in written.iterdir()), key=lambda name: name == CONFIG)
     for name in names:
         os.replace(written / name, target / name)

@@ -8,9 +8,9 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.errors import UserError, first_line, shown
+from zero_tp.errors import UserError, first_line
 from zero_tp.strict_json import read_json
-from zero_tp.weights.tokenizer_fingerprint import PROBES, TokenizerFingerprint
+from zero_tp.weights.tokenizer_fingerprint import PROBES, TokenizerFingerprint, describe_difference, probe_ids
 from zero_tp.weights.weight_files import ID_FILES, TOKENIZER_FILES, is_regular
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def _opener(directory: Path) -> Any:
     """Return AutoTokenizer, or the class that it would choose: AutoTokenizer imports torch, which takes a second."""
     from transformers import PreTrainedTokenizerFast
 
-    if is_regular(directory / "tokenizer_config.json") and not (directory / "config.json").exists():
-        config = read_json(directory / "tokenizer_config.json")
+    if is_regular(directory / SETTINGS) and not (directory / "config.json").exists():
+        config = read_json(directory / SETTINGS)
         if config.get("tokenizer_class") == PreTrainedTokenizerFast.__name__ and "auto_map" not in config:
             return PreTrainedTokenizerFast
     from transformers import AutoTokenizer
@@ -70,8 +70,8 @@ def copy_tokenizer(source: Path, directory: Path, positions: int | None) -> None
     for name in TOKENIZER_FILES:
         if is_regular(source / name):
             shutil.copyfile(source / name, directory / name)
-    if positions is not None and (directory / SETTINGS).exists():
-        _write_settings(directory, read_json(source / SETTINGS) | {"model_max_length": positions})
+    if positions is not None:
+        _write_settings(directory, _read_settings(source) | {"model_max_length": positions})
 
 
 def match_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -87,7 +87,7 @@ def match_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> str:
     problem = _difference(directory, tokenizer, fingerprint)
     if not problem:
         return ""
-    old = read_json(directory / SETTINGS) if is_regular(directory / SETTINGS) else {}
+    old = _read_settings(directory)
     for form in _FORMS if tokenizer.is_fast else ():
         _remove(directory)
         tokenizer.save_pretrained(str(directory))
@@ -111,14 +111,18 @@ def _difference(directory: Path, tokenizer: PreTrainedTokenizerBase, fingerprint
     if problem := fingerprint.difference(TokenizerFingerprint.of(opened, fingerprint.probes), "here", there):
         return problem
     for text in PROBES:
-        ours, theirs = (one.encode(text, verbose=False) for one in (tokenizer, opened))
-        if ours != theirs:
-            return f"the tokens around {shown(text)} differ: {len(ours)} tokens here, {len(theirs)} {there}"
+        before, after = (probe_ids(one, text, around=True) for one in (tokenizer, opened))
+        if before != after:
+            return describe_difference(text, before, "with the tokens around it here", after, there)
     for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES:
         ours, theirs = (getattr(one, f"{name}_id") for one in (tokenizer, opened))
         if ours != theirs:
             return f"its {name} is {ours} here, {theirs} {there}"
     return ""
+
+
+def _read_settings(directory: Path) -> dict[str, Any]:
+    return read_json(directory / SETTINGS) if is_regular(directory / SETTINGS) else {}
 
 
 def _write_settings(directory: Path, settings: dict[str, Any]) -> None:

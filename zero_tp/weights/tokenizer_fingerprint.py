@@ -37,7 +37,8 @@ PROBES = (
     "a" * 40 + " " + "0" * 12,
 )
 """Texts that tokenizers of different makes split differently."""
-_ADDED_PROBES, _NOT_ENCODABLE = 4, "not encodable"
+_ADDED_PROBES = 2  # of the first added tokens, and as many of the last
+_NOT_ENCODABLE = "not encodable"
 _SHOWN_TEXTS, _SHOWN_IDS = 2, 6
 
 
@@ -68,11 +69,11 @@ class TokenizerFingerprint(ConfigModel):
         else:
             parts = _parts_of(json.loads(backend.to_str()))
             added = [token["content"] for token in parts["added_tokens"]]
-        shown_tokens = added if len(added) <= _ADDED_PROBES else added[: _ADDED_PROBES // 2] + added[-2:]
-        probes = dict.fromkeys((*PROBES, *(f"a {token} b" for token in shown_tokens), *texts))
+        ends = (*added[:_ADDED_PROBES], *added[-_ADDED_PROBES:])
+        probes = dict.fromkeys((*PROBES, *(f"a {token} b" for token in ends), *texts))
         return cls(
             parts={name: _sha256(part) for name, part in parts.items()},
-            probes={text: _ids(tokenizer, text) for text in probes},
+            probes={text: probe_ids(tokenizer, text) for text in probes},
             versions={name: version(name) for name in ("tokenizers", "transformers")},
         )
 
@@ -80,7 +81,7 @@ class TokenizerFingerprint(ConfigModel):
         """Describe with up to two texts how another tokenizer differs; return "" if it gives the same ids.
 
         Other versions of the libraries may serialise an equal tokenizer differently. Then the vocabulary and the ids of
-        all probes decide.
+        all probes decide. A probe with an added token that only one of the two has is a difference, too.
 
         Args:
             here, there: phrases for this tokenizer and the other one.
@@ -92,10 +93,11 @@ class TokenizerFingerprint(ConfigModel):
         texts = [text for text in common if self.probes[text] != other.probes[text]]
         if texts:
             return ", and ".join(
-                f"{shown(text)} is {_describe(self.probes[text])} {here} but {_describe(other.probes[text])} {there}"
+                describe_difference(text, self.probes[text], here, other.probes[text], there)
                 for text in texts[:_SHOWN_TEXTS]
             )
-        if self.versions != other.versions and "vocabulary" not in names:
+        same_added_tokens = "added_tokens" not in names or self.probes.keys() == other.probes.keys()
+        if self.versions != other.versions and "vocabulary" not in names and same_added_tokens:
             return ""
         return f"its {' and '.join(names)} differ, though {len(common)} example texts have the same ids"
 
@@ -164,15 +166,24 @@ def _sha256(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+def probe_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, around: bool = False) -> str:
+    """Return the ids of a text, joined by spaces, or a phrase if the tokenizer can't encode it.
+
+    Args:
+        around: with the tokens around the text.
+    """
     try:
-        return " ".join(map(str, tokenizer.encode(text, add_special_tokens=False, verbose=False)))
+        return " ".join(map(str, tokenizer.encode(text, add_special_tokens=around, verbose=False)))
     except Exception:  # tokenizers raises no other type, if a character has no token and there is no unknown token
         return _NOT_ENCODABLE
 
 
+def describe_difference(text: str, ids: str, here: str, other_ids: str, there: str) -> str:
+    """Describe two values of `probe_ids` for a text; see `TokenizerFingerprint.difference`."""
+    return f"{shown(text)} is {_describe(ids)} {here} but {_describe(other_ids)} {there}"
+
+
 def _describe(ids: str) -> str:
-    """Describe ids that `_ids` returned."""
     if not ids or ids == _NOT_ENCODABLE:
         return ids or "no tokens"
     numbers = ids.split()

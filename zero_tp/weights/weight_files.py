@@ -166,7 +166,9 @@ def safetensors_metadata(path: Path) -> dict[str, str]:
     except (OSError, InvalidJson):
         return {}
     metadata = header.get("__metadata__")
-    return metadata if isinstance(metadata, dict) else {}
+    if not isinstance(metadata, dict):
+        return {}
+    return {name: value for name, value in metadata.items() if isinstance(value, str)}
 
 
 def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
