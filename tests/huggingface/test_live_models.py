@@ -164,6 +164,9 @@ def test_a_config_that_changes_later_has_the_effect_that_it_has_in_transformers(
     check_close(whole_gradients(ours), to_ours(described, gradients(native)))
     opened = LlamaForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(opened(TOKENS).logits, ours.eval()(TOKENS, return_logits=True).logits)
+    ours.save_pretrained(tmp_path / "weights", state_dict=ours.state_dict(), is_main_process=True)
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "weights")
+    torch.testing.assert_close(again(TOKENS).logits, opened(TOKENS).logits)
     if change == "tie_word_embeddings":
         with pytest.raises(
             UserError, match=r"^resize_token_embeddings: the embeddings are (not )?tied, and the config's"

@@ -176,7 +176,9 @@ CURRENT_NAMES = {
 def use_current_names(values: dict[str, Any]) -> None:
     """Replace names of `CURRENT_NAMES` in place. ConfigError: a key is given under both names."""
     zero = values.get(ZERO)
-    for name in [name for name in zero if name in CURRENT_NAMES] if isinstance(zero, dict) else ():
+    if not isinstance(zero, dict):
+        return
+    for name in [name for name in zero if name in CURRENT_NAMES]:
         if CURRENT_NAMES[name] in zero:
             problem = f"is another name of {CURRENT_NAMES[name]}, which is given too"
             raise ConfigError(f"{ZERO}.{name}", problem, "keep one of them")

@@ -133,8 +133,8 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
             if value and name not in IGNORED_SAVE_OPTIONS:
                 raise UserError(f"save_pretrained: {name} is not built: it writes one directory of safetensors")
         self.check_config()
-        parameters, config = dict(self.named_parameters()), self._config_with_ties()
-        for name, parameter in parameters.items():
+        parameters, config = dict(self.named_parameters()), self._config_with_ties(state_dict)
+        for name, parameter in parameters.items() if state_dict is None else ():
             layout_of(parameter, f"save_pretrained: {name}")
         shared: dict[str, Any] = {"generation": self.generation_config, "max_shard_size": str(max_shard_size)}
         shared["dtype"] = parse_dtype(dtype)
@@ -152,10 +152,19 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         elif is_main_process is not False:
             save_state_dict(directory, config, state_dict or parameters, **shared)
 
-    def _config_with_ties(self) -> PretrainedConfig:
-        """Return the config, or a copy of one that someone has changed, with the model's own `tie_word_embeddings`."""
-        if self.config.tie_word_embeddings == self.tied:
+    def _config_with_ties(self, state_dict: Mapping[str, Tensor] | None = None) -> PretrainedConfig:
+        """Return the config, or a copy of one that someone has changed, with the ties of the model or of its weights.
+
+        Args:
+            state_dict: whole weights by our names, which count instead of the model's; FSDP replaces parameters.
+        """
+        tied = self.tied
+        if state_dict:
+            (alias, source), *_ = self._tied_weights_keys.items()
+            differs = alias in state_dict and not torch.equal(state_dict[alias], state_dict[source])
+            tied = self.config.tie_word_embeddings and not differs
+        if self.config.tie_word_embeddings == tied:
             return self.config
         config = copy.deepcopy(self.config)
-        config.tie_word_embeddings = self.tied
+        config.tie_word_embeddings = tied
         return config
