@@ -89,13 +89,11 @@ class CausalLM(ParallelModel):
             past_key_values: keys and values of earlier tokens; the forward appends this call's.
             use_cache: create a cache if none is given, and return it.
             logits_to_keep: positions that get logits: the last n, or those listed; 0: all.
-            shift_labels: [b, s], already shifted: the token that each position predicts. Overrides `labels`. With
-                `reduction="none"` also [b, s, k]: k alternatives at each position.
+            shift_labels: [b, s], the token that each position predicts; overrides `labels`. With `none` also [b, s, k].
             return_logits: also return logits [b, s, v], whole on every TP rank and without gradient.
             reduction: `none` returns each token's loss, without gradient; ignored labels skip the output layer.
             num_items_in_batch: divisor of the sum of the losses; by default the number of labels that are not ignored.
-            token_type_ids: [b, s], in GPT-2: token ids, whose embeddings are added to those of `input_ids`. Other
-                models ignore it, as transformers' classes do.
+            token_type_ids: [b, s], in GPT-2 token ids whose embeddings are added; other models ignore it.
 
         Returns:
             `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks. With `none` it has the
@@ -112,13 +110,7 @@ class CausalLM(ParallelModel):
         if experts is not None and experts.loss_weight is not None and targets is not None and not per_token:
             balance = RouterBalance(experts, attention_mask, self.topology.tensor, input_ids.device)
         hidden, sequence = self.hidden_states(
-            input_ids,
-            attention_mask,
-            position_ids,
-            document_ids,
-            past_key_values,
-            token_type_ids=token_type_ids,
-            balance=balance,
+            input_ids, attention_mask, position_ids, document_ids, past_key_values, token_type_ids, balance=balance
         )
         if balance is not None:
             hidden, aux_loss = balance.loss(hidden)
@@ -166,8 +158,8 @@ class CausalLM(ParallelModel):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        *,
         token_type_ids: Tensor | None = None,
+        *,
         balance: RouterBalance | None = None,
     ) -> tuple[Tensor, bool]:
         """Return the output layer's input, [s, b, h], and whether it is a sequence shard. Arguments: see `forward`.

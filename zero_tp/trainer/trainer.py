@@ -64,6 +64,7 @@ class TensorParallel(Base):
     """
 
     zero: ZeroEngine | None = None
+    accelerator: Any
     deepspeed: Any
     is_distributed_loading_by_transformers: bool
 
@@ -120,12 +121,6 @@ class TensorParallel(Base):
                 "give optimizer_cls_and_kwargs"
             )
         self.model_accepts_loss_kwargs = True  # losses of tokens and of rows are sums here
-        if not self.model.spec.causal and args.gradient_accumulation_steps > 1 and self.topology.rank == 0:
-            warnings.warn(
-                "ZeroTPTrainer: the loss is the mean over a step's labels; plain Trainer adds up the mean losses of an "
-                "encoder's micro-batches",
-                stacklevel=2,
-            )
         if args.label_names is None and not self.model.spec.sentence_head:
             self.label_names = ["labels"]
 
@@ -145,6 +140,12 @@ class TensorParallel(Base):
                 '{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto", …}'
             )
         fill_left_out_keys(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.args)
+        if not self.model.spec.causal and self.args.gradient_accumulation_steps > 1 and self.topology.rank == 0:
+            warnings.warn(
+                "ZeroTPTrainer: the loss is the mean over a step's labels; plain Trainer adds up the mean losses of an "
+                "encoder's micro-batches",
+                stacklevel=2,
+            )
         options = {**self._accelerator_options, "deepspeed_plugin": None}  # accelerate's state has it already
         clipping = self.args.max_grad_norm
         on_engine = partial(setattr, self, "zero")
