@@ -284,11 +284,11 @@ def deepspeed_config(case: TrainerCase, *, auto: bool) -> dict[str, Any]:
         batch = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
         config |= dict.fromkeys((*batch, "gradient_clipping"), "auto")
     if auto:
-        names = {"optimizer": ("lr", "betas", "eps", "weight_decay")}
+        names: dict[str, tuple[str, ...]] = {"optimizer": ("lr", "betas", "eps", "weight_decay")}
         keys = ("warmup_num_steps", "warmup_min_lr", "warmup_max_lr", "total_num_steps")
         kind = case.blocks.get("scheduler", {}).get("type")
-        taken = {"WarmupLR": keys[:3], "WarmupDecayLR": keys, "WarmupCosineLR": (keys[0], keys[3])}
-        names["scheduler"] = taken.get(kind, ())
+        of_type = {"WarmupLR": keys[:3], "WarmupDecayLR": keys, "WarmupCosineLR": (keys[0], keys[3])}
+        names["scheduler"] = of_type.get(kind, ())
         for name, block in blocks.items():
             block["params"] = dict.fromkeys(names[name], "auto") | block["params"]
     return config | blocks

@@ -71,12 +71,16 @@ def logs(trainer_class: Any, folder: str, scheduler: dict[str, Any], micro: int,
 def schedules(folder: str, tensor: int) -> dict[str, list[list[Any]]]:
     """(ours on the grid, ours resumed at step 2, plain Trainer's under DeepSpeed on DP ranks) of each schedule."""
     ours, found = partial(ZeroTPTrainer, tensor_parallel=tensor), {}
-    for name, params in SCHEDULERS.items():
-        block, own = {"type": name, "params": params}, f"{folder}/{name}"
-        warmup = {"warmup_steps": params.get("warmup_num_steps", 0)}  # transformers refuses another
-        runs = [logs(ours, own, block, 2 * tensor, **warmup, save_strategy="steps", save_steps=2)]
-        runs.append(logs(ours, own, block, 2 * tensor, **warmup, resume=f"{own}/checkpoint-2"))
-        found[name] = [*runs, logs(Trainer, folder, block, 2, **warmup)]
+    blocks = {name: {"type": name, "params": params} for name, params in SCHEDULERS.items()}
+    # transformers refuses another warm-up than the block's
+    warmups = {name: {"warmup_steps": params.get("warmup_num_steps", 0)} for name, params in SCHEDULERS.items()}
+    # First, because DeepSpeed's engines without an mpu cannot follow one with it.
+    plain = {name: logs(Trainer, folder, block, 2, **warmups[name]) for name, block in blocks.items()}
+    for name, block in blocks.items():
+        own, options = f"{folder}/{name}", warmups[name]
+        runs = [logs(ours, own, block, 2 * tensor, **options, save_strategy="steps", save_steps=2)]
+        runs.append(logs(ours, own, block, 2 * tensor, **options, resume=f"{own}/checkpoint-2"))
+        found[name] = [*runs, plain[name]]
     return found
 
 

@@ -21,7 +21,7 @@ from zero_tp.architectures import native_class_of
 from zero_tp.trainer import ZeroTPTrainer
 
 FIRST = range(12)
-TIED = {"lm_head.weight"}
+TIED = {"lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,8 @@ def opened(directory: str) -> Any:
 
 def outcome(case: TrainerCase, directory: str, folder: str, *, plain: bool) -> Any:
     """The log of plain Trainer, or of ours on this pool's ranks."""
-    replicas, trainer_class, deepspeed = 1, Trainer, None
+    replicas, deepspeed = 1, None
+    trainer_class: Any = Trainer
     if not plain:
         world, tensor = GRIDS[case.grid]
         replicas, trainer_class = world // tensor, partial(ZeroTPTrainer, tensor_parallel=tensor)

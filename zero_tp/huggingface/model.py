@@ -44,7 +44,7 @@ class HuggingFaceModel(PretrainedWeights):
     def __init__(self, config: PretrainedConfig, topology: Topology | None = None, **options: Any):
         PreTrainedModel.__init__(self, config)
         self._build(topology, **options)
-        self.loss_type = _loss_type(native_class_of(config))
+        self.loss_type: Any = _loss_type(native_class_of(config))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:

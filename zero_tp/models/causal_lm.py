@@ -90,13 +90,11 @@ class CausalLM(ParallelModel):
             cache: keys and values of earlier tokens; the forward appends this call's.
             use_cache: create a cache if none is given, and return it.
             logits_to_keep: positions that get logits: the last n, or those listed; 0: all.
-            shift_labels: [b, s], already shifted: the token that each position predicts. Overrides `labels`. With
-                `reduction="none"` also [b, s, k]: k alternatives at each position.
+            shift_labels: [b, s], the token that each position predicts; overrides `labels`. With `none` also [b, s, k].
             return_logits: also return logits [b, s, v], whole on every TP rank and without gradient.
             reduction: `none` returns each token's loss, without gradient; ignored labels skip the output layer.
             num_items_in_batch: divisor of the sum of the losses; by default the number of labels that are not ignored.
-            token_type_ids: [b, s], in GPT-2: token ids, whose embeddings are added to those of `input_ids`. Other
-                models ignore it, as transformers' classes do.
+            token_type_ids: [b, s], in GPT-2 token ids whose embeddings are added; other models ignore it.
             unpadded_length: tokens of every row before what pads it for sequence parallelism; by default s. Padding
                 needs no positions, and the load-balancing loss does not count it.
 
@@ -124,7 +122,7 @@ class CausalLM(ParallelModel):
             position_ids,
             document_ids,
             cache,
-            token_type_ids=token_type_ids,
+            token_type_ids,
             balance=balance,
             unpadded_length=unpadded_length,
         )
@@ -174,8 +172,8 @@ class CausalLM(ParallelModel):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         cache: Cache | None = None,
-        *,
         token_type_ids: Tensor | None = None,
+        *,
         balance: RouterBalance | None = None,
         unpadded_length: int | None = None,
     ) -> tuple[Tensor, bool]:

@@ -67,6 +67,7 @@ class TensorParallel(Base):
     """
 
     zero: ZeroEngine | None = None
+    accelerator: Any
     deepspeed: Any
     _evaluation: tuple[dict[str, float], int] = ({}, 0)  # metrics and steps of the last one
     is_distributed_loading_by_transformers: bool
@@ -125,14 +126,6 @@ class TensorParallel(Base):
                 "give optimizer_cls_and_kwargs"
             )
         self.model_accepts_loss_kwargs = True  # losses of tokens and of rows are sums here
-        sums_replicas = self.topology.data > 1 and args.average_tokens_across_devices
-        sums_losses = not self.model.spec.causal and (args.gradient_accumulation_steps > 1 or sums_replicas)
-        if sums_losses and self.topology.rank == 0:
-            warnings.warn(
-                "ZeroTPTrainer: the loss is the mean over a step's labels; plain Trainer adds up the mean losses of an "
-                "encoder's micro-batches on all replicas",
-                stacklevel=2,
-            )
         if args.label_names is None and not self.model.spec.sentence_head:
             self.label_names = ["labels"]
 
@@ -152,6 +145,14 @@ class TensorParallel(Base):
                 '{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto", …}'
             )
         fill_left_out_keys(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.args)
+        sums_replicas = self.topology.data > 1 and self.args.average_tokens_across_devices
+        sums_losses = not self.model.spec.causal and (self.args.gradient_accumulation_steps > 1 or sums_replicas)
+        if sums_losses and self.topology.rank == 0:
+            warnings.warn(
+                "ZeroTPTrainer: the loss is the mean over a step's labels; plain Trainer adds up the mean losses of an "
+                "encoder's micro-batches on all replicas",
+                stacklevel=2,
+            )
         options = {**self._accelerator_options, "deepspeed_plugin": None}  # accelerate's state has it already
         clipping = self.args.max_grad_norm
         on_engine = partial(setattr, self, "zero")
