@@ -73,7 +73,7 @@ def losses(directory: Path, settings: dict[str, Any], stage: int, live: bool) ->
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("stage", [2, 3])
-def test_training_does_not_notice_them(ranks: Pools, tmp_path: Path, stage: int) -> None:
+def test_live_tasks_do_not_change_training(ranks: Pools, tmp_path: Path, stage: int) -> None:
     settings = write_files(tmp_path)
     model = tiny_gpt2(tmp_path / "model", [TEXT])
     without = ranks(4).run(losses, model, settings, stage, False)

@@ -184,6 +184,26 @@ def test_a_lost_peer_or_full_memory_is_no_fault_of_the_task(
     assert raised.type is expected
 
 
+def test_prompts_that_leave_no_room_for_text_are_truncated_and_counted(model: Path, tasks: Path) -> None:
+    """By the tokens that lm-eval's adapter gives to `generate`."""
+    (task,) = make_tasks(["generate_local"], {}, TaskOptions(include_path=tasks, limit=6))
+    eval_model, prompts = native_model(model), list[int]()
+    generate = eval_model.module.generate
+
+    def counting(input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        prompts.extend(options["attention_mask"].sum(1).tolist())
+        return torch.as_tensor(generate(input_ids=input_ids, **options))
+
+    eval_model.module.generate = counting
+    whole = task.run(eval_model)
+    lengths, room = list(prompts), sorted(prompts)[2]
+    prompts.clear()
+    cut = task.run(replace(eval_model, positions=room + 12))  # the task generates 12 tokens
+    assert whole["truncated"] == 0 and sorted(prompts) == sorted(min(length, room) for length in lengths)
+    assert cut["truncated"] == sum(length > room for length in lengths) > 0
+    assert cut["tokens_computed"] - cut["tokens"] == sum(prompts)
+
+
 def test_a_model_that_cannot_generate(model: Path, tasks: Path) -> None:
     (task,) = make_tasks(["generate_local"], {}, TaskOptions(include_path=tasks, limit=2))
     eval_model = native_model(model)

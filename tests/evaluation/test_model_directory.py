@@ -141,7 +141,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("reader", [evaluation, training])
 @pytest.mark.parametrize("name", DAMAGE)
-def test_what_is_not_one_whole_model_is_refused(model: Path, name: str, reader: Callable[[Path], Any]) -> None:
+def test_directories_without_one_whole_model_are_refused(model: Path, name: str, reader: Callable[[Path], Any]) -> None:
     damage, message = DAMAGE[name]
     damage(model)
     with pytest.raises(UserError, match=message):
@@ -169,7 +169,7 @@ EVALUATION_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", EVALUATION_DAMAGE)
-def test_what_cannot_be_evaluated_is_refused(model: Path, name: str) -> None:
+def test_models_that_cannot_be_evaluated_are_refused(model: Path, name: str) -> None:
     damage, message = EVALUATION_DAMAGE[name]
     damage(model)
     with pytest.raises(UserError, match=message):

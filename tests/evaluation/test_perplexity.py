@@ -159,7 +159,7 @@ def test_the_hubs_lines_are_the_file(
         wikitext_split(None, "text")
 
 
-def test_what_is_not_the_test_split_is_refused(tmp_path: Path) -> None:
+def test_another_text_than_the_test_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"hub \(.*\); give the file with --data wikitext103=FILE \(wiki\.test\.tokens"):
         make_tasks(["wikitext103"], {}, TaskOptions())
     (tmp_path / "two.jsonl").write_text("".join(json.dumps({"text": str(n)}) + "\n" for n in range(2)))

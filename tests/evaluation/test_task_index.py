@@ -75,6 +75,13 @@ def test_names_of_a_directory_are_different(first: str, second: str, problem: st
         open_task_directory(write(tmp_path / "mine", a=first, b=second))
 
 
+def test_copies_of_an_editor_are_no_tasks(tmp_path: Path) -> None:
+    """lm-eval leaves out the directory in which Jupyter keeps them."""
+    directory = write(tmp_path / "mine", mine="task: mine")
+    write(directory / ".ipynb_checkpoints", copy="task: mine")
+    assert open_task_directory(directory).all_tasks == ["mine"]
+
+
 @THOROUGH
 def test_a_tag_of_lm_evals_is_refused_in_commands_and_runs(small_model: Path, tmp_path: Path) -> None:
     directory = write(tmp_path / "mine", mine="task: mine\ntag: ai2_arc\ndataset_path: json")

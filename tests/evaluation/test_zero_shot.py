@@ -82,7 +82,7 @@ def test_paths_and_texts_are_checked_before_torch_is_imported(model: Path, tmp_p
         "for model, names, data in (('none', ['lambada'], []), (sys.argv[1], ['lambada'], ['lambada=wrong.jsonl']),"
         "(sys.argv[1], ['multiple_choice'], ['multiple_choice=wrong.jsonl']),"
         "(sys.argv[1], ['copa'], ['copa=none'])):\n"
-        "    try: evaluate(Path(model), names, parse_data(data, names), EvaluationSettings())\n"
+        "    try: evaluate(Path(model), names, parse_data(data), EvaluationSettings())\n"
         "    except UserError as error: print(error)\n"
         "assert not {'torch', 'transformers', 'lm_eval'} & sys.modules.keys()"
     )
@@ -142,7 +142,6 @@ def test_texts_without_a_token(model: Path, data: dict[str, Path]) -> None:
         ([], "perplexity needs a text: --data perplexity=FILE"),
         (["perplexity=/no/such.txt"], "no such file"),
         (["perplexity"], "not TASK=PATH"),
-        (["other=x"], "not among --tasks"),
         (["perplexity=x", "perplexity=y"], "has a file already"),
     ],
 )
@@ -150,7 +149,19 @@ def test_data_that_fit_no_task_are_refused(pairs: list[str], message: str) -> No
     names = parse_tasks("perplexity, perplexity")
     assert names == ["perplexity"]
     with pytest.raises(UserError, match=message):
-        make_tasks(names, parse_data(pairs, names), SETTINGS)
+        make_tasks(names, parse_data(pairs), SETTINGS)
+
+
+def test_data_of_another_task_are_refused() -> None:
+    """Before the model: a text would come from the hub instead."""
+    with pytest.raises(UserError, match=r"^--data wikitext=x: 'wikitext' is not among --tasks wikitext103,lambada$"):
+        evaluate(Path("none"), ["wikitext103", "lambada"], {"wikitext": Path("x")}, SETTINGS)
+
+
+def test_a_figure_that_is_not_finite_is_named() -> None:
+    """nan of a diverged model is no overflow."""
+    report = {"model": {}, "tasks": {"perplexity": {"perplexity": None, "loss": 1.5}}}
+    assert table(report).splitlines()[1].split(None, 1) == ["perplexity", "not finite       1.500"]
 
 
 @pytest.mark.parametrize(

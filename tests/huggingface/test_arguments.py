@@ -151,7 +151,7 @@ def test_a_cache_has_both_of_its_names(directory: Path) -> None:
         torch.testing.assert_close(other, logits[0])
 
 
-def test_what_changes_nothing_is_taken(directory: Path) -> None:
+def test_arguments_that_change_nothing_are_accepted(directory: Path) -> None:
     off = dict.fromkeys(("device_map", "trust_remote_code", "config", "quantization_config"))
     model = opened(directory, **off, low_cpu_mem_usage=False, local_files_only=True).eval()
     output = model(TOKENS, output_hidden_states=False, inputs_embeds=None, return_dict=True)

@@ -124,7 +124,7 @@ def test_saved_weights_are_loaded_by_the_names_of_files(tmp_path: Path, model_ty
         loaded.load_state_dict({**tensors, name: torch.cat([tensor, tensor])}, strict=False)
 
 
-def test_what_is_not_built_is_refused_by_name(tmp_path: Path) -> None:
+def test_options_that_are_not_built_are_refused_by_name(tmp_path: Path) -> None:
     model = parallel_model(MODELS["tied"](), ONE_PROCESS)
     for name, value in (("variant", "fp16"), ("safe_serialization", False), ("distributed_checkpoint", True)):
         with pytest.raises(UserError, match=name):

@@ -1,4 +1,4 @@
-"""What transformers' Trainer is told before any ranks are there, and what a script starts on one."""
+"""Arguments, configs and checkpoints of ZeroTPTrainer without ranks, and a script on one rank."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class PlainTrainer:
         ("lr_scheduler", "^optimizers: Trainer replaces them under DeepSpeed"),
     ],
 )
-def test_what_a_script_gives_in_vain_is_refused(name: str, message: str) -> None:
+def test_arguments_that_trainer_would_replace_are_refused(name: str, message: str) -> None:
     trainer: Any = type("Mine", (TensorParallel, PlainTrainer), {})
     model = ZeroTPForCausalLM(gpt2_config(n_layer=1), Topology(world=1), seed=0)
     with pytest.raises(UserError, match=message):
@@ -218,7 +218,7 @@ def test_an_optimizer_of_the_same_name_in_another_library_is_refused() -> None:
     assert _sharded_optimizer(optimizer, {}) is optimizer
 
 
-def test_a_trainer_warns_of_what_its_config_says_in_vain() -> None:
+def test_a_trainer_warns_of_keys_without_effect() -> None:
     plugin = plugin_of(BATCH | {"fp16": {"enabled": False, "loss_scale": 8.0}})
     with pytest.warns(UserWarning, match=r"^DeepSpeed's config: fp16\.loss_scale: fp16\.enabled is not true"):
         finalized_config(plugin, Topology(world=1), 1.0)

@@ -116,7 +116,7 @@ def dynamic_losses(length: int) -> tuple[float, float]:
     ).loss.item()
 
 
-def test_what_fills_a_row_up_does_not_lengthen_it(ranks: Pools) -> None:
+def test_padding_does_not_lengthen_a_row(ranks: Pools) -> None:
     for loss, expected in ranks(2).run(dynamic_losses, 19):
         assert loss == pytest.approx(expected, rel=1e-6)
 

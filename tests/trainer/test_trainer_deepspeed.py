@@ -159,7 +159,7 @@ def test_a_written_key_that_differs_is_refused_by_transformers(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("block", "argument"), [("optimizer", "optim_args"), ("scheduler", "lr_scheduler_kwargs")])
-def test_arguments_of_what_a_block_replaces_are_refused(block: str, argument: str) -> None:
+def test_arguments_that_a_block_replaces_are_refused(block: str, argument: str) -> None:
     args: Any = SimpleNamespace(deepspeed=None, **{argument: {"num_cycles": 2}})
     config: Any = SimpleNamespace(config={block: {"type": "WarmupLR"}})
     with pytest.raises(UserError, match=rf"^TrainingArguments\.{argument}: DeepSpeed's config has a block {block}"):

@@ -111,7 +111,7 @@ def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
         cli.check_writable(options.output.parent)
     names = parse_tasks(options.tasks)
     settings = EvaluationSettings(**{field.name: getattr(options, field.name) for field in fields(EvaluationSettings)})
-    results = evaluate(options.model, names, parse_data(options.data, names), settings, environment)
+    results = evaluate(options.model, names, parse_data(options.data), settings, environment)
     if environment.rank == 0:
         print(table(results))
         if options.output:

@@ -13,7 +13,7 @@ from zero_tp.page import text_table
 
 
 def _figure(value: float | None) -> str:
-    return "overflow" if value is None else f"{value:,.4g}" if abs(value) >= 1e6 else f"{value:,.3f}"
+    return "not finite" if value is None else f"{value:,.4g}" if abs(value) >= 1e6 else f"{value:,.3f}"
 
 
 def _percent(value: float | None) -> str:

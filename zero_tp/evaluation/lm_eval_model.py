@@ -29,7 +29,7 @@ class LMEvalModel(HFLM):
     Attributes:
         tokens: number of tokens scored or generated so far.
         tokens_computed: number of tokens read by the model, without padding.
-        truncated: number of requests that were longer than the model's positions.
+        truncated: number of requests that were longer than the model's positions, or left no room for generated text.
         computing: True while the model scores. It stays True after an error of the model, but not after one of a task.
     """
 
@@ -70,7 +70,6 @@ class LMEvalModel(HFLM):
         if not callable(getattr(self.eval_model.module, "generate", None)):
             raise UserError(f"{type(self.eval_model.module).__name__} can't generate text, which a task requests")
         arguments = [request.args for request in requests]
-        lengths = [normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"] for _, options in arguments]
         self.eval_model.require_same_requests([repr(arguments).encode()])
         order = Collator(
             arguments,
@@ -83,10 +82,12 @@ class LMEvalModel(HFLM):
         texts = [text for batch in generated for text in batch]
         count = sum(len(self.tok_encode(text, add_special_tokens=False)) for text in texts)
         self.tokens += count
-        self.tokens_computed += count + sum(
-            min(len(self.tok_encode(context)), self.max_length - length)
-            for (context, _), length in zip(arguments, lengths, strict=True)
-        )
+        self.tokens_computed += count
+        for context, options in arguments:
+            prompt = len(self.tok_encode(context))
+            limit = self.max_length - normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
+            self.tokens_computed += min(prompt, limit)
+            self.truncated += prompt > limit
         in_order: list[str] = order.get_original(texts)
         return in_order
 

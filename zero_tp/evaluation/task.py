@@ -84,7 +84,7 @@ class Task(ABC):
         """Raise a UserError if the options or the data don't fit a model of `positions` tokens."""
 
     def run(self, model: EvalModel) -> dict[str, Any]:
-        """Return the metrics as JSON values, the same on all ranks. Collective."""
+        """Return the metrics as JSON values. Collective. Only rank 0 has bootstrapped standard errors."""
         result: dict[str, Any] = as_json(self.compute_metrics(model))
         return result
 

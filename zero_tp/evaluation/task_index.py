@@ -19,7 +19,7 @@ def open_task_directory(path: Path) -> TaskManager:
     if not path.is_dir():
         raise UserError(f"--include-path {path}: no such directory")
     index: dict[str, Entry] = {}
-    for file in sorted(path.rglob("*.yaml")):
+    for file in TaskIndex._iter_yaml_files(path):  # without the copies in .ipynb_checkpoints
         is_regular(file)  # a pipe would block
         try:
             config = _yaml_loader.load_yaml(file, resolve_func=False)

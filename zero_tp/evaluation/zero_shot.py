@@ -117,15 +117,13 @@ def parse_tasks(text: str) -> list[str]:
     return names
 
 
-def parse_data(pairs: Iterable[str], tasks: Sequence[str]) -> dict[str, Path]:
+def parse_data(pairs: Iterable[str]) -> dict[str, Path]:
     """Parse TASK=PATH pairs."""
     data: dict[str, Path] = {}
     for pair in pairs:
         task, equals, path = pair.partition("=")
         if not equals or not path:
             raise UserError(f"--data {pair}: not TASK=PATH, such as lambada=data/lambada.jsonl")
-        if task not in tasks:
-            raise UserError(f"--data {pair}: {task!r} is not among --tasks {','.join(tasks)}")
         if task in data:
             raise UserError(f"--data {pair}: {task} has a file already, {data[task]}")
         data[task] = Path(path)
@@ -190,11 +188,14 @@ def evaluate(
     """
     world = environment.world if environment else 1
     settings.check_ranks(world)
+    for task, file in data.items():
+        if task not in names:
+            raise UserError(f"--data {task}={file}: {task!r} is not among --tasks {','.join(names)}")
     directory = open_directory(model, allow_pickle=settings.allow_pickle, tokenizer=settings.tokenizer)
     tasks = make_tasks(names, data, settings)
     length = directory.sequence_length(settings.sequence_length)
-    for task in tasks:
-        task.check(length, directory.tokenizer)
+    for each in tasks:
+        each.check(length, directory.tokenizer)
     topology, device = Topology(), _choose_device(settings.device, world)
     if environment is not None and world > 1:
         from zero_tp.process.connect import connect
