@@ -155,6 +155,12 @@ def test_a_field_that_is_not_there_lists_those_that_are(tmp_path: Path, kind: st
             documents(path, key)
 
 
+@pytest.mark.parametrize("content", [b"\n\nn,text\n1,a\n\n2,b\n", b"\r\nn,text\r\n1,a\r\n2,b\r\n"])
+def test_a_header_may_follow_blank_lines(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.csv").write_bytes(content)
+    assert list(read_documents(tmp_path / "a.csv")) == ["a", "b"]
+
+
 def test_an_object_may_follow_blank_lines(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(' \n\n{\n "text": "x"\n}\n')
     assert documents(tmp_path / "a.json") == [Document("x")]

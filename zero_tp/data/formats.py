@@ -145,7 +145,7 @@ def _csv(source: Source, file: io.BufferedReader) -> Iterator[Record]:
     text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n")
     rows = csv.reader(text, strict=True)
     try:
-        header = next(rows, None)
+        header = next((row for row in rows if row), None)  # blank lines may precede it
     except csv.Error as error:
         yield Record(1, Problem("malformed", f"its header is no CSV: {error}"))
         return
