@@ -34,8 +34,8 @@ import numpy as np
 from dated import ROOT, write_result  # type: ignore[import-not-found]  # beside this script
 from sentencex import segment
 
+from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.checkpoint.convert import to_huggingface
-from zero_tp.constants import IGNORE_INDEX
 
 YEAR = re.compile(r"\b1[789]\d\d\b")
 SUM = re.compile(r"\$ ?\d[\d,]*\d")

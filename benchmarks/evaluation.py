@@ -28,7 +28,7 @@ from lm_eval import evaluator as lm_evaluator
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from zero_tp import cli
+from zero_tp.base import cli
 from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
 from zero_tp.evaluation.lm_eval_model import LMEvalModel
 from zero_tp.evaluation.lm_eval_tasks import lm_eval_settings

@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
-from zero_tp import cli
+from zero_tp.base import cli
+from zero_tp.base.errors import UserError, first_line
+from zero_tp.base.files import read_regular
+from zero_tp.base.strict_json import read_object
 from zero_tp.data.documents import read_objects
-from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.model_directory import usable_positions
-from zero_tp.files import read_regular
 from zero_tp.process.node import die_with
 from zero_tp.process.quiet import quiet_libraries
-from zero_tp.strict_json import read_object
 from zero_tp.weights.tokenizer_files import open_tokenizer
 from zero_tp.zero.ops import disable_shared_memory_collectives
 
@@ -272,9 +272,9 @@ def main(words: Sequence[str]) -> None:
         return train_variant(options)
     import transformers
 
+    from zero_tp.base.weight_files import open_weights, resolve
     from zero_tp.checkpoint.directory import is_run
     from zero_tp.weights.load import open_any_config
-    from zero_tp.weights.weight_files import open_weights, resolve
 
     model, name = resolve(options.model, "--model"), options.task
     if is_run(model) and not any(model.glob("model*.safetensors")):

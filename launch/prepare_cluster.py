@@ -22,15 +22,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zero_tp import cli
+from zero_tp.base import cli
+from zero_tp.base.errors import UserError
+from zero_tp.base.files import check_replaceable
+from zero_tp.base.strict_json import InvalidJson, parse_object
 from zero_tp.data.corpus import TOKENIZER
 from zero_tp.data.documents import HUB
 from zero_tp.data.settings import check_validation_size, find_reusable
 from zero_tp.data.similarity import SHINGLE
 from zero_tp.data.tokenizer import DocumentEncoder
-from zero_tp.errors import UserError
-from zero_tp.files import check_replaceable
-from zero_tp.strict_json import InvalidJson, parse_object
 
 try:
     from zero_tp.data.datatrove import CorpusReader, TokenizedCorpus

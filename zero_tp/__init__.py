@@ -7,12 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero_tp.base.errors import UserError
     from zero_tp.config import RunConfig
     from zero_tp.data.corpus import prepare
     from zero_tp.data.datasets import CorpusDataset, CorpusStream
     from zero_tp.data.documents import stream
     from zero_tp.data.settings import Prepared, PrepareSettings
-    from zero_tp.errors import UserError
     from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
     from zero_tp.huggingface.parallelize import parallel_model
     from zero_tp.planning.plan import plan
@@ -53,7 +53,7 @@ _MODULES = {
     "Topology": "zero_tp.topology",
     "TrainState": "zero_tp.training.callback",
     "TrainingEngine": "zero_tp.training.engine",
-    "UserError": "zero_tp.errors",
+    "UserError": "zero_tp.base.errors",
     "ZeroTPForCausalLM": "zero_tp.huggingface",
     "ZeroTPForPreTraining": "zero_tp.huggingface",
     "ZeroTPTrainer": "zero_tp.trainer",

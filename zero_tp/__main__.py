@@ -7,9 +7,9 @@ import sys
 from typing import NoReturn
 
 import zero_tp
-from zero_tp import cli
+from zero_tp.base import cli
+from zero_tp.base.errors import UserError, did_you_mean, shown
 from zero_tp.commands import COMMANDS, command_module, start
-from zero_tp.errors import UserError, did_you_mean, shown
 
 DESCRIPTION = """\
 Pretrain transformers with tensor and sequence parallelism on DeepSpeed ZeRO.

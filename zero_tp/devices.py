@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from zero_tp.constants import GIB
-from zero_tp.errors import ConfigError, did_you_mean
-from zero_tp.strict_json import read_json
-from zero_tp.validation import ConfigModel, validate
+from zero_tp.base.constants import GIB
+from zero_tp.base.errors import ConfigError, did_you_mean
+from zero_tp.base.strict_json import read_json
+from zero_tp.base.validation import ConfigModel, validate
 
 if TYPE_CHECKING:
     import torch

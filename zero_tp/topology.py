@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.errors import ConfigError, UserError, shown
+from zero_tp.base.errors import ConfigError, UserError, shown
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from benchmarks.papers.catalogue import PAPERS, names, reproduction
-from zero_tp import cli
-from zero_tp.cli import check_writable
-from zero_tp.errors import UserError
-from zero_tp.page import new_figure
+from zero_tp.base import cli
+from zero_tp.base.cli import check_writable
+from zero_tp.base.errors import UserError
+from zero_tp.base.page import new_figure
 from zero_tp.process.quiet import quiet_libraries
 
 PROG = "python -m benchmarks.papers"

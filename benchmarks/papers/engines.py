@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from zero_tp.activations.activation_memory import ActivationMemory
+from zero_tp.base.constants import DTYPES
+from zero_tp.base.shipped import CONFIGS, shipped_path
 from zero_tp.config import RunConfig
-from zero_tp.constants import DTYPES
 from zero_tp.data.batch import Batch
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import Layer
 from zero_tp.planning.memory import PaperMemory, run_model_size
 from zero_tp.planning.plan_settings import workload_of
-from zero_tp.shipped import CONFIGS, shipped_path
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 

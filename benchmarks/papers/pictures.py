@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.papers.rows import Table
-from zero_tp.constants import GIB
-from zero_tp.page import legend, new_figure, style_axes
+from zero_tp.base.constants import GIB
+from zero_tp.base.page import legend, new_figure, style_axes
 from zero_tp.planning.memory import CATEGORIES
 from zero_tp.planning.pictures import COLOURS as KINDS
 from zero_tp.planning.plan_report import TITLES

@@ -13,7 +13,7 @@ from unittest import mock
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.process.environment import free_port
 from zero_tp.process.quiet import suppress_output
 from zero_tp.zero.ops import disable_shared_memory_collectives

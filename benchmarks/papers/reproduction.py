@@ -12,8 +12,8 @@ from typing import Any
 from benchmarks.dated import made
 from benchmarks.papers import pictures
 from benchmarks.papers.rows import COLUMNS, Table
-from zero_tp import page
-from zero_tp.files import write_named
+from zero_tp.base import page
+from zero_tp.base.files import write_named
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from benchmarks.papers.reproduction import Reproduction
 from benchmarks.papers.rows import Row, Table
 from benchmarks.papers.steps import followed_steps, most_in_backward
 from benchmarks.papers.zero_residual import residual
+from zero_tp.base.constants import GIB, MIB
 from zero_tp.config import RunConfig
-from zero_tp.constants import GIB, MIB
 from zero_tp.devices import Device, named_device
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run

@@ -12,7 +12,7 @@ from benchmarks.papers.engines import kept_by_formula, large_config, left_by_for
 from benchmarks.papers.reproduction import Reproduction
 from benchmarks.papers.rows import Row, Table, rows
 from benchmarks.papers.steps import after_forward, events, followed_steps, most_in_backward
-from zero_tp.constants import MIB
+from zero_tp.base.constants import MIB
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import fake_micro_batch
 from zero_tp.planning.memory import ModelSize, run_model_size

@@ -19,7 +19,7 @@ from tests.support.pools import Pools
 from tests.support.settings import gpt2_config
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.activations.activation_memory import ActivationMemory
-from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.context import ForwardInputs
 from zero_tp.planning.formulas import Layer, eager_core, saved, saved_full, saved_selective, sdpa_fused_core

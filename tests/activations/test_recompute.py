@@ -18,9 +18,9 @@ from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.support.tiny_models import bert_fields
 from tests.tiers import EACH_STAGE, THOROUGH, in_tiers
 from zero_tp.activations.activation_memory import ActivationMemory
-from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.data.batch import MaskedBatch
-from zero_tp.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 

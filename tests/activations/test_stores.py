@@ -26,7 +26,6 @@ from tests.support.streams import (
 )
 from tests.tiers import THOROUGH
 from zero_tp.activations.activation_memory import ActivationMemory
-from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.stores import (
     MAX_COPIES_OUT,
     ContiguousBuffer,
@@ -35,7 +34,8 @@ from zero_tp.activations.stores import (
     PartitionedStore,
     Store,
 )
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.huggingface import ZeroTPForCausalLM
 
 WORLD = 2

@@ -150,7 +150,7 @@ def biases_of_keys(fields: dict[str, Any]) -> bool:
 
 def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stage: int) -> list[float]:
     """One step through DeepSpeed; what it makes of the gradients' norm and of the loss."""
-    from zero_tp.activations.policy import RecomputePolicy
+    from zero_tp.base.settings.recompute import RecomputePolicy
     from zero_tp.training.engine import TrainingEngine
 
     topology, reference = grid(tensor, sequence), decoder(fields, seed)
@@ -308,7 +308,7 @@ SMALL_GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "voc
 
 def different_prompts() -> list[str]:
     """Another token on a rank, or no prompt there, which transformers would begin by itself."""
-    from zero_tp.errors import UserError
+    from zero_tp.base.errors import UserError
 
     topology, said = grid(2, False), []
     model = parallel_model(decoder(SMALL_GPT2, 0), topology)

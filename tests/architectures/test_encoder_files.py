@@ -21,7 +21,7 @@ from tests.support.encoders import LENGTH, encoder, encoder_fields, without_sent
 from tests.support.native import parallel_model, to_ours
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.huggingface import ZeroTPForPreTraining
 from zero_tp.models.context import ForwardInputs
 from zero_tp.topology import Topology

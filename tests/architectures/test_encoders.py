@@ -29,8 +29,8 @@ from tests.support.native import Native, check_gradients, gradients, parallel_mo
 from tests.support.pools import Pools
 from tests.support.tiny_models import bert_fields
 from tests.tiers import in_tiers
-from zero_tp.constants import IGNORE_INDEX
-from zero_tp.errors import UserError
+from zero_tp.base.constants import IGNORE_INDEX
+from zero_tp.base.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.parallel.layout import audit
 from zero_tp.topology import Topology
@@ -114,7 +114,7 @@ RECOMPUTE: list[dict[str, Any]] = [
 def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stage: int, recompute: int) -> list[float]:
     """Two steps through DeepSpeed, of two micro-batches with other numbers of labels each: losses, norms, figures, and
     what validation gives, as transformers and torch's optimizer have them."""
-    from zero_tp.activations.policy import RecomputePolicy
+    from zero_tp.base.settings.recompute import RecomputePolicy
     from zero_tp.data.batch import MaskedBatch
     from zero_tp.training.engine import TrainingEngine
 

@@ -30,7 +30,7 @@ from tests.tiers import in_tiers
 from zero_tp.architectures import ARCHITECTURES, Architecture
 from zero_tp.architectures.configs import config_from_block, config_from_directory, config_from_json
 from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 
 EACH_TABLE = pytest.mark.parametrize("model_type", ARCHITECTURES)

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.native import our_class
 from zero_tp.architectures.configs import config_from_block, config_from_directory, describe_ignored_fields
+from zero_tp.base.errors import UserError
 from zero_tp.config.model_block import ignored_fields
-from zero_tp.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.huggingface.parallelize import parallel_model
 from zero_tp.topology import Topology

@@ -13,7 +13,7 @@ from benchmarks.papers.catalogue import PAPERS, names, reproduction
 from benchmarks.papers.reproduction import Reproduction, aligned
 from tests.support.launched import ROOT
 from tests.tiers import THOROUGH
-from zero_tp.errors import BAD_INPUT
+from zero_tp.base.errors import BAD_INPUT
 
 # What the benchmarks publish.
 pytestmark = THOROUGH

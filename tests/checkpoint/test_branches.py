@@ -155,8 +155,8 @@ def resumed(path: str, run: str, seen: list[str | None], resume_from: str | None
     """Return the checkpoint that this rank resumes, or the error, if it reads the manifest of `seen[rank]`."""
     import torch.distributed as dist
 
+    from zero_tp.base.errors import UserError
     from zero_tp.checkpoint import resume_point
-    from zero_tp.errors import UserError
 
     config = RunConfig.load(path, world_size=dist.get_world_size())
     own = seen[dist.get_rank()]

@@ -21,11 +21,11 @@ from tests.support.checkpoints import drawn, flip_bit, rewritten, write_checkpoi
 from tests.support.native import to_ours, to_theirs
 from tests.support.settings import gpt2_config
 from zero_tp import commands
+from zero_tp.base.errors import UserError
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.directory import MANIFEST, find_checkpoint, incomplete_after
 from zero_tp.checkpoint.inspect import inspect
 from zero_tp.checkpoint.resume_point import open_checkpoint
-from zero_tp.errors import UserError
 from zero_tp.evaluation import model_directory
 from zero_tp.huggingface import ZeroTPForCausalLM
 

@@ -58,9 +58,9 @@ def start(path: str, run: str, resume_from: str | None = None) -> tuple[str, lis
     """(the checkpoint that a start resumes, or its error; its notes on others)."""
     import torch.distributed as dist
 
+    from zero_tp.base.errors import UserError
     from zero_tp.checkpoint.resume_point import find_intact_resume_point
     from zero_tp.config import RunConfig
-    from zero_tp.errors import UserError
 
     config = RunConfig.load(path, world_size=dist.get_world_size())
     try:
@@ -86,7 +86,7 @@ def start_with_an_old_view(path: str, run: str) -> str:
     views = ["is of an old view"] if dist.get_rank() == dist.get_world_size() - 1 else []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resume_point, "read_manifest", read_late)
-        patch.setattr("zero_tp.files.is_local", lambda directory: False)
+        patch.setattr("zero_tp.base.files.is_local", lambda directory: False)
         resumed = str(resume_point.find_intact_resume_point(Path(run), config).checkpoint)
     assert not views
     return resumed

@@ -15,14 +15,14 @@ import pytest
 from transformers import GPT2Config
 
 from tests.support.checkpoints import flip_bit, flip_master, rewritten, write_checkpoint
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.resolve import SavedStart
 from zero_tp.checkpoint import convert, directory
 from zero_tp.checkpoint.directory import MANIFEST, Damaged, check_content, read_manifest, step_directory
 from zero_tp.checkpoint.manifest import OWN_HASH, content_hash, differences, fixed_settings, versions
 from zero_tp.checkpoint.resume_point import ResumePoint, find_resume_point
 from zero_tp.checkpoint.run_directory import saved_start
 from zero_tp.config import RunConfig
-from zero_tp.config.resolve import SavedStart
-from zero_tp.errors import UserError
 from zero_tp.tensors import safetensors_files as files
 
 SIZES: dict[str, Any] = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 8, "vocab_size": 31}

@@ -18,6 +18,7 @@ from tests.support.checkpoints import rewritten, write_checkpoint
 from tests.support.mistakes import written
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH
+from zero_tp.base.errors import UserError
 from zero_tp.checkpoint.directory import read_manifest, step_directory
 from zero_tp.checkpoint.manifest import Parent
 from zero_tp.checkpoint.parent import (
@@ -30,7 +31,6 @@ from zero_tp.checkpoint.parent import (
 )
 from zero_tp.checkpoint.resume_point import ResumePoint
 from zero_tp.config import RunConfig
-from zero_tp.errors import UserError
 
 SAVED = 2
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from zero_tp.base.errors import UserError
 from zero_tp.checkpoint.directory import MANIFEST, begin, commit, complete_steps, prune, step_directory
 from zero_tp.checkpoint.run_directory import OWNER, OwnerChanged, run_directory
-from zero_tp.errors import UserError
 from zero_tp.tensors.safetensors_files import FileDigest
 
 

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.checkpoints import write_checkpoint
 from tests.support.tiny_configs import tiny_config
 from tests.support.tokenizers import MAKES, OTHER_SCRIPTS, VOCABULARY
+from zero_tp.base.errors import UserError
+from zero_tp.base.weight_files import ID_FILES
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.directory import read_manifest
-from zero_tp.errors import UserError
 from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.weights import tokenizer_files
 from zero_tp.weights.tokenizer_fingerprint import FINGERPRINT, TokenizerFingerprint
-from zero_tp.weights.weight_files import ID_FILES
 
 CONFIG = tiny_config("qwen2", VOCABULARY)
 

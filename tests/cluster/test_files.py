@@ -11,7 +11,7 @@ from tests.cluster.nodes import SHARED, Rack
 from tests.cluster.runs import LONG, check_printed_once, kill_all, steps, trained
 from tests.cluster.starts import alone
 from tests.support.waits import wait_until
-from zero_tp.files import NFS_VIEW_SECONDS
+from zero_tp.base.files import NFS_VIEW_SECONDS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 

@@ -14,12 +14,12 @@ from tests.support.corpora import run
 from tests.support.launched import zero_tp
 from tests.support.mistakes import RIGHT, changed, written
 from tests.support.tiny_configs import tiny_fields
-from zero_tp import cli
+from zero_tp.base import cli
+from zero_tp.base.validation import ConfigErrors
 from zero_tp.commands import check as command
 from zero_tp.commands.check import describe
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.data.indexed import IndexedWriter
-from zero_tp.validation import ConfigErrors
 from zero_tp.weights import tokenizer_files
 
 TUTORIAL: dict[str, Any] = {

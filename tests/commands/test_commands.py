@@ -16,11 +16,11 @@ from packaging.requirements import Requirement
 import zero_tp
 from tests.support import launched
 from tests.support.launched import ROOT
-from zero_tp import shipped
+from zero_tp.base import shipped
+from zero_tp.base.errors import ConfigError
 from zero_tp.commands import COMMANDS, command_module
 from zero_tp.commands.path import PATHS
 from zero_tp.config import RunConfig
-from zero_tp.errors import ConfigError
 
 SCRIPTS = {**{name: f"launch/{name}.py" for name in ("pretrain", "plan", "convert", "sample")}} | {
     "prepare": "launch/prepare_data.py",

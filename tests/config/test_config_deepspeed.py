@@ -16,15 +16,16 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, SchedulerType
 
 from tests.support.mistakes import changed, written
-from zero_tp.config import ConfigError, RunConfig, optimizer, schedule
-from zero_tp.config import deepspeed as keys
+from zero_tp.base.settings import deepspeed as keys
+from zero_tp.base.settings import optimizer, schedule
+from zero_tp.base.settings.deepspeed import ZERO
+from zero_tp.base.shipped import config_names, find_config
+from zero_tp.base.validation import ConfigModel
+from zero_tp.config import ConfigError, RunConfig
 from zero_tp.config.checks import check_deepspeed
 from zero_tp.config.config_file import ConfigFile
-from zero_tp.config.deepspeed import ZERO
 from zero_tp.config.typed import EntryPoint
-from zero_tp.shipped import config_names, find_config
 from zero_tp.topology import Topology
-from zero_tp.validation import ConfigModel
 
 WORLD_SIZES = (4, 8, 16, 64, 280, 512, 1024)
 

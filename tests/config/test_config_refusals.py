@@ -14,17 +14,17 @@ from tests.support.mistakes import RIGHT, changed, written
 from tests.tools.fuzz.commands import LONGEST_REFUSAL, PYTHON_WORDS
 from tests.tools.fuzz.configs import BASE, LLAMA
 from tests.tools.fuzz.damage import ODD, at, places
-from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.base.errors import shown
+from zero_tp.base.settings.deepspeed import FIXED, REFUSED_KEYS
+from zero_tp.base.settings.optimizer import REFUSED_OPTIMIZERS, choose_implementation
+from zero_tp.base.settings.recompute import RecomputePolicy
+from zero_tp.base.settings.resolve import leaves
+from zero_tp.base.settings.schema import Parallel, ZeroTP
 from zero_tp.commands.check import describe
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.config.checks import check_deepspeed, notes
-from zero_tp.config.deepspeed import FIXED, REFUSED_KEYS
-from zero_tp.config.optimizer import REFUSED_OPTIMIZERS, choose_implementation
-from zero_tp.config.resolve import leaves
 from zero_tp.config.rules import rules
-from zero_tp.config.schema import Parallel, ZeroTP
 from zero_tp.config.typed import EntryPoint, TypedConfig, check_types
-from zero_tp.errors import shown
 from zero_tp.topology import Topology
 
 ACTIVATIONS = "activation_checkpointing"

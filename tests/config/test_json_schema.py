@@ -15,9 +15,9 @@ from jsonschema import Draft202012Validator
 
 from tests.support.launched import ROOT
 from tests.support.mistakes import MISTAKES, changed
+from zero_tp.base.settings.resolve import AUTO
+from zero_tp.base.settings.schedule import SCHEDULES
 from zero_tp.config.json_schema import json_schema
-from zero_tp.config.resolve import AUTO
-from zero_tp.config.schedule import SCHEDULES
 
 SUMS_AND_COMBINATIONS = {
     "scheduler.params.total_num_steps",

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.mistakes import changed, written
+from zero_tp.base.settings.resolve import AUTO, SavedStart, leaves, resolve_batch
+from zero_tp.base.settings.schedule import SCHEDULES, CosineWithMinLR
 from zero_tp.config import ConfigError, RunConfig
-from zero_tp.config.resolve import AUTO, SavedStart, leaves, resolve_batch
-from zero_tp.config.schedule import SCHEDULES, CosineWithMinLR
 
 
 def test_an_auto_schedule_follows_the_steps_until_its_rate_falls(tmp_path: Path) -> None:

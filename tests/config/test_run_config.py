@@ -15,12 +15,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.mistakes import MISTAKES, RIGHT, WORLD_SIZE, Mistake, changed, written
+from zero_tp.base.validation import ConfigErrors, nested_names, validate
 from zero_tp.checkpoint.manifest import fixed_settings
 from zero_tp.commands.check import describe
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.config.config_file import ConfigFile
 from zero_tp.devices import Device
-from zero_tp.validation import ConfigErrors, nested_names, validate
 
 
 def test_sequence_parallelism_follows_tensor_unless_given(tmp_path: Path) -> None:

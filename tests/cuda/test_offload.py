@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import GPT2Config
 
 from zero_tp.activations.activation_memory import ActivationMemory
-from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.stores import ContiguousBuffer, HostStore
+from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.training.guards import deterministic_algorithms
 

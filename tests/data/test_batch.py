@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.tiny_models import write_corpus
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.base.constants import IGNORE_INDEX
+from zero_tp.base.errors import UserError
 from zero_tp.data.batch import Batch
 from zero_tp.data.samples import PackedSamples, ValidationSamples
-from zero_tp.errors import UserError
 
 Piece = list[int]
 

@@ -19,12 +19,12 @@ from transformers import AutoTokenizer
 from tests.support.corpora import TEXTS, held_out, run, write_jsonl
 from tests.support.launched import ROOT, script
 from tests.tiers import in_tiers
+from zero_tp.base.errors import UserError
 from zero_tp.commands.prepare import _summary
 from zero_tp.data import PrepareSettings, documents, prepare
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.records import Record, Source
 from zero_tp.data.tokenizer_training import train_bpe
-from zero_tp.errors import UserError
 
 
 def test_output(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from tests.support.launched import ROOT
 from tests.support.tiny_models import write_corpus
 from tests.tiers import THOROUGH
+from zero_tp.base.errors import UserError
 from zero_tp.data import CorpusDataset, CorpusStream
 from zero_tp.data.samples import PackedSamples
-from zero_tp.errors import UserError
 
 
 def write(prefix: Path, lengths: list[int]) -> str:

@@ -22,12 +22,12 @@ from launch import prepare_cluster
 from tests.support.corpora import content_of, texts_of, trained_tokenizer, write_jsonl
 from tests.support.launched import ROOT, script, zero_tp
 from tests.tiers import in_tiers
+from zero_tp.base.errors import UserError
 from zero_tp.data import PrepareSettings, formats, prepare
 from zero_tp.data.datatrove import CorpusReader, Document, TokenizedCorpus
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.parts import merge
 from zero_tp.data.tokenizer_training import train_bpe
-from zero_tp.errors import UserError
 
 
 @pytest.fixture(scope="module")

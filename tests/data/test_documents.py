@@ -27,12 +27,12 @@ from hypothesis import strategies as st
 
 from tests.support.launched import ROOT
 from tests.tiers import THOROUGH
+from zero_tp.base.errors import UserError
 from zero_tp.data import formats, json_array, records, stream
 from zero_tp.data.compression import COMPRESSIONS
 from zero_tp.data.documents import file_sha256, find_sources, read_blocks, read_documents
 from zero_tp.data.formats import DOCUMENT_UNITS
 from zero_tp.data.records import Document, Problem, Source
-from zero_tp.errors import UserError
 
 TEXTS = ["one\ntwo, three", 'he said "no"', "café 👋", "  spaces ", "", "NA", "1234", "last \r\n line"]
 
@@ -305,7 +305,7 @@ def test_no_damage_ends_the_reading(tmp_path_factory: pytest.TempPathFactory, da
 HUB = """
 import sys
 from zero_tp.data import stream
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 for word in sys.argv[1:]:
     try:
         print([getattr(document, "text", "a problem") for _, document in stream([word])])

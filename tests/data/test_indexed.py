@@ -15,10 +15,10 @@ import pytest
 
 from tests.support.tiny_models import write_corpus
 from tests.tiers import THOROUGH
+from zero_tp.base.errors import UserError
 from zero_tp.data import indexed
 from zero_tp.data.indexed import DTYPES, HEADER, MAGIC, VERSION, IndexedCorpus, IndexedWriter
 from zero_tp.data.samples import PackedSamples
-from zero_tp.errors import UserError
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 0], [9, 10]]
 

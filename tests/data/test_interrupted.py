@@ -16,12 +16,12 @@ import pytest
 
 from tests.support.corpora import TEXTS, output_of, run, texts_of, trained_tokenizer, write_jsonl
 from tests.support.launched import ROOT
-from zero_tp import files
+from zero_tp.base import files
+from zero_tp.base.errors import UserError
+from zero_tp.base.files import hidden_sibling, partial_directory
 from zero_tp.data import PrepareSettings, documents, prepare, spool
 from zero_tp.data.corpus import Preparation
 from zero_tp.data.spool import ProcessedBlock, Spool
-from zero_tp.errors import UserError
-from zero_tp.files import hidden_sibling, partial_directory
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_an_output_is_on_the_disk_and_takes_its_place_at_once(tmp_path: Path, mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "fsync", noting)
-    monkeypatch.setattr("zero_tp.files.replace_directory", killed)
+    monkeypatch.setattr("zero_tp.base.files.replace_directory", killed)
     with pytest.raises(KeyboardInterrupt):
         prepare([tmp_path / "out.jsonl"], output, PrepareSettings("bpe:300", 0.1, 9), overwrite=True)
     assert run(tmp_path).reused, "the one before"

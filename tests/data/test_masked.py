@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tiny_models import prepared_speeches, write_corpus
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.base.constants import IGNORE_INDEX
+from zero_tp.base.errors import UserError
 from zero_tp.data import PrepareSettings, masked, prepare
 from zero_tp.data.batch import MaskedBatch
 from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
 from zero_tp.data.masked import DocumentWindows, MaskedRowBuilder, MaskedSamples, MaskedValidation, Masking
 from zero_tp.data.tokenizer import MaskingVocabulary, load_tokenizer
-from zero_tp.errors import UserError
 
 S = 64
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import DataCollatorForLanguageModeling
 
 from tests.data.test_tokenizer import BARE, SPEECHES
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.data.masked import Masking, ngrams
 from zero_tp.data.permutation import uniforms
 from zero_tp.data.tokenizer import MaskingVocabulary

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from zero_tp.base.errors import UserError
 from zero_tp.data.read_ahead import ReadAhead
-from zero_tp.errors import UserError
 
 
 def test_reading_ahead_gives_what_reading_gives() -> None:

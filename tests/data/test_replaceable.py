@@ -15,14 +15,14 @@ import pytest
 
 from launch import prepare_cluster
 from tests.support.corpora import TEXTS, run, texts_of, trained_tokenizer, write_jsonl
+from zero_tp.base.errors import UserError
+from zero_tp.base.files import check_replaceable, hidden_sibling, partial_directory
 from zero_tp.checkpoint.convert import check_target
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.data.corpus import Preparation
 from zero_tp.data.datatrove import CorpusReader, TokenizedCorpus
 from zero_tp.data.parts import merge
 from zero_tp.data.spool import COMMITTED
-from zero_tp.errors import UserError
-from zero_tp.files import check_replaceable, hidden_sibling, partial_directory
 
 REASONS = {
     errno.EBUSY: "it is a mount point",
@@ -92,8 +92,8 @@ def test_the_check_changes_nothing(tmp_path: Path) -> None:
 UNPRIVILEGED = """
 import os, sys
 from pathlib import Path
-from zero_tp.errors import UserError
-from zero_tp.files import check_replaceable
+from zero_tp.base.errors import UserError
+from zero_tp.base.files import check_replaceable
 if os.geteuid() == 0:
     os.setgid(65534)
     os.setuid(65534)

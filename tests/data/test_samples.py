@@ -12,10 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.support.tiny_models import write_corpus
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.base.constants import IGNORE_INDEX
+from zero_tp.base.errors import UserError
 from zero_tp.data import samples as samples_module
 from zero_tp.data.samples import BLEND_PERIOD, PackedSamples, ValidationSamples
-from zero_tp.errors import UserError
 
 Corpus = Callable[..., str]
 

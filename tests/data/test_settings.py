@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.corpora import TEXTS, run, write_jsonl
 from tests.support.launched import ROOT
+from zero_tp.base.errors import UserError
 from zero_tp.data import PrepareSettings, prepare
-from zero_tp.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from tests.support.corpora import TEXTS, held_out, run
 from tests.support.launched import zero_tp
 from tests.support.tiny_models import write_corpus
 from tests.tiers import THOROUGH
+from zero_tp.base.errors import UserError
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.show import show_corpus
-from zero_tp.errors import UserError
 
 
 def test_documents_and_samples_are_text_again(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from tests.support.corpora import run as prepare_texts
 from tests.support.launched import ROOT
+from zero_tp.base.errors import UserError
 from zero_tp.data import Prepared, PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
 from zero_tp.data.indexed import IndexedCorpus
@@ -35,7 +36,6 @@ from zero_tp.data.similarity import (
     sketches,
     words,
 )
-from zero_tp.errors import UserError
 
 run = partial(prepare_texts, validation=1)
 

@@ -20,12 +20,12 @@ from tests.support.corpora import held_out, run
 from tests.support.launched import ROOT
 from tests.support.tiny_models import speeches
 from tests.tiers import in_tiers
+from zero_tp.base.errors import UserError
 from zero_tp.data import corpus as corpus_module
 from zero_tp.data import tokenizer as tokenizer_module
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.tokenizer import DocumentEncoder, MaskingVocabulary, corpus_fingerprint, vocabulary_size
 from zero_tp.data.tokenizer_training import train_bpe, train_wordpiece
-from zero_tp.errors import UserError
 from zero_tp.weights.tokenizer_files import open_tokenizer
 from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, BertTokenizer
 from tests.support.corpora import held_out, run
 from tests.support.tiny_models import speeches
 from tests.tiers import in_tiers
+from zero_tp.base.errors import UserError
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.tokenizer_training import (
     EOS,
@@ -22,7 +23,6 @@ from zero_tp.data.tokenizer_training import (
     train_bpe,
     train_wordpiece,
 )
-from zero_tp.errors import UserError
 
 SPEECHES = speeches(12, 20_000)
 

@@ -14,8 +14,8 @@ from transformers import GPT2Config
 
 from tests.support.harness import native_model, reference
 from tests.support.lm_eval_tasks import task_file
-from zero_tp.config.schema import Evaluation
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.schema import Evaluation
 from zero_tp.evaluation.live_tasks import LiveTasks
 from zero_tp.evaluation.task import TaskOptions
 from zero_tp.evaluation.zero_shot import make_tasks

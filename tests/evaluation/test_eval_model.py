@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.support.harness import native_model, parallel_model
 from tests.support.pool_rank import cached
 from tests.support.pools import Pools
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
 from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.evaluation.task import TaskOptions

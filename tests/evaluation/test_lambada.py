@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from tests.support.tiny_models import tiny_gpt2
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.evaluation.lambada import lambada_passages
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
 

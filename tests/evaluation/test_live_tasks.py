@@ -17,8 +17,8 @@ from tests.support.pool_rank import cached
 from tests.support.pools import Pools
 from tests.support.tiny_models import tiny_gpt2
 from tests.tiers import THOROUGH
-from zero_tp.config.schema import Evaluation
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.schema import Evaluation
 from zero_tp.evaluation.live_tasks import LiveTasks
 from zero_tp.topology import Topology
 

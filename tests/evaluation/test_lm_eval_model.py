@@ -22,7 +22,7 @@ from tests.support.harness import Results, assert_same, native_model, ours, para
 from tests.support.lm_eval_tasks import CHOSEN, write_tasks
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
 from zero_tp.evaluation.task import TaskOptions
 from zero_tp.evaluation.zero_shot import make_tasks

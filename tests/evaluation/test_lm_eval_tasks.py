@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager
 from tests.support.harness import native_model, reference
 from tests.support.lm_eval_tasks import task_file
 from tests.tiers import THOROUGH
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.evaluation.eval_model import EvalModel
 from zero_tp.evaluation.lm_eval_tasks import LM_EVAL_TASKS
 from zero_tp.evaluation.task import CHOICE_FIELDS, Task, TaskOptions

@@ -18,9 +18,9 @@ from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from tests.support.tiny_models import tiny_gpt2
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.base.constants import IGNORE_INDEX
+from zero_tp.base.errors import UserError
 from zero_tp.data.tokenizer_training import train_bpe
-from zero_tp.errors import UserError
 from zero_tp.evaluation import perplexity as module
 from zero_tp.evaluation.eval_model import EvalModel, HuggingFaceScorer
 from zero_tp.evaluation.perplexity import original_tokens, perplexity, sliding_windows, wikitext_split

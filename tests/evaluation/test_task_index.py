@@ -10,8 +10,8 @@ from lm_eval.tasks import TaskManager
 from transformers import GPT2Config
 
 from tests.tiers import THOROUGH
-from zero_tp.config.schema import Evaluation
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.schema import Evaluation
 from zero_tp.evaluation.live_tasks import LiveTasks
 from zero_tp.evaluation.task import TaskOptions
 from zero_tp.evaluation.task_index import find_task_manager, open_task_directory

@@ -15,10 +15,10 @@ from tokenizers import Regex, normalizers
 from transformers import AutoConfig
 
 from tests.support.checkpoints import flip_master, write_checkpoint
+from zero_tp.base.errors import BAD_INPUT, UserError
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.manifest import states_file
 from zero_tp.commands import start
-from zero_tp.errors import BAD_INPUT, UserError
 from zero_tp.evaluation.evaluation_report import table, write_samples
 from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, make_tasks, parse_data, parse_tasks
@@ -77,7 +77,7 @@ def test_a_run_without_its_tokenizer(model: Path, data: dict[str, Path], tmp_pat
 def test_paths_and_texts_are_checked_before_torch_is_imported(model: Path, tmp_path: Path) -> None:
     (tmp_path / "wrong.jsonl").write_text('{"other": 1}\n')
     code = (
-        "import sys; from pathlib import Path; from zero_tp.errors import UserError;"
+        "import sys; from pathlib import Path; from zero_tp.base.errors import UserError;"
         "from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, parse_data\n"
         "for model, names, data in (('none', ['lambada'], []), (sys.argv[1], ['lambada'], ['lambada=wrong.jsonl']),"
         "(sys.argv[1], ['multiple_choice'], ['multiple_choice=wrong.jsonl']),"

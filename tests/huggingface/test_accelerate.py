@@ -16,7 +16,7 @@ from tests.support.decoders import decoder
 from tests.support.native import parallel_model
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 
 FIELDS: dict[str, Any] = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
 SETTINGS: dict[str, Any] = {

@@ -16,7 +16,7 @@ from tests.support.encoders import encoder
 from tests.support.native import parallel_model
 from tests.support.tiny_models import speeches, tiny_gpt2
 from zero_tp.architectures import weights_of
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.huggingface import parallel_model as live_model
 from zero_tp.topology import Topology

@@ -16,7 +16,7 @@ from tests.support.pools import Pools
 from tests.support.settings import gpt2_config
 from tests.support.tiny_models import bert_fields
 from zero_tp.architectures import ARCHITECTURES
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.topology import Topology
 

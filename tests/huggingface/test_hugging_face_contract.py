@@ -18,7 +18,7 @@ from tests.support.encoders import encoder
 from tests.support.native import gradients, native_tensors, parallel_model, to_theirs
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
-from zero_tp.errors import ConfigError, UserError
+from zero_tp.base.errors import ConfigError, UserError
 from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.huggingface import model as huggingface_model
 from zero_tp.planning.simulated_accelerator import simulated_accelerator

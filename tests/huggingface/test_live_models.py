@@ -20,7 +20,7 @@ from tests.support.live_models import Inapplicable, LiveModel
 from tests.support.native import gradients, native_model, perturbed, to_ours
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM, parallel_model
 from zero_tp.parallel.layout import audit
 from zero_tp.topology import Topology

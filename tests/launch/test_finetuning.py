@@ -16,8 +16,8 @@ from launch import finetune
 from launch.finetune import TASKS, load_splits, score_answer
 from tests.support.tiny_models import tiny_gpt2
 from tests.tiers import THOROUGH
+from zero_tp.base.errors import UserError
 from zero_tp.data.tokenizer_training import EOS, train_wordpiece
-from zero_tp.errors import UserError
 
 CONTEXT = "The University of Chicago's library opened in 1892. It holds eleven million volumes, and it is well lit."
 MNLI = (

@@ -18,8 +18,8 @@ from transformers import GPT2Config, LlamaConfig
 
 from tests.support.packed import packed_kernels
 from zero_tp.activations.activation_memory import ActivationMemory
-from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.architectures import architecture_of
+from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models import cpu_flash
 from zero_tp.models.attention import CORES, SDPACore

@@ -14,8 +14,8 @@ from transformers import AutoConfig
 
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
-from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.models.mlp import _gated, _gated_gradient
 from zero_tp.models.norm import _rms_norm, _rows_gradient, _weight_gradient
 from zero_tp.models.position import _rotate

@@ -17,9 +17,9 @@ from tests.support.native import check_gradients, parallel_model, perturbed
 from tests.support.packed import packed_kernels
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.base.constants import IGNORE_INDEX
+from zero_tp.base.errors import UserError
 from zero_tp.data.batch import separate_documents
-from zero_tp.errors import UserError
 from zero_tp.topology import Topology
 
 ROWS, LENGTH, VOCABULARY, WINDOW = 3, 16, 61, 3

@@ -21,10 +21,10 @@ from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings
 from tests.tiers import in_tiers
 from zero_tp.architectures import ARCHITECTURES
+from zero_tp.base.errors import ConfigError
+from zero_tp.base.settings.schema import ZeroTP
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.config.model_block import check_model
-from zero_tp.config.schema import ZeroTP
-from zero_tp.errors import ConfigError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.flops import model_flops
 from zero_tp.parallel.layout import audit
@@ -175,7 +175,7 @@ def test_shares_of_experts_are_refused_without_experts() -> None:
 
 def train_guarded(guarded: bool) -> str:
     """The message on a rank of a step in which rank 1's second router has its rows in another order, or ""."""
-    from zero_tp.errors import UserError
+    from zero_tp.base.errors import UserError
     from zero_tp.training.engine import TrainingEngine
 
     config = AutoConfig.for_model(**fields())
@@ -247,7 +247,7 @@ def test_a_checkpoint_resumes_on_another_grid(
 
 def shares_of_a_step(seed: int) -> tuple[dict[str, float], list[torch.Tensor]]:
     """What a step of TP 2 × DP 2 logs, and transformers' counts of its tokens' choices."""
-    from zero_tp.activations.policy import RecomputePolicy
+    from zero_tp.base.settings.recompute import RecomputePolicy
     from zero_tp.training.engine import TrainingEngine
     from zero_tp.training.run_callbacks import ExpertShares
 

@@ -17,9 +17,9 @@ from tests.support.native import Native
 from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings
 from tests.tiers import in_tiers
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.base.constants import IGNORE_INDEX
+from zero_tp.base.errors import UserError
 from zero_tp.data.batch import MaskedBatch
-from zero_tp.errors import UserError
 
 ROWS, LENGTH, VOCABULARY = 4, 8, 61  # a micro-batch of 1 row, 2 of a rank of 2
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

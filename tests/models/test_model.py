@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tests.support.compare import check_close, grid
 from tests.support.native import check_gradients, parallel_model, perturbed
 from tests.support.pools import Pools
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import audit
 from zero_tp.parallel.random import SHARED, RandomStreams

@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.mistakes import written
 from tests.tiers import THOROUGH
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.schema import BLOCK_OF, TRACKERS
 from zero_tp.config import RunConfig
-from zero_tp.config.schema import BLOCK_OF, TRACKERS
-from zero_tp.errors import UserError
 from zero_tp.monitors.trackers import RUN_IDS, SERVICES, CsvFiles, RunInfo, Trackers
 
 LINES: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.monitors.test_monitors import config_of, started
-from zero_tp.errors import ConfigError
+from zero_tp.base.errors import ConfigError
 from zero_tp.monitors import trackers as callback
 from zero_tp.monitors.trackers import CsvFiles, RunInfo, Trackers, check_installed
 

@@ -16,7 +16,7 @@ from tests.models.test_model import SIZES, same_as_native
 from tests.support.compare import grid, maker, piece_of
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.parallel.fused_products import enable_fused_products
 from zero_tp.parallel.linear import ColumnParallelLinear
 from zero_tp.parallel.parameter import Normal

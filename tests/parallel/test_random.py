@@ -21,7 +21,7 @@ from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.tiers import in_tiers
 from zero_tp.activations.activation_memory import ActivationMemory
-from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.checkpoint.manifest import states_file
 from zero_tp.checkpoint.reader import RANDOM
 from zero_tp.checkpoint.resume import _restore_streams

@@ -14,10 +14,10 @@ import pytest
 
 from tests.support.launched import ROOT
 from tests.tiers import THOROUGH
+from zero_tp.base.constants import in_gib
+from zero_tp.base.errors import UserError
 from zero_tp.config import RunConfig
-from zero_tp.constants import in_gib
 from zero_tp.devices import named_device
-from zero_tp.errors import UserError
 from zero_tp.planning import dryrun, simulated_accelerator
 from zero_tp.planning.forecast import MemoryForecast
 from zero_tp.planning.memory import rank_memory

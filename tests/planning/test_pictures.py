@@ -11,7 +11,7 @@ import pytest
 from tests.planning.test_plan import plan_gpt2
 from tests.support.plan_configs import load
 from tests.tiers import THOROUGH
-from zero_tp.constants import GIB
+from zero_tp.base.constants import GIB
 from zero_tp.planning import pictures
 from zero_tp.planning import plan_report as report
 from zero_tp.planning.memory import rank_memory

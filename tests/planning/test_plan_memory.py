@@ -19,7 +19,7 @@ from tests.support.encoders import MODEL_TYPES as ENCODERS
 from tests.support.native import native_model
 from tests.support.plan_configs import CASES, CONFIGS, FAMILIES, MASKED, TIERS, WINDOWS_OF_7, WORLD, family, load
 from tests.tiers import THOROUGH, in_tiers
-from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.data.batch import Batch
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.flops import layer_products

@@ -13,18 +13,18 @@ import pytest
 
 from tests.planning.test_plan import CONFIGS, GPT2, plan_gpt2
 from tests.tiers import THOROUGH
-from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.base.constants import GIB
+from zero_tp.base.errors import UserError
+from zero_tp.base.files import write_named
+from zero_tp.base.settings.recompute import RecomputePolicy
+from zero_tp.base.settings.resolve import apply_overrides
+from zero_tp.base.strict_json import read_json
 from zero_tp.config import RunConfig
-from zero_tp.config.resolve import apply_overrides
-from zero_tp.constants import GIB
 from zero_tp.devices import named_device
-from zero_tp.errors import UserError
-from zero_tp.files import write_named
 from zero_tp.planning import plan_report as report
 from zero_tp.planning.plan import plan
 from zero_tp.planning.plan_settings import Workload, ZeroSettings
 from zero_tp.planning.search import NEAREST, Search, _divisors, candidate_config, load_error
-from zero_tp.strict_json import read_json
 
 
 def test_search_finds_faster_settings_that_runs_accept(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from zero_tp.process.lifecycle import _may_be_lost_peer
 HOST = socket.gethostname()
 PRELUDE = """
 import atexit, os, signal, sys, threading, time
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.process.lifecycle import run_rank
 """
 

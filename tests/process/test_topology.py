@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.topology import Topology
 
 SIZES = st.integers(1, 9)

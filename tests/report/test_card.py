@@ -14,9 +14,9 @@ from huggingface_hub import HfApi, ModelCard
 
 from tests.checkpoint.test_convert import config
 from tests.support.checkpoints import rewritten, write_checkpoint
+from zero_tp.base.errors import UserError
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.commands import convert
-from zero_tp.errors import UserError
 
 FIXED: dict[str, Any] = {
     "train_batch_size": 8,

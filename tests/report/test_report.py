@@ -16,8 +16,8 @@ from PIL import Image
 
 from tests.support.launched import zero_tp
 from tests.tiers import THOROUGH
-from zero_tp.errors import UserError
-from zero_tp.page import plain_number
+from zero_tp.base.errors import UserError
+from zero_tp.base.page import plain_number
 from zero_tp.report.curves import draw_runs, panels, smoothed
 from zero_tp.report.run_page import STEPS, write_report
 from zero_tp.report.runs import config_differences, read_runs

@@ -15,11 +15,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from tests.support.matrix import FACTORS, config_of
+from zero_tp.base.settings.deepspeed import REFUSED_KEYS
+from zero_tp.base.settings.optimizer import OPTIMIZERS, params_model
+from zero_tp.base.settings.schedule import SCHEDULES
+from zero_tp.base.validation import fields_by_name, nested_model
 from zero_tp.config.config_file import ConfigFile
-from zero_tp.config.deepspeed import REFUSED_KEYS
-from zero_tp.config.optimizer import OPTIMIZERS, params_model
-from zero_tp.config.schedule import SCHEDULES
-from zero_tp.validation import fields_by_name, nested_model
 
 Changes = dict[str, Any]
 ZERO, ACTIVATIONS = "zero_optimization", "activation_checkpointing"

@@ -27,9 +27,9 @@ from tests.support.plain_run import (
     STEPS,
     WEIGHT_DECAY,
 )
+from zero_tp.base.settings.schema import ZeroTP
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.config.model_block import check_model
-from zero_tp.config.schema import ZeroTP
 
 WORLD = 4
 LEAST_CELLS = 106

@@ -22,7 +22,7 @@ from tests.support.decoders import margin
 from tests.support.encoders import rows_for
 from tests.support.families import SEQUENCE, model_sizes
 from tests.support.native import native_model, our_class, to_theirs
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.topology import Topology
 
 STEPS, MORE_STEPS = 4, 10

@@ -9,7 +9,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.lifecycle import run_rank
 from zero_tp.process.signals import Requests

@@ -14,7 +14,7 @@ from transformers import AutoConfig, DataCollatorWithFlattening, TrainingArgumen
 
 from tests.support.native import native_model, perturbed
 from tests.support.tiny_models import bert_fields
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.base.constants import IGNORE_INDEX
 
 VOCABULARY, ROWS = 61, 4  # rows of a micro-batch of one replica in the plain run
 MODELS: dict[str, dict[str, Any]] = {

@@ -20,17 +20,17 @@ from pydantic_core import PydanticUndefined
 from zero_tp.architectures import ARCHITECTURES
 from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG
 from zero_tp.architectures.rotary import ROPE_KEYS
+from zero_tp.base.errors import shown
+from zero_tp.base.settings.deepspeed import FIXED, REFUSED_KEYS
+from zero_tp.base.settings.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
+from zero_tp.base.settings.resolve import AUTO, BATCH_FIELDS
+from zero_tp.base.settings.schedule import DEEPSPEED_SCHEDULES, REFUSED_SCHEDULES, SCHEDULES, TRANSFORMERS_SCHEDULES
+from zero_tp.base.settings.schema import MaskedObjective, RecomputePolicy, Spike, Timeouts, ZeroTP
+from zero_tp.base.validation import fields_by_name, nested_model
 from zero_tp.config import RunConfig
 from zero_tp.config.config_file import ConfigFile
-from zero_tp.config.deepspeed import FIXED, REFUSED_KEYS
-from zero_tp.config.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
-from zero_tp.config.resolve import AUTO, BATCH_FIELDS
 from zero_tp.config.rules import rules
-from zero_tp.config.schedule import DEEPSPEED_SCHEDULES, REFUSED_SCHEDULES, SCHEDULES, TRANSFORMERS_SCHEDULES
-from zero_tp.config.schema import MaskedObjective, RecomputePolicy, Spike, Timeouts, ZeroTP
 from zero_tp.config.typed import TypedConfig
-from zero_tp.errors import shown
-from zero_tp.validation import fields_by_name, nested_model
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEED_DOCS = "https://www.deepspeed.ai/docs/config-json/"

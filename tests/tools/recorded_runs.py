@@ -30,7 +30,7 @@ from tests.support.matrix import WORLD, config_of, describe, first_cells
 from tests.support.mistakes import with_changes
 from tests.support.plain_run import STEPS
 from tests.support.tiny_models import write_corpus
-from zero_tp.files import write_atomically
+from zero_tp.base.files import write_atomically
 
 VOCABULARY = 85  # of the smallest model
 SETTINGS: dict[str, Any] = {

@@ -21,8 +21,8 @@ from tests.support.native import parallel_model
 from tests.support.settings import gpt2_config
 from tests.support.tiny_models import bert_fields, speeches, tiny_gpt2
 from tests.tiers import THOROUGH
+from zero_tp.base.errors import UserError
 from zero_tp.checkpoint.resume_point import ResumePoint
-from zero_tp.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 from zero_tp.trainer import TensorParallel, ZeroTPTrainer, checkpoints

@@ -20,7 +20,7 @@ from tests.support.native import check_gradients, gradients, native_model, paral
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from tests.trainer.test_trainer import CAUSAL, ENCODER
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.parallel.agreement import checksum
 from zero_tp.topology import Topology
 from zero_tp.trainer.batches import SampleComparison, pad_for_sequence_parallelism

@@ -21,7 +21,7 @@ from torch._subclasses import fake_tensor
 from tests.support.decoders import MODEL_TYPES
 from tests.support.simulated_steps import ENCODERS, Does, Watching, watched, watched_step
 from tests.tiers import in_tiers
-from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.checkpoint.save import _copy_to_host
 from zero_tp.models import transformer
 from zero_tp.parallel import collectives

@@ -21,7 +21,7 @@ from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.tiers import in_tiers
 from zero_tp.architectures import architecture_of
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.causal_lm import next_tokens
 from zero_tp.topology import Topology

@@ -18,9 +18,9 @@ from tests.support.pools import Pools, RankError
 from tests.support.settings import deepspeed_settings, gpt2_config, replica, rows
 from tests.support.tiny_models import bert_fields
 from tests.tiers import in_tiers
-from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.constants import IGNORE_INDEX
-from zero_tp.errors import UserError
+from zero_tp.base.constants import IGNORE_INDEX
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.parallel import gradients
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine

@@ -12,10 +12,10 @@ import pytest
 
 from tests.support.settings import deepspeed_settings
 from tests.support.tiny_models import bert_fields, prepared_speeches, write_corpus
+from zero_tp.base.errors import UserError
 from zero_tp.checkpoint.manifest import check_same_run, fixed_settings
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.data.masked import MaskedSamples, MaskedValidation
-from zero_tp.errors import UserError
 from zero_tp.training.run_inputs import RunInputs
 
 BERT = bert_fields(model_type="bert", max_position_embeddings=32, vocab_size=400)

@@ -11,7 +11,7 @@ import pytest
 from tests.checkpoint.test_checkpoint import build, steps_of, write_config
 from tests.support.pools import Pools
 from tests.support.run_log import train_state
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.training.profiler import StepProfiler, step_range
 
 

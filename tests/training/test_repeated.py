@@ -11,7 +11,7 @@ import torch
 from deepspeed import accelerator
 from torch import Tensor, nn
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.process import connect
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.training.guards import check_reproducible

@@ -21,11 +21,11 @@ from tests.support.corpora import run
 from tests.support.run_log import train_state
 from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.support.tiny_models import write_corpus
+from zero_tp.base.errors import UserError
 from zero_tp.checkpoint.manifest import check_same_run, fixed_settings
 from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedCorpus, bin_path, content_path
 from zero_tp.data.tokenizer_training import train_bpe
-from zero_tp.errors import UserError
 from zero_tp.planning.forecast import MemoryForecast
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.watch import Watchdog

@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.checkpoint.test_checkpoint import SEQUENCE, VOCABULARY, write_config
 from tests.support.pools import Pools
 from tests.support.tiny_models import write_corpus
+from zero_tp.base.errors import UserError
 from zero_tp.config import RunConfig
-from zero_tp.errors import UserError
 from zero_tp.parallel.agreement import require_same_on_all_ranks
 from zero_tp.training.run_inputs import RunInputs
 
@@ -44,7 +44,7 @@ def read_own_inputs(path: str, folders: list[str], last_ranks_change: str = "") 
 
 def full_disk() -> str:
     """Return the error of every rank when rank 0's disk is full: the system names no file then."""
-    from zero_tp.errors import UserError
+    from zero_tp.base.errors import UserError
     from zero_tp.parallel.agreement import on_rank_zero
 
     def write() -> None:

@@ -19,8 +19,8 @@ from tests.support.native import native_model, our_class, perturbed, to_theirs
 from tests.support.settings import gpt2_config
 from tests.tiers import in_tiers
 from zero_tp.architectures.configs import config_from_directory
+from zero_tp.base.errors import UserError
 from zero_tp.data.tokenizer_training import train_bpe
-from zero_tp.errors import UserError
 from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import Sharded, layout_of

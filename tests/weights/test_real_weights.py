@@ -21,7 +21,7 @@ from tests.support.pools import Pools
 from tests.support.smollm2 import with_heads
 from tests.support.tiny_models import speeches
 from tests.tiers import THOROUGH
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.evaluation import zero_shot
 from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
 from zero_tp.evaluation.perplexity import perplexity

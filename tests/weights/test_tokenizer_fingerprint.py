@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.tokenizers import MAKES, llama_3, own_bpe, sentencepiece_bpe, unigram
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 
 

@@ -14,7 +14,7 @@ from tests.models.test_model import SIZES, batch, reference_model
 from tests.support.compare import grid
 from tests.support.native import parallel_model
 from tests.support.pools import Pools, RankError
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support.pools import Pools
 from tests.support.settings import fp16_supported, gpt2_config, rows, settings_of
 from tests.tiers import in_tiers
-from zero_tp.config.optimizer import choose_implementation
+from zero_tp.base.settings.optimizer import choose_implementation
 from zero_tp.topology import Topology
 
 

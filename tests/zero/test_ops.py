@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from tests.support.mistakes import Mistake
 from tests.tiers import in_tiers
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.optimizer import builder_name, choose_implementation
 from zero_tp.config import RunConfig
-from zero_tp.config.optimizer import builder_name, choose_implementation
-from zero_tp.errors import UserError
 from zero_tp.process import connect
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.job_store import JobStore

@@ -13,7 +13,7 @@ import torch
 from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.tiers import in_tiers
-from zero_tp.config.schedule import SCHEDULES
+from zero_tp.base.settings.schedule import SCHEDULES
 from zero_tp.topology import Topology
 
 RATE, STEPS = 0.25, 12

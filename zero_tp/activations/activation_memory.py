@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.recompute import Forward, RecomputedOutput, plain_forward, recompute
 from zero_tp.activations.stores import ContiguousBuffer, HostStore, InPlaceStore, PartitionedStore, Store
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.models.transformer import TransformerLayer
 from zero_tp.topology import Topology

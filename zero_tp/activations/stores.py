@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Size, Tensor
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.parallel.collectives import Group, all_gather, group_rank, group_size
 
 MAX_COPIES_OUT = 2

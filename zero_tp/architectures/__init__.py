@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from zero_tp.architectures.fields import Fields
 from zero_tp.architectures.table import Architecture, Weight, file_tensors, to_hf
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 
 _MODULES = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
 ARCHITECTURES: dict[str, Architecture] = {

@@ -18,8 +18,8 @@ from zero_tp.architectures.fields import FIXED_IN_DECODERS, IRRELEVANT_IN_DECODE
 from zero_tp.architectures.rotary import ROPE, ROPE_UNDECLARED, rotary
 from zero_tp.architectures.spec import Dropouts, ExpertsSpec, TransformerSpec
 from zero_tp.architectures.table import Architecture, Weight
-from zero_tp.constants import MODEL_KEY
-from zero_tp.errors import ConfigError, shown
+from zero_tp.base.constants import MODEL_KEY
+from zero_tp.base.errors import ConfigError, shown
 
 # gelu_new is the tanh approximation; torch's fused one saves one tensor where transformers' saves four.
 _gelu_tanh = partial(F.gelu, approximate="tanh")

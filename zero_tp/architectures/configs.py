@@ -24,10 +24,10 @@ from zero_tp.architectures.fields import (
     may_read,
 )
 from zero_tp.architectures.rotary import ROPE, check_rope_names, check_rope_values
-from zero_tp.constants import DTYPES, MODEL_KEY
-from zero_tp.errors import ConfigError, did_you_mean, in_json_words, one_line, shown
-from zero_tp.strict_json import read_json
-from zero_tp.validation import ConfigModel, validate
+from zero_tp.base.constants import DTYPES, MODEL_KEY
+from zero_tp.base.errors import ConfigError, did_you_mean, in_json_words, one_line, shown
+from zero_tp.base.strict_json import read_json
+from zero_tp.base.validation import ConfigModel, validate
 
 CONFIG = "config.json"
 QUANTIZATION = "quantization_config"

@@ -13,8 +13,8 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from zero_tp.constants import MODEL_KEY
-from zero_tp.errors import ConfigError, did_you_mean, shown
+from zero_tp.base.constants import MODEL_KEY
+from zero_tp.base.errors import ConfigError, did_you_mean, shown
 
 AUTO_MAP = "auto_map"
 UNTRAINED_HEAD = "of a head that is not trained"

@@ -13,8 +13,8 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from zero_tp.architectures.spec import Rotary
-from zero_tp.constants import MODEL_KEY
-from zero_tp.errors import ConfigError, shown
+from zero_tp.base.constants import MODEL_KEY
+from zero_tp.base.errors import ConfigError, shown
 
 ROPE_KEYS = {
     "default": (),

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from zero_tp.errors import ConfigError
+from zero_tp.base.errors import ConfigError
 
 
 @dataclass(frozen=True)

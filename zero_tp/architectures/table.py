@@ -11,8 +11,8 @@ from transformers import PretrainedConfig
 
 from zero_tp.architectures.fields import Fields
 from zero_tp.architectures.spec import TransformerSpec
-from zero_tp.constants import MODEL_KEY
-from zero_tp.errors import ConfigError
+from zero_tp.base.constants import MODEL_KEY
+from zero_tp.base.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from zero_tp.base.errors import ConfigError, UserError
+from zero_tp.base.files import read_regular, remove, sync, wait_until_visible, write_atomically
+from zero_tp.base.strict_json import InvalidJson, parse_json, parse_object
 from zero_tp.checkpoint.manifest import FORMAT, OWN_HASH, Manifest, ManifestFile, content_hash, parse_manifest
-from zero_tp.errors import ConfigError, UserError
-from zero_tp.files import read_regular, remove, sync, wait_until_visible, write_atomically
-from zero_tp.strict_json import InvalidJson, parse_json, parse_object
 
 if TYPE_CHECKING:
     from zero_tp.tensors.safetensors_files import FileDigest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from zero_tp.base.errors import UserError, one_line
 from zero_tp.checkpoint.directory import (
     check_content,
     check_sizes,
@@ -14,7 +15,6 @@ from zero_tp.checkpoint.directory import (
     read_manifest,
 )
 from zero_tp.checkpoint.manifest import Parallelism
-from zero_tp.errors import UserError, one_line
 
 SIZES = (
     *("n_layer", "n_embd", "n_head", "n_positions"),

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from zero_tp.config.optimizer import IMPLEMENTATION
-from zero_tp.constants import MODEL_KEY
-from zero_tp.errors import ConfigError, UserError, shown
-from zero_tp.validation import ConfigModel, Count, Positive, validate
+from zero_tp.base.constants import MODEL_KEY
+from zero_tp.base.errors import ConfigError, UserError, shown
+from zero_tp.base.settings.optimizer import IMPLEMENTATION
+from zero_tp.base.validation import ConfigModel, Count, Positive, validate
 from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from zero_tp.base.errors import UserError, first_line
+from zero_tp.base.strict_json import parse_json
 from zero_tp.checkpoint.directory import MANIFEST, Damaged
 from zero_tp.checkpoint.manifest import Manifest, ReplicatedParameter, ShardedParameter, states_file
-from zero_tp.errors import UserError, first_line
 from zero_tp.parallel.layout import Layout, Replicated, Sharded, layout_of, whole_shape
 from zero_tp.parallel.parameter import Init
-from zero_tp.strict_json import parse_json
 from zero_tp.topology import Topology
 from zero_tp.zero.states import MASTER
 

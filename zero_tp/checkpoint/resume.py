@@ -14,10 +14,10 @@ from safetensors import safe_open
 from tqdm import tqdm
 from transformers import GenerationConfig
 
+from zero_tp.base.errors import UserError
 from zero_tp.checkpoint.directory import read_manifest
 from zero_tp.checkpoint.manifest import Manifest, states_file
 from zero_tp.checkpoint.reader import RANDOM, CheckpointReader, ParameterLayout
-from zero_tp.errors import UserError
 from zero_tp.zero.zero_engine import ZeroEngine
 
 

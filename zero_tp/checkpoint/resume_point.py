@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from zero_tp.base.errors import UserError
+from zero_tp.base.files import wait_until_visible
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.directory import Damaged, check_content, read_manifest
 from zero_tp.checkpoint.manifest import Manifest, check_same_run, states_file
 from zero_tp.config import RunConfig
-from zero_tp.errors import UserError
-from zero_tp.files import wait_until_visible
 from zero_tp.parallel.agreement import check_on_all_ranks, on_rank_zero, require_same_on_all_ranks
 
 

@@ -12,6 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from zero_tp.base.errors import UserError
+from zero_tp.base.files import lock, sync, write_atomically
+from zero_tp.base.settings.resolve import SavedStart
+from zero_tp.base.strict_json import InvalidJson, parse_json
 from zero_tp.checkpoint.directory import (
     checkpoints_directory,
     complete_steps,
@@ -19,10 +23,6 @@ from zero_tp.checkpoint.directory import (
     read_manifest,
     step_directory,
 )
-from zero_tp.config.resolve import SavedStart
-from zero_tp.errors import UserError
-from zero_tp.files import lock, sync, write_atomically
-from zero_tp.strict_json import InvalidJson, parse_json
 
 CONFIG, LOCK, OWNER, PROCESS = "config.json", ".lock", "owner.json", "rank0.pid"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zero_tp.base.weight_files import resolve_tokenizer
 from zero_tp.checkpoint.manifest import Manifest
-from zero_tp.weights.weight_files import resolve_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

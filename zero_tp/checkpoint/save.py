@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.schema import Checkpoint
+from zero_tp.base.weight_files import has_commit
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.manifest import Parallelism, Parent, fixed_settings, states_file, versions
 from zero_tp.checkpoint.reader import RANDOM, STARTS, ParameterLayout, tensor_name
 from zero_tp.checkpoint.run_directory import OwnerChanged
 from zero_tp.config import RunConfig
-from zero_tp.config.schema import Checkpoint
-from zero_tp.errors import UserError
 from zero_tp.parallel.host_copy import HostCopy
 from zero_tp.tensors.safetensors_files import Entry, FileDigest, write_tensors
 from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
-from zero_tp.weights.weight_files import has_commit
 from zero_tp.zero.states import Fragment, OptimizerStates
 from zero_tp.zero.zero_engine import ZeroEngine
 

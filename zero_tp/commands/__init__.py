@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from zero_tp import cli
+from zero_tp.base import cli
 from zero_tp.process.quiet import quiet_libraries
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.constants import in_gib
-from zero_tp.errors import BAD_INPUT, UserError, error_line
-from zero_tp.shipped import find_config
+from zero_tp.base.constants import in_gib
+from zero_tp.base.errors import BAD_INPUT, UserError, error_line
+from zero_tp.base.shipped import find_config
 
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig
@@ -79,10 +79,10 @@ def main(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from deepspeed.accelerator import get_accelerator
 
+    from zero_tp.base.validation import ConfigErrors
+    from zero_tp.base.weight_files import find_weights, resolve
     from zero_tp.config import RunConfig, check_accelerator
     from zero_tp.monitors.trackers import check_installed
-    from zero_tp.validation import ConfigErrors
-    from zero_tp.weights.weight_files import find_weights, resolve
 
     try:
         config = RunConfig.load(options.file, options.set, options.world_size)
@@ -207,7 +207,7 @@ def _schedule(config: RunConfig) -> str:
     block, steps = config.typed.values.get("scheduler"), config.zero_tp.training.steps
     if block is None:
         return "none: constant rate"
-    from zero_tp.config.schedule import WARMUPS
+    from zero_tp.base.settings.schedule import WARMUPS
     from zero_tp.zero.lr_schedules import rates
 
     warmup = next((int(block["params"][name]) for name in WARMUPS if name in block["params"]), 1)

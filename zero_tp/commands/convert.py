@@ -12,9 +12,9 @@ import argparse
 import shlex
 from pathlib import Path
 
+from zero_tp.base.constants import DTYPES
+from zero_tp.base.errors import UserError, first_line
 from zero_tp.commands import inspect
-from zero_tp.constants import DTYPES
-from zero_tp.errors import UserError, first_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

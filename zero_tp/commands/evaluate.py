@@ -9,9 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
-from zero_tp import cli
-from zero_tp.errors import UserError, visible
-from zero_tp.files import write_named
+from zero_tp.base import cli
+from zero_tp.base.errors import UserError, visible
+from zero_tp.base.files import write_named
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.lifecycle import run_rank
 

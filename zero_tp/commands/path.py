@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from zero_tp import shipped
+from zero_tp.base import shipped
 
 PATHS = {
     "pretrain": "launch/pretrain.py",

@@ -15,13 +15,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from zero_tp.cli import check_writable
+from zero_tp.base.cli import check_writable
+from zero_tp.base.errors import UserError, visible
+from zero_tp.base.files import write_named
+from zero_tp.base.page import new_figure
+from zero_tp.base.settings.resolve import MAX_NUMBER
 from zero_tp.commands.check import FILE, add_config
-from zero_tp.config.resolve import MAX_NUMBER
 from zero_tp.devices import NAMES, WITHOUT_DEVICES, named_device
-from zero_tp.errors import UserError, visible
-from zero_tp.files import write_named
-from zero_tp.page import new_figure
 
 TOP = 10
 

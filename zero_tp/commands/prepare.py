@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero_tp.errors import UserError, visible
+from zero_tp.base.errors import UserError, visible
 
 if TYPE_CHECKING:
     from zero_tp.data.settings import Prepared

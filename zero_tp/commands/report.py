@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zero_tp.errors import visible
+from zero_tp.base.errors import visible
 
 AGAINST = ("step", "tokens")
 

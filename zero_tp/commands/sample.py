@@ -7,7 +7,7 @@ import math
 import sys
 from pathlib import Path
 
-from zero_tp.errors import UserError, first_line
+from zero_tp.base.errors import UserError, first_line
 
 TOKENS = 80
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.config.deepspeed import use_current_names
-from zero_tp.config.resolve import leaves
+from zero_tp.base.settings.deepspeed import use_current_names
+from zero_tp.base.settings.recompute import RecomputePolicy
+from zero_tp.base.settings.resolve import leaves
+from zero_tp.base.settings.schema import Parallel, ZeroTP
+from zero_tp.base.validation import ConfigErrors
 from zero_tp.config.rules import rules
-from zero_tp.config.schema import Parallel, ZeroTP
 from zero_tp.config.typed import EntryPoint, TypedConfig, check_types
 from zero_tp.topology import Topology
-from zero_tp.validation import ConfigErrors
 
 
 def notes(config: TypedConfig, *kinds: Literal["no effect", "note"]) -> list[str]:

@@ -6,11 +6,11 @@ import logging
 
 from pydantic import Field
 
-from zero_tp.config.deepspeed import ActivationCheckpointing, Aio, DataTypes, FlopsProfiler, Scalars
-from zero_tp.config.optimizer import OptimizerBlock
-from zero_tp.config.schedule import SchedulerBlock
-from zero_tp.config.schema import ZeroTP
-from zero_tp.validation import ConfigModel
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing, Aio, DataTypes, FlopsProfiler, Scalars
+from zero_tp.base.settings.optimizer import OptimizerBlock
+from zero_tp.base.settings.schedule import SchedulerBlock
+from zero_tp.base.settings.schema import ZeroTP
+from zero_tp.base.validation import ConfigModel
 
 disabled_level = logging.root.manager.disable
 logging.disable(logging.WARNING)  # DeepSpeed logs on import, but a user's error must be the only line

@@ -8,13 +8,13 @@ from typing import Any
 from pydantic import BaseModel, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
-from zero_tp.config.deepspeed import REFUSED_KEYS
+from zero_tp.base.settings.deepspeed import REFUSED_KEYS
+from zero_tp.base.settings.optimizer import OPTIMIZERS, SGD, CPUAdam, FusedAdam, OptimizerBlock, TorchAdam
+from zero_tp.base.settings.resolve import AUTO, BATCH_FIELDS
+from zero_tp.base.settings.schedule import SCHEDULES
+from zero_tp.base.settings.schema import ZeroTP
 from zero_tp.config.model_block import FROM_PRETRAINED
-from zero_tp.config.optimizer import OPTIMIZERS, SGD, CPUAdam, FusedAdam, OptimizerBlock, TorchAdam
-from zero_tp.config.resolve import AUTO, BATCH_FIELDS
 from zero_tp.config.run_config import SCHEMA
-from zero_tp.config.schedule import SCHEDULES
-from zero_tp.config.schema import ZeroTP
 
 Json = dict[str, Any]
 ANY_ADAM = "[Aa][Dd][Aa][Mm][Ww]?"

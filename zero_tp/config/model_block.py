@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.config.schema import ZeroTP
-from zero_tp.constants import MODEL_KEY
-from zero_tp.errors import ConfigError, shown
-from zero_tp.weights.weight_files import resolve
+from zero_tp.base.constants import MODEL_KEY
+from zero_tp.base.errors import ConfigError, shown
+from zero_tp.base.settings.schema import ZeroTP
+from zero_tp.base.weight_files import resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.config.checks import notes, refuse
-from zero_tp.config.deepspeed import MONITORS, use_current_names
-from zero_tp.config.model_block import FROM_PRETRAINED, check_model, ignored_fields, model_config
-from zero_tp.config.optimizer import choose_implementation
-from zero_tp.config.resolve import (
+from zero_tp.base.constants import MODEL_KEY
+from zero_tp.base.errors import ConfigError, did_you_mean
+from zero_tp.base.settings.deepspeed import MONITORS, use_current_names
+from zero_tp.base.settings.optimizer import choose_implementation
+from zero_tp.base.settings.resolve import (
     BATCH_FIELDS,
     BatchSizes,
     SavedStart,
@@ -26,15 +26,15 @@ from zero_tp.config.resolve import (
     resolve_batch,
     unresolvable_autos,
 )
-from zero_tp.config.schema import ZeroTP
+from zero_tp.base.settings.schema import ZeroTP
+from zero_tp.base.shipped import config_names
+from zero_tp.base.strict_json import read_json
+from zero_tp.base.validation import ErrorCollector, validate
+from zero_tp.base.weight_files import is_cached, is_hub_name, pin_commit, pin_to_first_start
+from zero_tp.config.checks import notes, refuse
+from zero_tp.config.model_block import FROM_PRETRAINED, check_model, ignored_fields, model_config
 from zero_tp.config.typed import TypedConfig, check_types
-from zero_tp.constants import MODEL_KEY
-from zero_tp.errors import ConfigError, did_you_mean
-from zero_tp.shipped import config_names
-from zero_tp.strict_json import read_json
 from zero_tp.topology import data_parallel_size
-from zero_tp.validation import ErrorCollector, validate
-from zero_tp.weights.weight_files import is_cached, is_hub_name, pin_commit, pin_to_first_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_tp.config.deepspeed import ZERO, key_errors
-from zero_tp.config.optimizer import check_optimizer
-from zero_tp.config.resolve import dtype_name, look_up, suggest_auto, unresolvable_autos
-from zero_tp.config.schedule import check_scheduler
-from zero_tp.config.schema import ZeroTP
-from zero_tp.errors import ConfigError
-from zero_tp.validation import ErrorCollector, validate
+from zero_tp.base.errors import ConfigError
+from zero_tp.base.settings.deepspeed import ZERO, key_errors
+from zero_tp.base.settings.optimizer import check_optimizer
+from zero_tp.base.settings.resolve import dtype_name, look_up, suggest_auto, unresolvable_autos
+from zero_tp.base.settings.schedule import check_scheduler
+from zero_tp.base.settings.schema import ZeroTP
+from zero_tp.base.validation import ErrorCollector, validate
 
 
 class EntryPoint(enum.Enum):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.base.constants import IGNORE_INDEX
 
 PADDING = -1
 """The document number of padding."""

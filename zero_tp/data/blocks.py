@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from zero_tp.base.errors import UserError
 from zero_tp.data.formats import import_optional
 from zero_tp.data.records import Document, Problem, RecordBlock, RecordCounts, location
 from zero_tp.data.settings import PrepareSettings
 from zero_tp.data.similarity import EvaluationSets, sketches
 from zero_tp.data.spool import DOCUMENT_FACTS, Mask, ProcessedBlock, StoredBlock
 from zero_tp.data.tokenizer import DocumentEncoder
-from zero_tp.errors import UserError
 
 Result = TypeVar("Result")
 _ITEMS_AHEAD = 3  # submitted items per process

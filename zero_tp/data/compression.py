@@ -12,7 +12,7 @@ from typing import Any
 
 import zstandard
 
-from zero_tp.errors import UserError, first_line
+from zero_tp.base.errors import UserError, first_line
 
 # Compressed data is read in small pieces: 2 KiB may decompress to 64 MiB, and an error loses all of its piece.
 _READ_BYTES, _COMPRESSED_BYTES = 2**20, 2**11

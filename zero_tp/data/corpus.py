@@ -26,6 +26,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from zero_tp.base.errors import UserError
+from zero_tp.base.files import clear_partial, hidden_sibling, partial_directory, put_in_place, remove, sync
 from zero_tp.data.blocks import BlockProcessor, encode_stored, map_in_order
 from zero_tp.data.documents import find_sources, read_blocks
 from zero_tp.data.output import DocumentTable, write_output
@@ -43,8 +45,6 @@ from zero_tp.data.similarity import EvaluationSets
 from zero_tp.data.spool import COMMITTED, ProcessedBlock, Spool, StoredBlock
 from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer, save_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
-from zero_tp.errors import UserError
-from zero_tp.files import clear_partial, hidden_sibling, partial_directory, put_in_place, remove, sync
 
 TOKENIZER, REMOVED = "tokenizer", "removed.jsonl"
 _SMALL = 4 << 20  # bytes; smaller inputs are read faster than other processes start

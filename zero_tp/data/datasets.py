@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.base.constants import IGNORE_INDEX
+from zero_tp.base.errors import UserError
 from zero_tp.data.batch import positions_of
 from zero_tp.data.samples import PackedSamples
-from zero_tp.errors import UserError
 
 Prefixes = str | Path | Mapping[str, float]
 

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zero_tp.base.errors import UserError
+from zero_tp.base.files import partial_directory, put_in_place
 from zero_tp.data.blocks import BlockProcessor
 from zero_tp.data.corpus import TOKENIZER
 from zero_tp.data.documents import find_sources, group_records, read_blocks
@@ -26,8 +28,6 @@ from zero_tp.data.settings import PrepareSettings, check_settings, describe_file
 from zero_tp.data.spool import Spool
 from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer, save_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
-from zero_tp.errors import UserError
-from zero_tp.files import partial_directory, put_in_place
 
 import_optional("datatrove", "zero_tp.data.datatrove", "datatrove")
 

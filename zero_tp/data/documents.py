@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from zero_tp.base.errors import UserError
+from zero_tp.base.files import open_regular
 from zero_tp.data.compression import COMPRESSIONS, open_decompressed, piece_bytes
 from zero_tp.data.formats import FORMATS, STREAMS, TABLES, choose_json_key
 from zero_tp.data.hub import read_hub
 from zero_tp.data.records import EVERY_STRING, HUB, Document, Problem, Record, RecordBlock, Source, location, parse_dict
-from zero_tp.errors import UserError
-from zero_tp.files import open_regular
 
 STDIN = "-"
 _BLOCK_BYTES, _BLOCK_RECORDS = 2**20, 10_000

@@ -17,6 +17,7 @@ from itertools import groupby
 from types import ModuleType
 from typing import IO, Any
 
+from zero_tp.base.errors import UserError, first_line, json_kind, one_line
 from zero_tp.data.json_array import array_elements
 from zero_tp.data.records import (
     EVERY_STRING,
@@ -29,7 +30,6 @@ from zero_tp.data.records import (
     choose_key,
     parse_dict,
 )
-from zero_tp.errors import UserError, first_line, json_kind, one_line
 
 DOCUMENT_UNITS = ("file", "line", "blank-line")
 """The units of a .txt file that can be one document."""

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
+from zero_tp.base.errors import UserError, first_line
 from zero_tp.data.compression import COMPRESSIONS, open_decompressed, piece_bytes
 from zero_tp.data.formats import STREAMS, choose_columns, import_optional
 from zero_tp.data.records import HUB, Problem, Record, Source
-from zero_tp.errors import UserError, first_line
 
 
 def read_hub(source: Source) -> Iterator[Record]:

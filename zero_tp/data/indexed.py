@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.errors import UserError, shown
-from zero_tp.files import write_atomically
-from zero_tp.strict_json import InvalidJson, read_object
+from zero_tp.base.errors import UserError, shown
+from zero_tp.base.files import write_atomically
+from zero_tp.base.strict_json import InvalidJson, read_object
 
 REPORT = "report.json"
 """The report of `prepare`, with the checksum of each file of the output."""

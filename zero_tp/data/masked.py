@@ -27,13 +27,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.base.constants import IGNORE_INDEX
+from zero_tp.base.errors import UserError
 from zero_tp.data.batch import MaskedBatch
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.permutation import uniforms
 from zero_tp.data.samples import FixedSamples, TrainingSamples
 from zero_tp.data.tokenizer import MaskingVocabulary
-from zero_tp.errors import UserError
 
 MASKED, RANDOM = 0.8, 0.1
 """Shares of the selected tokens that become the mask token and a random one; the others stay."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from zero_tp.base.errors import UserError
 from zero_tp.data.indexed import REPORT, IndexedCorpus, IndexedWriter, token_dtype
 from zero_tp.data.records import RecordCounts, location
 from zero_tp.data.settings import describe_files, library_versions
@@ -21,7 +22,6 @@ from zero_tp.data.show import SPLITS
 from zero_tp.data.similarity import exact_duplicates, near_duplicates
 from zero_tp.data.spool import DOCUMENT_FACTS, Mask, StoredBlock, split_bytes
 from zero_tp.data.tokenizer import DocumentEncoder
-from zero_tp.errors import UserError
 
 
 class DocumentTable:

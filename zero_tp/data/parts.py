@@ -16,6 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zero_tp.base.errors import UserError
+from zero_tp.base.files import clear_partial, partial_directory, put_in_place
+from zero_tp.base.strict_json import read_json
+from zero_tp.base.validation import ConfigModel, Count, Positive, validate
 from zero_tp.data.corpus import TOKENIZER, name_output_in_errors
 from zero_tp.data.output import DocumentTable, write_output
 from zero_tp.data.records import RecordCounts
@@ -31,10 +35,6 @@ from zero_tp.data.settings import (
 )
 from zero_tp.data.spool import Spool
 from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
-from zero_tp.errors import UserError
-from zero_tp.files import clear_partial, partial_directory, put_in_place
-from zero_tp.strict_json import read_json
-from zero_tp.validation import ConfigModel, Count, Positive, validate
 from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 
 MANIFEST = "part.json"

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_tp.errors import UserError, json_kind, one_line
-from zero_tp.files import MAX_FILE_BYTES
-from zero_tp.strict_json import InvalidJson, InvalidUnicode, parse_json
-from zero_tp.validation import ConfigModel
+from zero_tp.base.errors import UserError, json_kind, one_line
+from zero_tp.base.files import MAX_FILE_BYTES
+from zero_tp.base.strict_json import InvalidJson, InvalidUnicode, parse_json
+from zero_tp.base.validation import ConfigModel
 
 TEXT_KEYS = ("text", "content", "body", "document", "raw_content", "article")
 """Default names of the text's field, in order of preference."""

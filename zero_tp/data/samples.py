@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from zero_tp.base.errors import UserError
 from zero_tp.data.batch import PADDING, Batch, MaskedBatch, separate_documents
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.permutation import Permutation
-from zero_tp.errors import UserError
 
 BatchType = TypeVar("BatchType", Batch, MaskedBatch)
 

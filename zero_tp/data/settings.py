@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from zero_tp.base.errors import UserError, shown
+from zero_tp.base.strict_json import read_json
+from zero_tp.base.validation import ConfigModel, Count, Positive, validate
 from zero_tp.data.documents import file_sha256
 from zero_tp.data.formats import DOCUMENT_UNITS, STREAMS, import_optional
 from zero_tp.data.indexed import REPORT
 from zero_tp.data.records import DroppedRecord, Source
 from zero_tp.data.tokenizer_training import TokenizerSpec
-from zero_tp.errors import UserError, shown
-from zero_tp.strict_json import read_json
-from zero_tp.validation import ConfigModel, Count, Positive, validate
 from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 
 FORMAT = 1  # increment it when the same settings give other files

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from zero_tp.base.errors import UserError
 from zero_tp.data.documents import stream
 from zero_tp.data.formats import import_optional
 from zero_tp.data.records import EVERY_STRING, Document, Problem
-from zero_tp.errors import UserError
 
 SHINGLE, THRESHOLD, NGRAM = 5, 0.7, 13
 _NUM_PERM, _BANDS, _SEED = 128, 32, 42

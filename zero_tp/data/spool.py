@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from zero_tp.base.errors import UserError
+from zero_tp.base.files import write_atomically
 from zero_tp.data.records import DroppedRecord, RecordCounts
-from zero_tp.errors import UserError
-from zero_tp.files import write_atomically
 
 Mask = npt.NDArray[np.bool_]
 COMMIT_SECONDS = 5.0

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from zero_tp.base.errors import UserError, first_line
+from zero_tp.base.files import read_regular
+from zero_tp.base.strict_json import InvalidJson, read_object
+from zero_tp.base.validation import validate
+from zero_tp.base.weight_files import TOKENIZER_FILES, has_tokenizer, is_regular, resolve
 from zero_tp.data.indexed import REPORT, bin_path, token_dtype
-from zero_tp.errors import UserError, first_line
-from zero_tp.files import read_regular
-from zero_tp.strict_json import InvalidJson, read_object
-from zero_tp.validation import validate
 from zero_tp.weights.tokenizer_files import match_tokenizer, open_tokenizer
 from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
-from zero_tp.weights.weight_files import TOKENIZER_FILES, has_tokenizer, is_regular, resolve
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

@@ -13,8 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero_tp.errors import UserError
-from zero_tp.weights.weight_files import TOKENIZER_FILES, has_tokenizer, resolve
+from zero_tp.base.errors import UserError
+from zero_tp.base.weight_files import TOKENIZER_FILES, has_tokenizer, resolve
 
 if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from zero_tp.base.errors import UserError, first_line, json_kind, shown
 from zero_tp.data.documents import file_format, read_objects
 from zero_tp.data.formats import import_optional
 from zero_tp.data.records import location
-from zero_tp.errors import UserError, first_line, json_kind, shown
 from zero_tp.evaluation.task import CHOICE_FIELDS, MULTIPLE_CHOICE, require_fields
 from zero_tp.process.quiet import suppress_output
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.evaluation.rows import Row, Tokens
 from zero_tp.parallel.agreement import require_same_on_all_ranks
 from zero_tp.parallel.token_scores import TokenScores, scores_of_logits

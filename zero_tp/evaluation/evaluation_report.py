@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from zero_tp.files import write_named
-from zero_tp.page import text_table
+from zero_tp.base.files import write_named
+from zero_tp.base.page import text_table
 
 
 def _figure(value: float | None) -> str:

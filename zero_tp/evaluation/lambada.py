@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero_tp.base.errors import UserError
 from zero_tp.data.documents import file_format, read_documents, read_objects
 from zero_tp.data.records import text_of
-from zero_tp.errors import UserError
 from zero_tp.evaluation.rows import check_continuations, continuation_rows, encode_pair
 from zero_tp.evaluation.task import Origin, Task, TaskOptions, file_origin, read_hub_test_split
 from zero_tp.training.metrics import perplexity

@@ -6,9 +6,9 @@ import gc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero_tp.config.schema import Evaluation
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.schema import Evaluation
 from zero_tp.data.tokenizer import load_tokenizer
-from zero_tp.errors import UserError
 from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
 from zero_tp.evaluation.model_directory import check_tokenizer
 from zero_tp.evaluation.task import TaskOptions

@@ -18,7 +18,7 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.evaluation.eval_model import EvalModel
 from zero_tp.evaluation.rows import Row, continuation_rows
 

@@ -33,8 +33,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager, _factory, _yaml_loader
 from lm_eval.tasks._index import Entry
 
+from zero_tp.base.errors import UserError, first_line, one_line, shown
 from zero_tp.data.documents import file_format
-from zero_tp.errors import UserError, first_line, one_line, shown
 from zero_tp.evaluation.choices import check_choices, check_texts
 from zero_tp.evaluation.eval_model import EvalModel
 from zero_tp.evaluation.lm_eval_model import LMEvalModel

@@ -11,12 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from zero_tp.base.errors import UserError, first_line
+from zero_tp.base.weight_files import find_weights, resolve, resolve_tokenizer
 from zero_tp.checkpoint.directory import check_sizes, find_checkpoint, incomplete_after, is_run, read_manifest
 from zero_tp.checkpoint.run_tokenizer import REMEDY, check_run_tokenizer, find_run_tokenizer, uncompared_tokenizer
-from zero_tp.errors import UserError, first_line
 from zero_tp.topology import Topology
 from zero_tp.weights.tokenizer_fingerprint import read_fingerprint
-from zero_tp.weights.weight_files import find_weights, resolve, resolve_tokenizer
 
 if TYPE_CHECKING:
     import torch

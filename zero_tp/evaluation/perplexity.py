@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.evaluation.rows import Row, Tokens, prefix_token
 from zero_tp.evaluation.task import Origin, Task, TaskOptions, read_hub_test_split, read_texts, require_lm_eval
 from zero_tp.training import metrics

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 
 Tokens = npt.NDArray[np.int64]
 

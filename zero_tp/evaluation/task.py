@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic_core import to_jsonable_python
 
+from zero_tp.base.errors import UserError, first_line
 from zero_tp.data.documents import file_format, file_sha256, read_documents, read_objects
 from zero_tp.data.formats import import_optional
-from zero_tp.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from zero_tp.evaluation.eval_model import EvalModel

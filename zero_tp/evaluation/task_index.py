@@ -10,8 +10,8 @@ from unittest import mock
 from lm_eval.tasks import TaskManager, _yaml_loader
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
-from zero_tp.errors import UserError, first_line, one_line, shown
-from zero_tp.weights.weight_files import is_regular
+from zero_tp.base.errors import UserError, first_line, one_line, shown
+from zero_tp.base.weight_files import is_regular
 
 
 def open_task_directory(path: Path) -> TaskManager:

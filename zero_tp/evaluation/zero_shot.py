@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero_tp.base.constants import DTYPES
+from zero_tp.base.errors import UserError, first_line
 from zero_tp.checkpoint.manifest import versions
-from zero_tp.constants import DTYPES
 from zero_tp.data.documents import check_files
-from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.choices import check_choice_file
 from zero_tp.evaluation.lambada import LambadaTask
 from zero_tp.evaluation.model_directory import open_directory

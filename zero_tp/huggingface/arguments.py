@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from zero_tp.errors import UserError, shown
-from zero_tp.weights.weight_files import is_hub_name
+from zero_tp.base.errors import UserError, shown
+from zero_tp.base.weight_files import is_hub_name
 
 UNSUPPORTED_COLUMNS = {
     "inputs_embeds": "each rank looks up the tokens whose embeddings it holds; give input_ids",

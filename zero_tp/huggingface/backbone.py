@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.huggingface.arguments import UNSUPPORTED_IN_FORWARD, refuse_arguments
 from zero_tp.models.causal_lm import CausalLM
 

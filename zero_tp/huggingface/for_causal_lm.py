@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.utils.deprecation import deprecate_kwarg
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.huggingface.arguments import forward_options, with_signature_of
 from zero_tp.huggingface.backbone import Backbone
 from zero_tp.huggingface.model import HuggingFaceModel

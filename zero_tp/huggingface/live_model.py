@@ -21,7 +21,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from zero_tp.architectures import Architecture, architecture_of, weights_of
 from zero_tp.architectures.spec import Rotary, TransformerSpec
-from zero_tp.errors import UserError, shown
+from zero_tp.base.errors import UserError, shown
 from zero_tp.weights.load import native_model
 
 COMPARED = (bool, int, float, str, tuple, list, dict, type(None), FunctionType, BuiltinFunctionType)

@@ -13,14 +13,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from zero_tp.activations.activation_memory import ActivationMemory
-from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.architectures import native_class_of
-from zero_tp.errors import UserError, shown
+from zero_tp.base.errors import UserError, shown
+from zero_tp.base.settings.recompute import RecomputePolicy
+from zero_tp.base.validation import validate
 from zero_tp.huggingface.pretrained import PretrainedWeights
 from zero_tp.huggingface.vocabulary import resize_vocabulary
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.topology import Topology
-from zero_tp.validation import validate
 
 
 def _loss_type(class_name: str) -> str | None:

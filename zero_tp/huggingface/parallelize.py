@@ -9,7 +9,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from zero_tp.architectures import architecture_of
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.huggingface.for_causal_lm import ZeroTPForCausalLM
 from zero_tp.huggingface.for_pretraining import ZeroTPForPreTraining
 from zero_tp.huggingface.live_model import read_live_model

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from zero_tp.architectures.configs import config_from_directory, describe_ignored_fields
-from zero_tp.errors import UserError, shown
+from zero_tp.base.errors import UserError, shown
+from zero_tp.base.weight_files import resolve
 from zero_tp.huggingface.arguments import UNSUPPORTED_IN_FROM_PRETRAINED, append_revision, refuse_arguments
 from zero_tp.models.parallel_model import ParallelModel, parse_dtype
 from zero_tp.parallel.layout import layout_of
@@ -22,7 +23,6 @@ from zero_tp.topology import Topology
 from zero_tp.weights.export import MAX_SHARD_SIZE, save_pretrained, save_state_dict
 from zero_tp.weights.live_weights import load_native
 from zero_tp.weights.load import PretrainedSource
-from zero_tp.weights.weight_files import resolve
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
 """Arguments of `from_pretrained` for huggingface_hub."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zero_tp.errors import UserError, shown
+from zero_tp.base.errors import UserError, shown
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.layout import Layout, layout_of, whole_shape
 from zero_tp.parallel.parameter import Init, SeededInit

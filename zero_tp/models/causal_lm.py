@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from zero_tp.constants import IGNORE_INDEX
-from zero_tp.errors import UserError
+from zero_tp.base.constants import IGNORE_INDEX
+from zero_tp.base.errors import UserError
 from zero_tp.models.context import ForwardInputs, PackedSequences, document_ids_from_positions
 from zero_tp.models.head import OutputLayer
 from zero_tp.models.parallel_model import ParallelModel, check_shape

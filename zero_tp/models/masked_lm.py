@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.models.context import ForwardInputs
 from zero_tp.models.head import MaskedTokenHead, SentenceHead
 from zero_tp.models.parallel_model import ParallelModel, check_shape

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from zero_tp.architectures import architecture_of
 from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG
 from zero_tp.architectures.spec import TransformerSpec
-from zero_tp.errors import UserError, shown
+from zero_tp.base.errors import UserError, shown
 from zero_tp.models.position import LearnedEmbedding
 from zero_tp.models.transformer import Transformer
 from zero_tp.models.wrapper_checks import WrapperChecks

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.topology import Topology
 
 

@@ -22,11 +22,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from zero_tp.base.errors import ConfigError, UserError, first_line, one_line
+from zero_tp.base.files import write_atomically
+from zero_tp.base.settings.resolve import leaves
+from zero_tp.base.strict_json import read_json
 from zero_tp.config import RunConfig
-from zero_tp.config.resolve import leaves
-from zero_tp.errors import ConfigError, UserError, first_line, one_line
-from zero_tp.files import write_atomically
-from zero_tp.strict_json import read_json
 from zero_tp.training.callback import Callback, Metrics, TrainState
 from zero_tp.training.metrics_file import append_line
 

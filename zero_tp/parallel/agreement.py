@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.parallel.collectives import Group, group_rank, group_size
 from zero_tp.topology import name_ranks
 

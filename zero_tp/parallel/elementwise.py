@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 
 CACHE_ELEMENTS = 2**18
 """Elements of a chunk that fits a CPU core's cache: 1 MiB in fp32."""

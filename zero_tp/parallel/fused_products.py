@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.parallel.collectives import Group
 from zero_tp.topology import Topology
 

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.topology import Topology
 
 

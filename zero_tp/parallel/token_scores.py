@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.parallel import loss
 from zero_tp.parallel.collectives import Group, group_rank, group_size
 from zero_tp.parallel.layout import vocab_shard_range

@@ -27,11 +27,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
 
 from zero_tp.activations.activation_memory import ActivationMemory
-from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.stores import MAX_COPIES_OUT
 from zero_tp.architectures import architecture_of
 from zero_tp.architectures.spec import TransformerSpec
-from zero_tp.constants import DTYPES
+from zero_tp.base.constants import DTYPES
+from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
 from zero_tp.models.causal_lm import CausalLM
 from zero_tp.models.context import PackedSequences

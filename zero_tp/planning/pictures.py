@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_tp import page
-from zero_tp.constants import GIB
-from zero_tp.page import PALETTE, legend, new_figure, show_values, style_axes
+from zero_tp.base import page
+from zero_tp.base.constants import GIB
+from zero_tp.base.page import PALETTE, legend, new_figure, show_values, style_axes
 from zero_tp.planning import plan_report as report
 from zero_tp.planning.memory import CATEGORIES, Point
 from zero_tp.planning.plan import Estimate, Plan

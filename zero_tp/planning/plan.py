@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from zero_tp.base.constants import GIB
 from zero_tp.config import RunConfig
-from zero_tp.constants import GIB
 from zero_tp.devices import Device
 from zero_tp.models.flops import model_flops, utilisation
 from zero_tp.planning import formulas

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from zero_tp.constants import GIB, MIB, in_gib
+from zero_tp.base.constants import GIB, MIB, in_gib
 from zero_tp.planning.memory import CATEGORIES, Point
 from zero_tp.planning.plan import DAY, HOUR, Estimate, Plan
 from zero_tp.planning.search import Search

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.base.settings.recompute import RecomputePolicy
+from zero_tp.base.settings.resolve import copies_gradients
 from zero_tp.config import RunConfig
-from zero_tp.config.resolve import copies_gradients
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -127,7 +127,7 @@ class ZeroSettings:
         moments: bytes of the optimizer's states for one parameter, without the fp32 master.
         torch_optimizer: the optimizer is an unfused class of torch whose update allocates temporaries.
         clips_gradients: see `gradient_clipping`.
-        copies_gradients: see `zero_tp.config.resolve.copies_gradients`.
+        copies_gradients: see `zero_tp.base.settings.resolve.copies_gradients`.
         overlap: `overlap_comm`.
         requests_owner_reduction: the config asks for reductions to the gradients' owners; see `reduces_to_owners`.
         pins_optimizer: the offloaded optimizer's buffers are page-locked; those of offloaded parameters always are.

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from zero_tp.base.errors import UserError
 from zero_tp.devices import Device
-from zero_tp.errors import UserError
 
 TILE = (256, 128)
 """Rows and columns of the result that one multiprocessor makes at once: cuBLAS's most efficient tile (NVIDIA, Matrix

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.parallel.fused_products import enable_fused_products
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.topology import Topology

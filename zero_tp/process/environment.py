@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.process.job_store import AGENT_STORE, JobStore
 
 DEEPSPEED_COMMANDS = ("deepspeed", "deepspeed.pt", "ds", "runner.py", "deepspeed.launcher.runner")

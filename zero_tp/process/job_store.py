@@ -12,7 +12,7 @@ import resource
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from zero_tp.errors import (
+from zero_tp.base.errors import (
     BAD_INPUT,
     INTERRUPTED,
     UserError,

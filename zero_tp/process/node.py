@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from zero_tp.errors import write_stderr
+from zero_tp.base.errors import write_stderr
 from zero_tp.process.environment import RANK, RankEnvironment, is_alive, rank_name
 
 POLL_SECONDS = 1.0

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 
 # C++ code, or Python at import, reads these. A value that the person has set wins.
 ENVIRONMENT = {

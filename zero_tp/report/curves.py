@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from zero_tp.page import PALETTE, new_figure, scale, show_values, style_axes
+from zero_tp.base.page import PALETTE, new_figure, scale, show_values, style_axes
 from zero_tp.report.runs import VALIDATION, Run
 
 COLOURS = tuple(PALETTE[name] for name in ("blue", "red", "green", "purple", "yellow", "cyan", "grey"))

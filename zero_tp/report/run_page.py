@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from zero_tp import page
+from zero_tp.base import page
+from zero_tp.base.errors import UserError
 from zero_tp.checkpoint.run_directory import CONFIG
-from zero_tp.errors import UserError
 from zero_tp.report.curves import draw_runs, equals_mfu, is_evaluation
 from zero_tp.report.runs import VALIDATION, Run, Series, config_differences, read_runs
 from zero_tp.training.metrics_file import METRICS_FILE

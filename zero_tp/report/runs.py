@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_tp.base.errors import UserError
+from zero_tp.base.files import open_regular
+from zero_tp.base.settings.resolve import leaves, look_up
+from zero_tp.base.strict_json import InvalidJson, read_object
 from zero_tp.checkpoint.run_directory import CONFIG
-from zero_tp.config.resolve import leaves, look_up
-from zero_tp.errors import UserError
-from zero_tp.files import open_regular
-from zero_tp.strict_json import InvalidJson, read_object
 from zero_tp.training.metrics_file import METRICS_FILE, read_line
 
 VALIDATION = "validation_"

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero_tp.constants import IGNORE_INDEX
-from zero_tp.errors import UserError
+from zero_tp.base.constants import IGNORE_INDEX
+from zero_tp.base.errors import UserError
 from zero_tp.parallel.agreement import checksum, differ_over
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.host_copy import HostCopy

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.resolve import dtype_name
 from zero_tp.checkpoint.manifest import Parallelism
 from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.resume_point import broadcast_resume_point, open_checkpoint
 from zero_tp.checkpoint.save import Saver, describe_model
-from zero_tp.config.resolve import dtype_name
-from zero_tp.errors import UserError
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.agreement import on_rank_zero
 from zero_tp.parallel.layout import layout_of, whole_shape

@@ -7,10 +7,10 @@ from typing import Any
 
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
-from zero_tp.config.optimizer import OPTIMIZERS, offloads_optimizer, params_model
-from zero_tp.config.resolve import BATCH_FIELDS, look_up
-from zero_tp.config.schedule import DEEPSPEED_SCHEDULES
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.optimizer import OPTIMIZERS, offloads_optimizer, params_model
+from zero_tp.base.settings.resolve import BATCH_FIELDS, look_up
+from zero_tp.base.settings.schedule import DEEPSPEED_SCHEDULES
 
 OPTIMIZER_ARGUMENTS = ("lr", "betas", "eps", "weight_decay")
 SCHEDULER_ARGUMENTS = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")

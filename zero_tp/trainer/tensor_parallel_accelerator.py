@@ -23,10 +23,10 @@ from accelerate.utils import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
 from zero_tp.config.checks import check_deepspeed, notes
-from zero_tp.config.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
 from zero_tp.config.typed import EntryPoint
-from zero_tp.errors import UserError
 from zero_tp.parallel.layout import audit
 from zero_tp.topology import Topology
 from zero_tp.training.guards import check_hooks, check_replicas

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 from zero_tp.huggingface import parallel_model
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.process.quiet import ignore_deprecated_collectives

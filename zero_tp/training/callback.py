@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from zero_tp.errors import first_line, one_line, write_stderr
+from zero_tp.base.errors import first_line, one_line, write_stderr
 from zero_tp.process.signals import Requests
 
 if TYPE_CHECKING:

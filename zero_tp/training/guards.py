@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from zero_tp.config.schema import Spike
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.schema import Spike
 from zero_tp.models.moe import Router
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.agreement import checksum, differ_over, tensor_bytes

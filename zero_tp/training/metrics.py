@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from zero_tp.constants import GIB
+from zero_tp.base.constants import GIB
 
 
 def memory_gib(device_type: str = "cpu") -> float:

@@ -7,8 +7,8 @@ import math
 import os
 from pathlib import Path
 
-from zero_tp.files import open_regular, write_atomically
-from zero_tp.strict_json import InvalidJson, parse_json
+from zero_tp.base.files import open_regular, write_atomically
+from zero_tp.base.strict_json import InvalidJson, parse_json
 from zero_tp.training.callback import Callback, Metrics, TrainState
 
 METRICS_FILE = "metrics.jsonl"

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from zero_tp.errors import UserError, first_line
-from zero_tp.files import write_atomically
+from zero_tp.base.errors import UserError, first_line
+from zero_tp.base.files import write_atomically
 from zero_tp.training.callback import Callback, TrainState
 
 OPERATORS = 30

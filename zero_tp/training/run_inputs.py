@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from transformers import PretrainedConfig
 
 from zero_tp.architectures.configs import check_unchanged, fields_of
+from zero_tp.base.errors import UserError, shown
+from zero_tp.base.settings.resolve import leaves
+from zero_tp.base.weight_files import has_commit, resolve
 from zero_tp.checkpoint.directory import complete_steps
 from zero_tp.checkpoint.manifest import Manifest, content_hash
 from zero_tp.config import RunConfig
-from zero_tp.config.resolve import leaves
 from zero_tp.data.documents import file_sha256
 from zero_tp.data.masked import MaskedRowBuilder, MaskedSamples, MaskedValidation, Masking
 from zero_tp.data.read_ahead import ReadAhead
@@ -29,11 +31,9 @@ from zero_tp.data.tokenizer import (
     special_token_ids,
     vocabulary_size,
 )
-from zero_tp.errors import UserError, shown
 from zero_tp.topology import Topology
 from zero_tp.weights.load import PretrainedSource
 from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
-from zero_tp.weights.weight_files import has_commit, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

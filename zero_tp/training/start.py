@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
+from zero_tp.base.files import wait_until_visible
+from zero_tp.base.settings.schema import Timeouts
 from zero_tp.checkpoint.directory import start_branch
 from zero_tp.checkpoint.manifest import Parallelism, Parent, differences
 from zero_tp.checkpoint.parent import check_child, describe_parent, find_parent, init_from_parent
 from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.resume_point import ResumePoint, broadcast_resume_point, find_intact_resume_point
 from zero_tp.checkpoint.run_directory import RunOwner, read_owner, run_directory, write_config
-from zero_tp.config.schema import Timeouts
 from zero_tp.devices import describe_devices
-from zero_tp.files import wait_until_visible
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.agreement import on_rank_zero, require_same_on_all_ranks
 from zero_tp.parallel.parameter import Zeros

@@ -35,14 +35,14 @@ from zero_tp.architectures.configs import (
     read_config_json,
     refuse_quantized,
 )
-from zero_tp.errors import UserError, first_line, shown
+from zero_tp.base.errors import UserError, first_line, shown
+from zero_tp.base.strict_json import read_json
+from zero_tp.base.weight_files import is_finite, is_regular, open_weights
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init, SeededInit
-from zero_tp.strict_json import read_json
 from zero_tp.tensors.safetensors_files import DTYPE_NAMES
 from zero_tp.topology import Topology
 from zero_tp.weights.stacked_experts import unstack_experts
-from zero_tp.weights.weight_files import is_finite, is_regular, open_weights
 
 FLOATING_DTYPES = ("F64", "F32", "BF16", "F16")
 EXTERNAL = ("configuration_files", "transformers_weights", "fusion_config", "kernel_config", "distributed_config")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from zero_tp.architectures import Weight, to_hf
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 
 
 def unstack_experts(

@@ -8,10 +8,10 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.errors import UserError, first_line
-from zero_tp.strict_json import read_json
+from zero_tp.base.errors import UserError, first_line
+from zero_tp.base.strict_json import read_json
+from zero_tp.base.weight_files import ID_FILES, TOKENIZER_FILES, is_regular
 from zero_tp.weights.tokenizer_fingerprint import PROBES, TokenizerFingerprint, describe_difference, probe_ids
-from zero_tp.weights.weight_files import ID_FILES, TOKENIZER_FILES, is_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,10 +12,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.errors import UserError, shown
-from zero_tp.strict_json import InvalidJson, parse_object
-from zero_tp.validation import ConfigModel, validate
-from zero_tp.weights.weight_files import safetensors_metadata
+from zero_tp.base.errors import UserError, shown
+from zero_tp.base.strict_json import InvalidJson, parse_object
+from zero_tp.base.validation import ConfigModel, validate
+from zero_tp.base.weight_files import safetensors_metadata
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime import lr_schedules
 from torch.optim.lr_scheduler import LambdaLR
 
-from zero_tp.config.schedule import TRANSFORMERS_SCHEDULES
+from zero_tp.base.settings.schedule import TRANSFORMERS_SCHEDULES
 
 ONE_STEP_AHEAD = (lr_schedules.LRRangeTest, lr_schedules.OneCycle)
 """Schedules whose formulas use `last_batch_iteration + 1`; others use it as it is."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_tp.config.optimizer import FUSED_ADAM, builder_name
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.optimizer import FUSED_ADAM, builder_name
 
 
 def check_nvme(paths: Mapping[str, Path]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.tools.fuzz.commands import PERPLEXITY, Ended, broken_promise, in_a_child, run, scratch
 from tests.tools.fuzz.damage import damage
-from zero_tp.errors import BAD_INPUT
+from zero_tp.base.errors import BAD_INPUT
 
 STEPS, SAVED = 5, (2, 4)
 WORDS = "peace war union states congress people government of the and to in a public law treaty"

@@ -20,8 +20,8 @@ from typing import IO, Any
 
 from tests.support.launched import ROOT
 from tests.support.waits import patience
+from zero_tp.base.errors import BAD_INPUT, visible
 from zero_tp.commands.check import MISSING
-from zero_tp.errors import BAD_INPUT, visible
 
 LIMIT = 20.0  # seconds on an idle machine
 LONGEST_REFUSAL, LONGEST_WORD = 400, 60  # characters

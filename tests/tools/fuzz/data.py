@@ -21,8 +21,8 @@ from typing import Any
 
 from tests.tools.fuzz.commands import Ended, attempt, scratch
 from tests.tools.fuzz.damage import damage
+from zero_tp.base.errors import UserError
 from zero_tp.data.indexed import IndexedCorpus
-from zero_tp.errors import UserError
 
 WORDS = [
     *("peace", "war", "caf\u00e9", "\U0001f44b", "<|endoftext|>", "a", "union", "42"),

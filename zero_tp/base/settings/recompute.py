@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from zero_tp.validation import ConfigModel, Count, Positive
+from zero_tp.base.validation import ConfigModel, Count, Positive
 
 RecomputeMode = Literal["none", "selective", "full"]
 RecomputeModule = Literal["attention_core", "mlp_activation", "norm"]

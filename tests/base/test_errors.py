@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.tools.fuzz.commands import LONGEST_REFUSAL, broken_style
-from zero_tp.errors import UserError, error_line, first_line, shown, visible
+from zero_tp.base.errors import UserError, error_line, first_line, shown, visible
 
 
 class RepositoryNotFoundError(Exception):

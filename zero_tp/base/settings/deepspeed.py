@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from zero_tp.config.resolve import look_up
-from zero_tp.errors import ConfigError, shown
-from zero_tp.validation import ConfigModel, NonNegative, Positive
+from zero_tp.base.errors import ConfigError, shown
+from zero_tp.base.settings.resolve import look_up
+from zero_tp.base.validation import ConfigModel, NonNegative, Positive
 
 ZERO = "zero_optimization"
 Dtype = Literal["fp32", "fp16", "bf16"]

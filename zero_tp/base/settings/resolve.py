@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zero_tp.config.schedule import LENGTHS, WARMUPS, check_scheduler
-from zero_tp.errors import ConfigError, shown
-from zero_tp.strict_json import InvalidJson, parse_json
-from zero_tp.validation import MISSING
+from zero_tp.base.errors import ConfigError, shown
+from zero_tp.base.settings.schedule import LENGTHS, WARMUPS, check_scheduler
+from zero_tp.base.strict_json import InvalidJson, parse_json
+from zero_tp.base.validation import MISSING
 
 MAX_NUMBER = 2**53
 BATCH_FIELDS = {

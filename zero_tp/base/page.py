@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_tp.errors import UserError
-from zero_tp.files import write_named
+from zero_tp.base.errors import UserError
+from zero_tp.base.files import write_named
 
 # Paul Tol's "bright" scheme, which colour-blind people can tell apart.
 PALETTE = {"blue": "#4477AA", "cyan": "#66CCEE", "green": "#228833", "yellow": "#CCBB44"}

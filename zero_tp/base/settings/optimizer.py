@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from zero_tp.config.resolve import look_up
-from zero_tp.errors import ConfigError, did_you_mean, shown
-from zero_tp.validation import Below1, ConfigModel, NonNegative, validate
+from zero_tp.base.errors import ConfigError, did_you_mean, shown
+from zero_tp.base.settings.resolve import look_up
+from zero_tp.base.validation import Below1, ConfigModel, NonNegative, validate
 
 
 class OptimizerBlock(ConfigModel):

@@ -16,7 +16,7 @@ from typing import IO, Any, BinaryIO
 
 import psutil
 
-from zero_tp.errors import UserError
+from zero_tp.base.errors import UserError
 
 MAX_FILE_BYTES = 2**28
 """The largest JSON file that is read [bytes]; Python needs up to ten times as much memory."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, as_user_error, error_line, escape_unencodable_output
+from zero_tp.base.errors import BAD_INPUT, INTERRUPTED, UserError, as_user_error, error_line, escape_unencodable_output
 
 BROKEN_PIPE, TERMINATED = 141, 143  # 128 + SIGPIPE, 128 + SIGTERM
 

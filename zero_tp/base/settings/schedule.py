@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from zero_tp.errors import ConfigError, did_you_mean, shown
-from zero_tp.validation import Below1, ConfigModel, Count, NonNegative, Positive, validate
+from zero_tp.base.errors import ConfigError, did_you_mean, shown
+from zero_tp.base.validation import Below1, ConfigModel, Count, NonNegative, Positive, validate
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Phase = Literal["linear", "cosine", "1-sqrt"]

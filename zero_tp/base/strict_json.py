@@ -8,8 +8,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from zero_tp.errors import ConfigError, shown
-from zero_tp.files import read_regular
+from zero_tp.base.errors import ConfigError, shown
+from zero_tp.base.files import read_regular
 
 _MAX_DIGITS, _MAX_LEVELS = 100, 100
 

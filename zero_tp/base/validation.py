@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from zero_tp.errors import ConfigError, did_you_mean, shown
+from zero_tp.base.errors import ConfigError, did_you_mean, shown
 
 Model = TypeVar("Model", bound=BaseModel)
 Count = Annotated[int, Field(ge=0)]

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from zero_tp.activations.policy import RecomputeMode, RecomputePolicy
-from zero_tp.errors import did_you_mean, shown
-from zero_tp.validation import ConfigModel, Positive
+from zero_tp.base.errors import did_you_mean, shown
+from zero_tp.base.settings.recompute import RecomputeMode, RecomputePolicy
+from zero_tp.base.validation import ConfigModel, Positive
 
 Name = Annotated[str, Field(min_length=1)]
 Minutes = Annotated[float, Field(gt=0, le=10_000_000)]

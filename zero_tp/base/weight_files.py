@@ -15,9 +15,9 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.errors import ConfigError, UserError, class_in_words, first_line, shown
-from zero_tp.files import open_regular
-from zero_tp.strict_json import InvalidJson, parse_object, read_object
+from zero_tp.base.errors import ConfigError, UserError, class_in_words, first_line, shown
+from zero_tp.base.files import open_regular
+from zero_tp.base.strict_json import InvalidJson, parse_object, read_object
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,8 +19,8 @@ import torch
 
 from tests.support.tiny_models import tiny_gpt2
 from tests.tiers import THOROUGH
-from zero_tp.errors import UserError
-from zero_tp.weights.weight_files import find_weights, is_cached, is_hub_name, pin_commit, pin_to_first_start
+from zero_tp.base.errors import UserError
+from zero_tp.base.weight_files import find_weights, is_cached, is_hub_name, pin_commit, pin_to_first_start
 
 NAME, COMMIT = "somebody/tiny", "0123456789abcdef0123456789abcdef01234567"
 TEXTS = ["the cat sat on the mat and looked at the moon"] * 20
@@ -130,7 +130,7 @@ def test_the_model_in_python_and_in_a_config(model: Path, cache: Path, tmp_path:
     """From the cache, without a network. In the config the name stands with its commit, of the model and of the
     tokenizer; exports take such a name too."""
     script = (
-        "from pathlib import Path; from zero_tp.weights.weight_files import resolve_tokenizer;"
+        "from pathlib import Path; from zero_tp.base.weight_files import resolve_tokenizer;"
         "from zero_tp import ZeroTPForCausalLM; from zero_tp.config import RunConfig;"
         f"print(ZeroTPForCausalLM.from_pretrained('{NAME}').num_parameters());"
         "config = RunConfig.load('config.json'); print(config.zero_tp.tokenizer, *map(str, config.missing_files()));"
