@@ -36,7 +36,7 @@ from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.resume_point import verify_checkpoint
 from zero_tp.checkpoint.save import run_saver
 from zero_tp.config import RunConfig
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.zero.ops import disable_shared_memory_collectives
 
@@ -196,7 +196,7 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
     from zero_tp.checkpoint.manifest import states_file
     from zero_tp.checkpoint.reader import STARTS, ParameterLayout, tensor_name
     from zero_tp.huggingface import ZeroTPForCausalLM
-    from zero_tp.tensors.safetensors_files import Entry, write_tensors
+    from zero_tp.parallel.safetensors_files import Entry, write_tensors
 
     model = {"model_type": "gpt2", "n_layer": 18, "n_embd": 2048, "n_head": 16, "n_positions": 1024}
     CONFIG["zero_tp"]["model"] = model

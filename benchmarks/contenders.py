@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from zero_tp.config import RunConfig
-    from zero_tp.topology import Topology
+    from zero_tp.parallel.topology import Topology
     from zero_tp.training.engine import TrainingEngine
 
 BATCH, WARM_UP, STEPS = 4, 2, 6

@@ -35,11 +35,11 @@ from zero_tp.checkpoint.save import Saver, run_saver
 from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.parallel.agreement import require_same_on_all_ranks
+from zero_tp.parallel.safetensors_files import PART_BYTES, FileDigest
+from zero_tp.parallel.topology import Topology
 from zero_tp.process.hang_report import RankStatus
 from zero_tp.process.signals import Requests
 from zero_tp.process.watch import Watchdog
-from zero_tp.tensors.safetensors_files import PART_BYTES, FileDigest
-from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.guards import check_duplicates, check_replicas
 from zero_tp.training.run_inputs import RunInputs

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from zero_tp.data.settings import Prepared, PrepareSettings
     from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
     from zero_tp.huggingface.parallelize import parallel_model
+    from zero_tp.parallel.topology import Topology
     from zero_tp.planning.plan import plan
-    from zero_tp.topology import Topology
     from zero_tp.trainer import ZeroTPTrainer
     from zero_tp.training.callback import Callback, TrainState
     from zero_tp.training.engine import TrainingEngine
@@ -50,7 +50,7 @@ _MODULES = {
     "PrepareSettings": "zero_tp.data.settings",
     "Prepared": "zero_tp.data.settings",
     "RunConfig": "zero_tp.config",
-    "Topology": "zero_tp.topology",
+    "Topology": "zero_tp.parallel.topology",
     "TrainState": "zero_tp.training.callback",
     "TrainingEngine": "zero_tp.training.engine",
     "UserError": "zero_tp.base.errors",

@@ -10,11 +10,11 @@ from zero_tp.base.shipped import CONFIGS, shipped_path
 from zero_tp.config import RunConfig
 from zero_tp.data.batch import Batch
 from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.parallel.topology import Topology
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import Layer
 from zero_tp.planning.memory import PaperMemory, run_model_size
 from zero_tp.planning.plan_settings import workload_of
-from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from benchmarks.papers.steps import step_seconds
 from zero_tp.architectures import native_class_of
 from zero_tp.base.shipped import CONFIGS, shipped_path
 from zero_tp.config import RunConfig
-from zero_tp.devices import named_device
+from zero_tp.parallel.devices import named_device
 from zero_tp.planning.memory import run_model_size
 from zero_tp.planning.plan import plan
 

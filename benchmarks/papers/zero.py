@@ -19,7 +19,7 @@ from benchmarks.papers.steps import followed_steps, most_in_backward
 from benchmarks.papers.zero_residual import residual
 from zero_tp.base.constants import GIB, MIB
 from zero_tp.config import RunConfig
-from zero_tp.devices import Device, named_device
+from zero_tp.parallel.devices import Device, named_device
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import ModelSize, RankMemory, rank_memory, run_model_size

@@ -22,9 +22,9 @@ from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.context import ForwardInputs
+from zero_tp.parallel.topology import Topology
 from zero_tp.planning.formulas import Layer, eager_core, saved, saved_full, saved_selective, sdpa_fused_core
 from zero_tp.planning.tracking import Allocation
-from zero_tp.topology import Topology
 
 
 def sdpa_maths_core(layer: Layer) -> float:

@@ -22,7 +22,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.data.batch import MaskedBatch
 from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 STEPS, ACCUMULATION, BATCH, SEQUENCE = 2, 2, 8, 12
 

@@ -36,7 +36,7 @@ from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models import cpu_flash
 from zero_tp.parallel.agreement import broadcast_rng_state
 from zero_tp.parallel.layout import Replicated, audit, layout_of
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 EACH_TYPE = pytest.mark.parametrize("model_type", MODEL_TYPES)
 EACH_WORLD = pytest.mark.parametrize("world", in_tiers([2, 4], [4]))

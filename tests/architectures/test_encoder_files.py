@@ -24,7 +24,7 @@ from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.huggingface import ZeroTPForPreTraining
 from zero_tp.models.context import ForwardInputs
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 
 def there_and_back(source: Path, folder: Path, tensor: int) -> tuple[list[str], float]:

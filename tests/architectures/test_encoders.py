@@ -33,7 +33,7 @@ from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.parallel.layout import audit
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 EACH_TYPE = pytest.mark.parametrize("model_type", MODEL_TYPES)
 EACH_WORLD = pytest.mark.parametrize("world", in_tiers([2, 4], [4]))

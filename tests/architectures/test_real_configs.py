@@ -17,7 +17,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.config.model_block import ignored_fields
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.huggingface.parallelize import parallel_model
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     model["name"]: model

@@ -16,7 +16,7 @@ from zero_tp.config import RunConfig
 from zero_tp.models.attention import AttentionCore
 from zero_tp.models.model_class import model_class
 from zero_tp.parallel.random import Dropout
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.training.engine import parameter_groups
 
 CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"

@@ -10,7 +10,7 @@ from benchmarks.papers.formulas import gpt_parameters
 from benchmarks.papers.pipelines import StageView
 from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
-from zero_tp.devices import named_device
+from zero_tp.parallel.devices import named_device
 from zero_tp.planning.memory import model_size
 from zero_tp.planning.plan_settings import workload_of
 

@@ -23,7 +23,7 @@ from zero_tp.checkpoint.manifest import OWN_HASH, content_hash, differences, fix
 from zero_tp.checkpoint.resume_point import ResumePoint, find_resume_point
 from zero_tp.checkpoint.run_directory import saved_start
 from zero_tp.config import RunConfig
-from zero_tp.tensors import safetensors_files as files
+from zero_tp.parallel import safetensors_files as files
 
 SIZES: dict[str, Any] = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 8, "vocab_size": 31}
 SIZES |= {"bos_token_id": 0, "eos_token_id": 0}

@@ -12,7 +12,7 @@ import pytest
 from zero_tp.base.errors import UserError
 from zero_tp.checkpoint.directory import MANIFEST, begin, commit, complete_steps, prune, step_directory
 from zero_tp.checkpoint.run_directory import OWNER, OwnerChanged, run_directory
-from zero_tp.tensors.safetensors_files import FileDigest
+from zero_tp.parallel.safetensors_files import FileDigest
 
 
 def test_a_run_holds_its_directory(tmp_path: Path) -> None:

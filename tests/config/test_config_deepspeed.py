@@ -25,7 +25,7 @@ from zero_tp.config import ConfigError, RunConfig
 from zero_tp.config.checks import check_deepspeed
 from zero_tp.config.config_file import ConfigFile
 from zero_tp.config.typed import EntryPoint
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 WORLD_SIZES = (4, 8, 16, 64, 280, 512, 1024)
 

@@ -25,7 +25,7 @@ from zero_tp.config import ConfigError, RunConfig
 from zero_tp.config.checks import check_deepspeed, notes
 from zero_tp.config.rules import rules
 from zero_tp.config.typed import EntryPoint, TypedConfig, check_types
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 ACTIVATIONS = "activation_checkpointing"
 LENGTHS = {"num_warmup_steps": 1, "num_training_steps": 9}

@@ -20,7 +20,7 @@ from zero_tp.checkpoint.manifest import fixed_settings
 from zero_tp.commands.check import describe
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.config.config_file import ConfigFile
-from zero_tp.devices import Device
+from zero_tp.parallel.devices import Device
 
 
 def test_sequence_parallelism_follows_tensor_unless_given(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import GPT2Config
 from tests.parallel.test_random import drawn
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.random import RandomStreams
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 pytestmark = pytest.mark.cuda
 

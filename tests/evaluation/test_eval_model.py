@@ -21,7 +21,7 @@ from zero_tp.evaluation.task import TaskOptions
 from zero_tp.evaluation.zero_shot import check_same_weights, make_tasks
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.token_scores import TokenScores
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 BATCH = 3
 GRIDS = [(2, 2), (2, 1), (4, 2), (4, 4)]  # world, TP

@@ -20,7 +20,7 @@ from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.schema import Evaluation
 from zero_tp.evaluation.live_tasks import LiveTasks
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 TEXT = "Some words of a text, and more of them for the model to read. "
 

@@ -27,7 +27,7 @@ from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
 from zero_tp.evaluation.task import TaskOptions
 from zero_tp.evaluation.zero_shot import make_tasks
 from zero_tp.parallel.token_scores import TokenScores
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 LIMIT = 25
 GRID_LIMIT = 13

@@ -16,7 +16,7 @@ from tests.support.harness import Results, assert_same, native_model, ours, para
 from tests.support.lm_eval_tasks import CHOSEN
 from tests.support.pools import Pools
 from zero_tp.evaluation.model_directory import open_directory
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(4 * 3600)]
 

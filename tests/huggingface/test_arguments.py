@@ -19,7 +19,7 @@ from zero_tp.architectures import weights_of
 from zero_tp.base.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.huggingface import parallel_model as live_model
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 COMMITS = {"main": "0" * 40, "v2": "2" * 40}
 TOKENS = torch.arange(8).view(2, 4)

@@ -18,7 +18,7 @@ from tests.support.tiny_models import bert_fields
 from zero_tp.architectures import ARCHITECTURES
 from zero_tp.base.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 CLASSES = [
     (name, model_type)

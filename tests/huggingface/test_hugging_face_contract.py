@@ -21,8 +21,8 @@ from tests.tiers import in_tiers
 from zero_tp.base.errors import ConfigError, UserError
 from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.huggingface import model as huggingface_model
+from zero_tp.parallel.topology import Topology
 from zero_tp.planning.simulated_accelerator import simulated_accelerator
-from zero_tp.topology import Topology
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 DECODER: dict[str, Any] = {**SIZES, "model_type": "llama", "vocab_size": 31, "pad_token_id": None}

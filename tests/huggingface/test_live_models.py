@@ -23,7 +23,7 @@ from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM, parallel_model
 from zero_tp.parallel.layout import audit
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.trainer import ZeroTPTrainer
 
 ONE_PROCESS = Topology(world=1)

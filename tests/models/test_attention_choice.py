@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from transformers import Qwen2Config
 
 from tests.support.mistakes import RIGHT
-from zero_tp import devices
 from zero_tp.architectures import architecture_of
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.config import RunConfig
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.attention import CORES, Attention, SDPACore, can_use_varlen
 from zero_tp.models.context import AttentionMask
+from zero_tp.parallel import devices
 from zero_tp.parallel.random import RandomStreams
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 
 @pytest.mark.parametrize("attention", [None, *CORES])

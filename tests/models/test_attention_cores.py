@@ -25,7 +25,7 @@ from zero_tp.models import cpu_flash
 from zero_tp.models.attention import CORES, SDPACore
 from zero_tp.models.context import AttentionMask, PackedSequences, VarlenMask
 from zero_tp.parallel.random import RandomStreams
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 BATCH, HEADS, LENGTH, SIZE = 3, 2, 48, 24
 

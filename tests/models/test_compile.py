@@ -21,7 +21,7 @@ from zero_tp.models.norm import _rms_norm, _rows_gradient, _weight_gradient
 from zero_tp.models.position import _rotate
 from zero_tp.parallel import elementwise
 from zero_tp.parallel.loss import _max_and_sum_exp, _to_probabilities_
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 STEPS, BATCH, SEQUENCE = 3, 8, 16
 MODELS = ("qwen3", "gpt_neox")

@@ -20,7 +20,7 @@ from tests.tiers import in_tiers
 from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.data.batch import separate_documents
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 ROWS, LENGTH, VOCABULARY, WINDOW = 3, 16, 61, 3
 OF_LLAMA: dict[str, Any] = {

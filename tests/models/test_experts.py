@@ -28,8 +28,8 @@ from zero_tp.config.model_block import check_model
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.flops import model_flops
 from zero_tp.parallel.layout import audit
+from zero_tp.parallel.topology import Topology
 from zero_tp.planning.memory import model_size
-from zero_tp.topology import Topology
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((model_type, {}) for model_type in OWN),

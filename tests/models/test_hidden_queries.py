@@ -12,7 +12,7 @@ from tests.support.compare import check_close
 from tests.support.decoders import decoder
 from tests.support.encoders import encoder
 from tests.support.native import check_gradients, parallel_model
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 LENGTH, VOCABULARY, WINDOW = 12, 61, 3
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}

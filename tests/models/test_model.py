@@ -18,7 +18,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import audit
 from zero_tp.parallel.random import SHARED, RandomStreams
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 LENGTH, BATCH = 16, 3
 SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 24, "n_positions": 24, "vocab_size": 61}

@@ -22,7 +22,7 @@ from zero_tp.models.norm import NORMS
 from zero_tp.models.transformer import LAYERS
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.gradients import GradientHooks
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 LENGTH, BATCH, HIDDEN, EPSILON = 4, 3, 8, 1e-6
 

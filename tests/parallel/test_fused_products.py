@@ -20,7 +20,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.parallel.fused_products import enable_fused_products
 from zero_tp.parallel.linear import ColumnParallelLinear
 from zero_tp.parallel.parameter import Normal
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 REFERENCES = {
     "fused_all_gather_matmul": symmetric_memory._fused_all_gather_matmul_fallback,

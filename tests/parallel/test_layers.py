@@ -22,7 +22,7 @@ from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import Sharded
 from zero_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from zero_tp.parallel.parameter import Normal
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 BATCH, HIDDEN = 2, 12  # HIDDEN and the lengths divide by 2, 3 and 4
 INIT = Normal(1.0)

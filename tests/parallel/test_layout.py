@@ -15,7 +15,7 @@ from transformers import GPT2Config
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import MARKS, Replicated, Sharded, audit, layout_of, set_layout
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 LAYERS, VOCABULARY, STD = 2, 301, 0.02
 

@@ -27,7 +27,7 @@ from zero_tp.checkpoint.reader import RANDOM
 from zero_tp.checkpoint.resume import _restore_streams
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 
 def same(tensors: list[Tensor], others: list[Tensor]) -> bool:

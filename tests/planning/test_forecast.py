@@ -17,7 +17,7 @@ from tests.tiers import THOROUGH
 from zero_tp.base.constants import in_gib
 from zero_tp.base.errors import UserError
 from zero_tp.config import RunConfig
-from zero_tp.devices import named_device
+from zero_tp.parallel.devices import named_device
 from zero_tp.planning import dryrun, simulated_accelerator
 from zero_tp.planning.forecast import MemoryForecast
 from zero_tp.planning.memory import rank_memory
@@ -36,7 +36,7 @@ def test_a_cpu_run_prints_its_plan() -> None:
 OF_AN_ACCELERATOR = """
 import torch
 from zero_tp.config import RunConfig
-from zero_tp.devices import named_device
+from zero_tp.parallel.devices import named_device
 from zero_tp.planning import dryrun, forecast
 from zero_tp.planning.plan import plan
 forecast._current_device, forecast.runs_varlen = torch.device, lambda _: False  # this machine has none

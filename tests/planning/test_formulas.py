@@ -18,8 +18,8 @@ from benchmarks.papers.formulas import (
 )
 from benchmarks.papers.pipelines import activation_factor, bubble_share, embedding_bytes
 from tests.activations.test_activation_bytes import sdpa_maths_core
-from zero_tp.devices import peak_flops
 from zero_tp.models.flops import utilisation
+from zero_tp.parallel.devices import peak_flops
 from zero_tp.planning.formulas import (
     Layer,
     model_states,

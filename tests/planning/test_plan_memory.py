@@ -25,6 +25,7 @@ from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.flops import layer_products
 from zero_tp.parallel import loss
 from zero_tp.parallel.elementwise import ElementwiseOps
+from zero_tp.parallel.topology import Topology
 from zero_tp.planning import dryrun
 from zero_tp.planning.dryrun import LayerKind, dry_run, layer_contexts, representative_layers
 from zero_tp.planning.formulas import model_states
@@ -33,7 +34,6 @@ from zero_tp.planning.memory import model_size
 from zero_tp.planning.plan_settings import ZeroSettings, workload_of
 from zero_tp.planning.tracking import join_parts, measure
 from zero_tp.planning.zero import RankParameters, ZeroMemory
-from zero_tp.topology import Topology
 
 
 @pytest.mark.parametrize("number", CASES)

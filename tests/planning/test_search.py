@@ -20,7 +20,7 @@ from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.base.settings.resolve import apply_overrides
 from zero_tp.base.strict_json import read_json
 from zero_tp.config import RunConfig
-from zero_tp.devices import named_device
+from zero_tp.parallel.devices import named_device
 from zero_tp.planning import plan_report as report
 from zero_tp.planning.plan import plan
 from zero_tp.planning.plan_settings import Workload, ZeroSettings

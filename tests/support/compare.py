@@ -13,7 +13,7 @@ from tests.support.pool_rank import cached
 from zero_tp.parallel.collectives import Group, all_gather
 from zero_tp.parallel.layout import Layout, Sharded, layout_of
 from zero_tp.parallel.parameter import Init, ParameterMaker
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 RELATIVE, OF_GLOBAL = 1e-5, 1e-7
 

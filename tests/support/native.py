@@ -16,7 +16,7 @@ from zero_tp import architectures as tables
 from zero_tp.architectures import architecture_of, file_tensors, native_class_of, weights_of
 from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.models.parallel_model import ParallelModel
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.weights.export import live_entries
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from zero_tp import devices
 from zero_tp.models import attention
+from zero_tp.parallel import devices
 
 
 def pieces_apart(

@@ -23,7 +23,7 @@ from tests.support.encoders import rows_for
 from tests.support.families import SEQUENCE, model_sizes
 from tests.support.native import native_model, our_class, to_theirs
 from zero_tp.base.constants import IGNORE_INDEX
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 STEPS, MORE_STEPS = 4, 10
 # The gradients of these models have norms from 0.2 to 1, so that every step is clipped.

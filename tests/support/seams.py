@@ -34,7 +34,7 @@ from zero_tp.checkpoint.parent import find_parent
 from zero_tp.config import RunConfig
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.evaluation.model_directory import open_directory
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.training.run_inputs import RunInputs
 
 PAGES = [f"{text} {OTHER_SCRIPTS}" for text in speeches(6, 160)]

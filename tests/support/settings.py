@@ -12,7 +12,7 @@ from transformers import GPT2Config
 
 from tests.support.compare import grid
 from zero_tp.config import RunConfig
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 
 def deepspeed_settings(

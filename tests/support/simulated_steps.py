@@ -24,11 +24,11 @@ from transformers import AutoConfig
 from zero_tp.data.batch import AnyBatch
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.gradients import gradient_norm
+from zero_tp.parallel.topology import Topology
 from zero_tp.planning import dryrun, simulated_accelerator
 from zero_tp.planning.plan_settings import Workload
 from zero_tp.planning.tracking import DryRunPart, measure
 from zero_tp.process.signals import Requests
-from zero_tp.topology import Topology
 from zero_tp.training import guards
 from zero_tp.training.engine import TrainingEngine
 

@@ -27,7 +27,7 @@ from tests.support.tiny_models import bert_fields
 from tests.tiers import in_tiers
 from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.huggingface import parallel_model
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.trainer import ZeroTPTrainer
 
 STEPS, ROWS = 4, 8  # of a step

@@ -22,7 +22,7 @@ from tests.tiers import in_tiers
 from tests.trainer.test_trainer import CAUSAL, ENCODER
 from zero_tp.base.errors import UserError
 from zero_tp.parallel.agreement import checksum
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.trainer.batches import SampleComparison, pad_for_sequence_parallelism
 
 GPT2: dict[str, Any] = {

@@ -19,7 +19,7 @@ from tests.support.settings import gpt2_config
 from tests.trainer.test_trainer import collated, rows_of
 from tests.trainer.test_trainer_alone import BATCH, plugin_of
 from zero_tp.base.errors import UserError
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.trainer import ZeroTPTrainer
 from zero_tp.trainer.deepspeed_arguments import fill_left_out_keys
 from zero_tp.trainer.tensor_parallel_accelerator import _sharded_optimizer, finalized_config

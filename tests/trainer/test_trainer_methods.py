@@ -15,7 +15,7 @@ from tests.support.native import parallel_model
 from tests.support.tiny_models import bert_fields
 from tests.trainer.test_trainer_alone import PlainTrainer
 from zero_tp.base.errors import UserError
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.trainer import TensorParallel, ZeroTPTrainer
 from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator
 

@@ -26,10 +26,10 @@ from zero_tp.checkpoint.save import _copy_to_host
 from zero_tp.models import transformer
 from zero_tp.parallel import collectives
 from zero_tp.parallel.host_copy import HostCopy
+from zero_tp.parallel.safetensors_files import Entry
 from zero_tp.planning import simulated_accelerator
 from zero_tp.planning.plan_settings import Workload
 from zero_tp.process.signals import Requests
-from zero_tp.tensors.safetensors_files import Entry
 from zero_tp.trainer.batches import SampleComparison, count_labels
 from zero_tp.trainer.trainer import TensorParallel
 from zero_tp.training.engine import TrainingEngine

@@ -24,7 +24,7 @@ from zero_tp.architectures import architecture_of
 from zero_tp.base.errors import UserError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.causal_lm import next_tokens
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.zero.states import MASTER
 

@@ -22,7 +22,7 @@ from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.parallel import gradients
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.guards import check_hooks, check_replicas
 

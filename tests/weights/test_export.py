@@ -22,7 +22,7 @@ from zero_tp.base import files
 from zero_tp.base.errors import UserError
 from zero_tp.base.files import partial_directory
 from zero_tp.base.weight_files import INDEX, SINGLE, resolve_tokenizer
-from zero_tp.tensors.safetensors_files import Entry
+from zero_tp.parallel.safetensors_files import Entry
 from zero_tp.weights.export import write_native
 
 TINY = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)

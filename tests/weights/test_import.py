@@ -24,7 +24,7 @@ from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import Sharded, layout_of
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.weights.load import PretrainedSource
 
 ROOT = Path(__file__).parents[2]

@@ -26,7 +26,7 @@ from zero_tp.evaluation import zero_shot
 from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
 from zero_tp.evaluation.perplexity import perplexity
 from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 LENGTH = 96  # tokens; 2 and 3 divide it
 GREATEST = 1e-4  # difference of any logit; they reach 30

@@ -11,7 +11,7 @@ from tests.support.pools import Pools
 from tests.support.settings import fp16_supported, gpt2_config, rows, settings_of
 from tests.tiers import in_tiers
 from zero_tp.base.settings.optimizer import choose_implementation
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 
 def first_step(stage: int, dtype: str) -> tuple[str, float]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings, gpt2_config
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 
 def train(offload: dict[str, dict[str, Any]], dtype: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:

@@ -14,7 +14,7 @@ from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.tiers import in_tiers
 from zero_tp.base.settings.schedule import SCHEDULES
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 RATE, STEPS = 0.25, 12
 LOW, HIGH = 0.1, 0.5

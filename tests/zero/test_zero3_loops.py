@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
 
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.zero import zero3_loops as rows
 from zero_tp.zero.stages import zero_engine
 

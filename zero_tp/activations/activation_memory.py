@@ -15,7 +15,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.models.transformer import TransformerLayer
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 RECOMPUTED_MODULES = {"layer": "", "attention_core": "attention.core"}
 """Parts of a layer that backward runs again from their inputs → their submodule."""

@@ -27,7 +27,7 @@ from zero_tp.base.strict_json import InvalidJson, parse_json, parse_object
 from zero_tp.checkpoint.manifest import FORMAT, OWN_HASH, Manifest, ManifestFile, content_hash, parse_manifest
 
 if TYPE_CHECKING:
-    from zero_tp.tensors.safetensors_files import FileDigest
+    from zero_tp.parallel.safetensors_files import FileDigest
 
 MANIFEST, LATEST, TEMPORARY = "manifest.json", "latest", ".writing"
 DAMAGE_ERRNOS = (errno.EBADMSG, errno.EFBIG, errno.EINVAL, errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN)
@@ -124,7 +124,7 @@ def check_content(checkpoint: Path, files: Mapping[str, ManifestFile], *, progre
     Raises:
         Damaged: a file is missing, cannot be read, or has another size or content.
     """
-    from zero_tp.tensors.safetensors_files import hash_file
+    from zero_tp.parallel.safetensors_files import hash_file
 
     check_sizes(checkpoint, files)
     total = sum(listed.bytes for listed in files.values())

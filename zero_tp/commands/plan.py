@@ -21,7 +21,7 @@ from zero_tp.base.files import write_named
 from zero_tp.base.page import new_figure
 from zero_tp.base.settings.resolve import MAX_NUMBER
 from zero_tp.commands.check import FILE, add_config
-from zero_tp.devices import NAMES, WITHOUT_DEVICES, named_device
+from zero_tp.parallel.devices import NAMES, WITHOUT_DEVICES, named_device
 
 TOP = 10
 

@@ -12,7 +12,7 @@ from zero_tp.base.settings.schema import Parallel, ZeroTP
 from zero_tp.base.validation import ConfigErrors
 from zero_tp.config.rules import rules
 from zero_tp.config.typed import EntryPoint, TypedConfig, check_types
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 
 def notes(config: TypedConfig, *kinds: Literal["no effect", "note"]) -> list[str]:

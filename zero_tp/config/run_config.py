@@ -34,7 +34,7 @@ from zero_tp.base.weight_files import is_cached, is_hub_name, pin_commit, pin_to
 from zero_tp.config.checks import notes, refuse
 from zero_tp.config.model_block import FROM_PRETRAINED, check_model, ignored_fields, model_config
 from zero_tp.config.typed import TypedConfig, check_types
-from zero_tp.topology import data_parallel_size
+from zero_tp.parallel.topology import data_parallel_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -22,7 +22,7 @@ from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.evaluation.rows import Row, Tokens
 from zero_tp.parallel.agreement import require_same_on_all_ranks
 from zero_tp.parallel.token_scores import TokenScores, scores_of_logits
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

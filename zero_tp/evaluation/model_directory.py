@@ -15,7 +15,7 @@ from zero_tp.base.errors import UserError, first_line
 from zero_tp.base.weight_files import find_weights, resolve, resolve_tokenizer
 from zero_tp.checkpoint.directory import check_sizes, find_checkpoint, incomplete_after, is_run, read_manifest
 from zero_tp.checkpoint.run_tokenizer import REMEDY, check_run_tokenizer, find_run_tokenizer, uncompared_tokenizer
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.weights.tokenizer_fingerprint import read_fingerprint
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from zero_tp.evaluation.task import (
     as_json,
     require_lm_eval,
 )
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 if TYPE_CHECKING:
     from torch import nn

@@ -20,7 +20,7 @@ from zero_tp.base.validation import validate
 from zero_tp.huggingface.pretrained import PretrainedWeights
 from zero_tp.huggingface.vocabulary import resize_vocabulary
 from zero_tp.parallel.layout import whole_shape
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 
 def _loss_type(class_name: str) -> str | None:

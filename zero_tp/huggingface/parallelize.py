@@ -14,7 +14,7 @@ from zero_tp.huggingface.for_causal_lm import ZeroTPForCausalLM
 from zero_tp.huggingface.for_pretraining import ZeroTPForPreTraining
 from zero_tp.huggingface.live_model import read_live_model
 from zero_tp.huggingface.model import HuggingFaceModel
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.weights.live_weights import LiveSource
 
 

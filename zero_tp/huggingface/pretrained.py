@@ -19,7 +19,7 @@ from zero_tp.base.weight_files import resolve
 from zero_tp.huggingface.arguments import UNSUPPORTED_IN_FROM_PRETRAINED, append_revision, refuse_arguments
 from zero_tp.models.parallel_model import ParallelModel, parse_dtype
 from zero_tp.parallel.layout import layout_of
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.weights.export import MAX_SHARD_SIZE, save_pretrained, save_state_dict
 from zero_tp.weights.live_weights import load_native
 from zero_tp.weights.load import PretrainedSource

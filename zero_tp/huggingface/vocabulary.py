@@ -12,7 +12,7 @@ from zero_tp.base.errors import UserError, shown
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.layout import Layout, layout_of, whole_shape
 from zero_tp.parallel.parameter import Init, SeededInit
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.weights.export import whole_parameter
 
 

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero_tp import devices
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.models import cpu_flash
 from zero_tp.models.context import AttentionMask, ForwardContext, PackedSequences, VarlenMask
 from zero_tp.models.norm import NORMS, SplitRMSNorm
 from zero_tp.models.position import apply_rotary
 from zero_tp.models.qkv import FusedQKV, GroupedQKV, heads_by_rank
+from zero_tp.parallel import devices
 from zero_tp.parallel.elementwise import ElementwiseModule
 from zero_tp.parallel.linear import RowParallelLinear
 from zero_tp.parallel.parameter import Normal, ParameterMaker

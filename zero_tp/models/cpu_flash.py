@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zero_tp import devices
+from zero_tp.parallel import devices
 
 BLOCK = 128
 """Queries per block; causal blocks skip later keys. Sequences shorter than two blocks use torch's own kernel."""

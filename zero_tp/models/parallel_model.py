@@ -27,7 +27,7 @@ from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import copy_layout, whole_shape
 from zero_tp.parallel.parameter import ParameterMaker, SeededInit, WeightSource
 from zero_tp.parallel.random import RandomStreams
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 DEVICES_WITHOUT_RNG = ("meta", "sim")
 """Devices without a random number generator: meta tensors, and the planner's simulated accelerator."""

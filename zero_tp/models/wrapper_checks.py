@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from zero_tp.base.errors import UserError
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 
 class WrapperChecks(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zero_tp.base.errors import UserError
 from zero_tp.parallel.collectives import Group, group_rank, group_size
-from zero_tp.topology import name_ranks
+from zero_tp.parallel.topology import name_ranks
 
 T = TypeVar("T")
 

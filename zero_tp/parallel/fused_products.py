@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zero_tp.base.errors import UserError
 from zero_tp.parallel.collectives import Group
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 
 def enable_fused_products(topology: Topology, device: torch.device) -> None:

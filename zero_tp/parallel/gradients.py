@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zero_tp.parallel.collectives import Group, Pending, all_reduce, start_all_reduce
 from zero_tp.parallel.elementwise import CHUNKED
 from zero_tp.parallel.layout import Replicated, Sharded, layout_of
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 _ACCELERATOR_ELEMENTS = 2**24
 

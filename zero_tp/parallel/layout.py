@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_tp.base.errors import UserError
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from zero_tp.parallel.collectives import (
 from zero_tp.parallel.fused_products import fused_all_gather_matmul, fused_matmul_reduce_scatter
 from zero_tp.parallel.layout import Replicated, Sharded
 from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 OWN_ROWS_FIRST = True
 """Multiply a rank's own rows while the others are gathered; otherwise all rows at once afterwards."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zero_tp.parallel.collectives import Group, group_rank, group_size
 from zero_tp.parallel.layout import Layout, set_layout
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 BLOCK_ROWS = 64
 

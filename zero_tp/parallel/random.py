@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 SHARED, PER_RANK = "shared", "per_rank"
 

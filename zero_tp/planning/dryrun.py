@@ -38,10 +38,10 @@ from zero_tp.models.context import PackedSequences
 from zero_tp.models.masked_lm import MaskedLM
 from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.elementwise import ElementwiseOps, set_training_elementwise
+from zero_tp.parallel.topology import Topology
 from zero_tp.planning.plan_settings import Workload
 from zero_tp.planning.simulated_accelerator import has_real_device, run_isolated, simulated_accelerator
 from zero_tp.planning.tracking import MemorySample, join_parts, measure
-from zero_tp.topology import Topology
 
 
 def dry_run(config: PretrainedConfig, workload: Workload, *, all_layers: bool = False) -> list[MemorySample]:

@@ -14,12 +14,12 @@ from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.config import RunConfig
 from zero_tp.models.model_class import model_class
 from zero_tp.parallel.layout import whole_shape
+from zero_tp.parallel.topology import Topology
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.plan_settings import Workload, ZeroSettings, workload_of
 from zero_tp.planning.tracking import MemorySample
 from zero_tp.planning.zero import RankParameters, StateBytes, ZeroMemory
-from zero_tp.topology import Topology
 
 STATE_CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers")
 CATEGORIES = (*STATE_CATEGORIES, "activations", "transients")

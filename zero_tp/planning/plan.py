@@ -9,8 +9,8 @@ from typing import Any
 
 from zero_tp.base.constants import GIB
 from zero_tp.config import RunConfig
-from zero_tp.devices import Device
 from zero_tp.models.flops import model_flops, utilisation
+from zero_tp.parallel.devices import Device
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import ModelSize, PaperMemory, Point, RankMemory, rank_memory, run_model_size

@@ -1,6 +1,6 @@
 """Seconds of matrix products and of collectives on one kind of device.
 
-Time is work divided by the achieved rate: the device's peak times a measured efficiency (zero_tp/devices.py).
+Time is work divided by the achieved rate: the device's peak times a measured efficiency (zero_tp/parallel/devices.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from zero_tp.base.errors import UserError
-from zero_tp.devices import Device
+from zero_tp.parallel.devices import Device
 
 TILE = (256, 128)
 """Rows and columns of the result that one multiprocessor makes at once: cuBLAS's most efficient tile (NVIDIA, Matrix

@@ -22,7 +22,7 @@ from zero_tp.base.settings.recompute import RecomputeMode, RecomputePolicy
 from zero_tp.base.settings.resolve import apply_overrides
 from zero_tp.base.strict_json import read_json
 from zero_tp.config import RunConfig
-from zero_tp.devices import Device
+from zero_tp.parallel.devices import Device
 from zero_tp.parallel.loss import accumulates_in_fp32, block_positions
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import ModelSize, PaperMemory, RankMemory, model_size

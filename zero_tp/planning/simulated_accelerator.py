@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from zero_tp import devices
 from zero_tp.base.errors import UserError
+from zero_tp.parallel import devices
 
 T = TypeVar("T")
 

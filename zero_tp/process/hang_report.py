@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import zero_tp
-from zero_tp.topology import name_ranks
+from zero_tp.parallel.topology import name_ranks
 
 _LIBRARY = Path(zero_tp.__file__).resolve().parent
 _WAITING = (f"torch{os.sep}distributed", f"deepspeed{os.sep}comm")

@@ -18,8 +18,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from zero_tp.parallel.topology import name_ranks
 from zero_tp.process.hang_report import RankStatus, describe_frame, describe_hang, dump_flight_recorder
-from zero_tp.topology import name_ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist

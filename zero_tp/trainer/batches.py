@@ -17,7 +17,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.parallel.agreement import checksum, differ_over
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.host_copy import HostCopy
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 PADDING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "document_ids": -1}
 """The value that pads a row, by argument of the forward; 0 for the others."""

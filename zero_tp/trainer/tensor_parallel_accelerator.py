@@ -28,7 +28,7 @@ from zero_tp.base.settings.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
 from zero_tp.config.checks import check_deepspeed, notes
 from zero_tp.config.typed import EntryPoint
 from zero_tp.parallel.layout import audit
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.training.guards import check_hooks, check_replicas
 from zero_tp.zero.ops import check_nvme
 from zero_tp.zero.stages import zero_engine

@@ -26,8 +26,8 @@ from transformers.trainer_utils import seed_worker
 from zero_tp.base.errors import UserError
 from zero_tp.huggingface import parallel_model
 from zero_tp.models.parallel_model import ParallelModel
+from zero_tp.parallel.topology import Topology
 from zero_tp.process.quiet import ignore_deprecated_collectives
-from zero_tp.topology import Topology
 from zero_tp.trainer.batches import SampleComparison, count_labels, pad_for_sequence_parallelism
 from zero_tp.trainer.checkpoints import has_only_weights, load_weights, resume_states, save_states
 from zero_tp.trainer.deepspeed_arguments import fill_left_out_keys

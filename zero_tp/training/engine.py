@@ -32,7 +32,7 @@ from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import compile_elementwise, is_compiled
 from zero_tp.parallel.layout import audit, whole_shape
 from zero_tp.parallel.parameter import ShardedSeededInit, WeightSource
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.training import guards
 from zero_tp.zero.build_lock import report_build_locks
 from zero_tp.zero.ops import check_nvme, disable_shared_memory_collectives

@@ -27,7 +27,7 @@ from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.agreement import checksum, differ_over, tensor_bytes
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.layout import Replicated, layout_of
-from zero_tp.topology import Topology, name_ranks
+from zero_tp.parallel.topology import Topology, name_ranks
 from zero_tp.zero.states import partition_of
 from zero_tp.zero.zero_engine import ZeroEngine
 

@@ -31,7 +31,7 @@ from zero_tp.data.tokenizer import (
     special_token_ids,
     vocabulary_size,
 )
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.weights.load import PretrainedSource
 from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 

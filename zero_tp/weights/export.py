@@ -31,8 +31,8 @@ from zero_tp.base.weight_files import ID_FILES, INDEX, is_finite
 from zero_tp.parallel.agreement import on_rank_zero
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
-from zero_tp.tensors.safetensors_files import Entry, write_tensors
-from zero_tp.topology import Topology
+from zero_tp.parallel.safetensors_files import Entry, write_tensors
+from zero_tp.parallel.topology import Topology
 from zero_tp.weights.live_weights import gather_parameter
 from zero_tp.weights.load import native_model, stored_shapes
 from zero_tp.weights.tokenizer_files import copy_tokenizer, match_tokenizer, open_tokenizer

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from zero_tp.architectures import aliases_of, architecture_of, file_tensors, weights_of
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 
 class LiveSource:

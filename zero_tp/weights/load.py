@@ -40,8 +40,8 @@ from zero_tp.base.strict_json import read_json
 from zero_tp.base.weight_files import is_finite, is_regular, open_weights
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init, SeededInit
-from zero_tp.tensors.safetensors_files import DTYPE_NAMES
-from zero_tp.topology import Topology
+from zero_tp.parallel.safetensors_files import DTYPE_NAMES
+from zero_tp.parallel.topology import Topology
 from zero_tp.weights.stacked_experts import unstack_experts
 
 FLOATING_DTYPES = ("F64", "F32", "BF16", "F16")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zero_tp.base.settings.resolve import copies_gradients
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squares
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
 from zero_tp.zero.zero3_loops import patch_zero3_loops
 from zero_tp.zero.zero_engine import Trainable, ZeroEngine

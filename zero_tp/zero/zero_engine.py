@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_tp.config.config_file import Timers
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 from zero_tp.zero.loss_scale import LossScale
 from zero_tp.zero.lr_schedules import set_schedule, transformers_schedule
 from zero_tp.zero.states import Fragment, OptimizerStates

@@ -20,7 +20,7 @@ from tests.support.mistakes import with_changes
 from tests.tools.fuzz import configs
 from tests.tools.fuzz.commands import attempt
 from tests.tools.fuzz.damage import ODD, damage_bytes, edit_json, places
-from zero_tp.devices import Device
+from zero_tp.parallel.devices import Device
 
 DEVICE: dict[str, Any] = {
     **{"name": "mine", "memory_gib": 40, "bf16_tflops": 312, "fp16_tflops": 312, "fp32_tflops": 19.5},

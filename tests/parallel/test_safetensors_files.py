@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from zero_tp.tensors import safetensors_files as files
-from zero_tp.tensors.safetensors_files import Entry, hash_file, write_tensors
+from zero_tp.parallel import safetensors_files as files
+from zero_tp.parallel.safetensors_files import Entry, hash_file, write_tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
 

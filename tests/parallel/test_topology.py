@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_tp.base.errors import UserError
-from zero_tp.topology import Topology
+from zero_tp.parallel.topology import Topology
 
 SIZES = st.integers(1, 9)
 

@@ -1,1 +1,0 @@
-"""Write and read safetensors files."""
