@@ -19,8 +19,8 @@ from zero_tp.base.validation import ConfigErrors
 from zero_tp.commands import check as command
 from zero_tp.commands.check import describe
 from zero_tp.config import ConfigError, RunConfig
+from zero_tp.data import tokenizer_files
 from zero_tp.data.indexed import IndexedWriter
-from zero_tp.weights import tokenizer_files
 
 TUTORIAL: dict[str, Any] = {
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},

@@ -25,9 +25,9 @@ from zero_tp.data import corpus as corpus_module
 from zero_tp.data import tokenizer as tokenizer_module
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.tokenizer import DocumentEncoder, MaskingVocabulary, corpus_fingerprint, vocabulary_size
+from zero_tp.data.tokenizer_files import open_tokenizer
+from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.data.tokenizer_training import train_bpe, train_wordpiece
-from zero_tp.weights.tokenizer_files import open_tokenizer
-from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 
 SPEECHES = speeches(12, 20_000)
 
@@ -203,7 +203,7 @@ def test_what_opens_a_tokenizer_without_torch_is_what_transformers_would_choose(
 OPENED = """
 import sys
 from pathlib import Path
-from zero_tp.weights.tokenizer_files import open_tokenizer
+from zero_tp.data.tokenizer_files import open_tokenizer
 open_tokenizer(Path(sys.argv[1]))
 print("torch" in sys.modules)
 """

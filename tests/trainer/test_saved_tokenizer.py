@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from tests.support.tiny_configs import tiny_config
 from tests.support.tokenizers import MAKES, OTHER_SCRIPTS, VOCABULARY
+from zero_tp.data import tokenizer_files
 from zero_tp.trainer import ZeroTPTrainer
-from zero_tp.weights import tokenizer_files
 
 
 @pytest.mark.parametrize("attribute", ["processing_class", "data_collator"])

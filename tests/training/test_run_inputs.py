@@ -25,13 +25,13 @@ from zero_tp.base.errors import UserError
 from zero_tp.checkpoint.manifest import check_same_run, fixed_settings
 from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedCorpus, bin_path, content_path
+from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.planning.forecast import MemoryForecast
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.watch import Watchdog
 from zero_tp.training.run_inputs import RunInputs
 from zero_tp.training.start import start_training
-from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 
 SIZES: dict[str, Any] = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 300}
 GPT2 = {"model_type": "gpt2", **SIZES}

@@ -19,9 +19,9 @@ from zero_tp.checkpoint.directory import check_content, find_checkpoint, incompl
 from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.checkpoint.run_tokenizer import check_run_tokenizer, find_run_tokenizer, uncompared_tokenizer
+from zero_tp.data.tokenizer_files import open_tokenizer
+from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.weights.export import MAX_SHARD_SIZE, check_target, native_entries, write_native
-from zero_tp.weights.tokenizer_files import open_tokenizer
-from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 
 
 @dataclass(frozen=True)

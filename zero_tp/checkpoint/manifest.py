@@ -19,7 +19,7 @@ from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError, UserError, shown
 from zero_tp.base.settings.optimizer import IMPLEMENTATION
 from zero_tp.base.validation import ConfigModel, Count, Positive, validate
-from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
+from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig

@@ -16,7 +16,7 @@ from zero_tp.checkpoint.manifest import Manifest, Parallelism, Parent, check_sav
 from zero_tp.checkpoint.resume import restore_states
 from zero_tp.checkpoint.resume_point import ResumePoint, open_checkpoint
 from zero_tp.config import RunConfig
-from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
+from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.zero.zero_engine import ZeroEngine
 
 if TYPE_CHECKING:

@@ -259,7 +259,7 @@ def _export_notes(inputs: RunInputs) -> list[str]:
     """Return a line if an export of the run would lack its tokenizer (see `match_tokenizer`)."""
     import tempfile
 
-    from zero_tp.weights.tokenizer_files import copy_tokenizer, match_tokenizer, open_tokenizer
+    from zero_tp.data.tokenizer_files import copy_tokenizer, match_tokenizer, open_tokenizer
 
     if inputs.tokenizer is None:
         return []

@@ -35,7 +35,7 @@ from zero_tp.data.settings import (
 )
 from zero_tp.data.spool import Spool
 from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
-from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
+from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 
 MANIFEST = "part.json"
 _REMEDY = "remove this part and run its task again"

@@ -19,8 +19,8 @@ from zero_tp.data.documents import file_sha256
 from zero_tp.data.formats import DOCUMENT_UNITS, STREAMS, import_optional
 from zero_tp.data.indexed import REPORT
 from zero_tp.data.records import DroppedRecord, Source
+from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.data.tokenizer_training import TokenizerSpec
-from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 
 FORMAT = 1  # increment it when the same settings give other files
 WORD_RULE = 2  # increment it when `similarity.words` changes

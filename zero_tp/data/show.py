@@ -10,7 +10,7 @@ import numpy as np
 from zero_tp.base.errors import UserError
 from zero_tp.data.indexed import IndexedCorpus, idx_path
 from zero_tp.data.tokenizer import corpus_fingerprint, find_tokenizer, vocabulary_size
-from zero_tp.weights.tokenizer_files import open_tokenizer
+from zero_tp.data.tokenizer_files import open_tokenizer
 
 SPLITS = ("train", "validation")
 MAX_SHOWN_CHARACTERS = 400

@@ -20,8 +20,8 @@ from zero_tp.base.strict_json import InvalidJson, read_object
 from zero_tp.base.validation import validate
 from zero_tp.base.weight_files import TOKENIZER_FILES, has_tokenizer, is_regular, resolve
 from zero_tp.data.indexed import REPORT, bin_path, token_dtype
-from zero_tp.weights.tokenizer_files import match_tokenizer, open_tokenizer
-from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
+from zero_tp.data.tokenizer_files import match_tokenizer, open_tokenizer
+from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

@@ -15,8 +15,8 @@ from zero_tp.base.errors import UserError, first_line
 from zero_tp.base.weight_files import find_weights, resolve, resolve_tokenizer
 from zero_tp.checkpoint.directory import check_sizes, find_checkpoint, incomplete_after, is_run, read_manifest
 from zero_tp.checkpoint.run_tokenizer import REMEDY, check_run_tokenizer, find_run_tokenizer, uncompared_tokenizer
+from zero_tp.data.tokenizer_fingerprint import read_fingerprint
 from zero_tp.parallel.topology import Topology
-from zero_tp.weights.tokenizer_fingerprint import read_fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +111,7 @@ class ModelDirectory:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer; UserError if it is not the model's, or the model cannot use it (`check_tokenizer`)."""
-        from zero_tp.weights.tokenizer_files import open_tokenizer
+        from zero_tp.data.tokenizer_files import open_tokenizer
 
         config = self.config  # before the tokenizer, which transformers opens with it
         tokenizer = open_tokenizer(self.tokenizer_path)

@@ -31,9 +31,9 @@ from zero_tp.data.tokenizer import (
     special_token_ids,
     vocabulary_size,
 )
+from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.parallel.topology import Topology
 from zero_tp.weights.load import PretrainedSource
-from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -28,6 +28,8 @@ from zero_tp.architectures.configs import CONFIG
 from zero_tp.base.errors import UserError, first_line
 from zero_tp.base.files import check_replaceable, partial_directory, put_in_place, read_regular, sync
 from zero_tp.base.weight_files import ID_FILES, INDEX, is_finite
+from zero_tp.data.tokenizer_files import copy_tokenizer, match_tokenizer, open_tokenizer
+from zero_tp.data.tokenizer_fingerprint import FINGERPRINT, TokenizerFingerprint
 from zero_tp.parallel.agreement import on_rank_zero
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
@@ -35,8 +37,6 @@ from zero_tp.parallel.safetensors_files import Entry, write_tensors
 from zero_tp.parallel.topology import Topology
 from zero_tp.weights.live_weights import gather_parameter
 from zero_tp.weights.load import native_model, stored_shapes
-from zero_tp.weights.tokenizer_files import copy_tokenizer, match_tokenizer, open_tokenizer
-from zero_tp.weights.tokenizer_fingerprint import FINGERPRINT, TokenizerFingerprint
 
 MAX_SHARD_SIZE = "5GB"
 CARD = "README.md"

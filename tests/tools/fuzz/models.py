@@ -26,7 +26,7 @@ TRAINING = """
 import sys
 from pathlib import Path
 from zero_tp import cli
-from zero_tp.weights.tokenizer_files import open_tokenizer
+from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.evaluation.perplexity import perplexity
 from zero_tp.evaluation.model_directory import check_tokenizer
 from zero_tp.evaluation.eval_model import ParallelScorer, EvalModel

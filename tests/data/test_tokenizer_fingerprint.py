@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.tokenizers import MAKES, llama_3, own_bpe, sentencepiece_bpe, unigram
 from zero_tp.base.errors import UserError
-from zero_tp.weights.tokenizer_fingerprint import TokenizerFingerprint
+from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 
 
 def changed(make: Callable[[], PreTrainedTokenizerFast], change: Callable[[dict[str, Any]], None]) -> Any:

@@ -15,9 +15,9 @@ from tests.support.tiny_models import speeches
 from tests.support.tokenizers import MAKES, OTHER_SCRIPTS, VOCABULARY
 from tests.tiers import in_tiers
 from zero_tp.base.weight_files import ID_FILES
-from zero_tp.weights import tokenizer_files
-from zero_tp.weights.tokenizer_files import copy_tokenizer, match_tokenizer, open_tokenizer
-from zero_tp.weights.tokenizer_fingerprint import PROBES
+from zero_tp.data import tokenizer_files
+from zero_tp.data.tokenizer_files import copy_tokenizer, match_tokenizer, open_tokenizer
+from zero_tp.data.tokenizer_fingerprint import PROBES
 
 PAGE = speeches(1, 2000)[0]
 TEXTS = (*PROBES, OTHER_SCRIPTS, PAGE, "  12345 \t\n 6 7", "<|endoftext|>a</s><s> <|im_start|>b <|begin_of_text|>", "")

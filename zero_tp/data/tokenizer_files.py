@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from zero_tp.base.errors import UserError, first_line
 from zero_tp.base.strict_json import read_json
 from zero_tp.base.weight_files import ID_FILES, TOKENIZER_FILES, is_regular
-from zero_tp.weights.tokenizer_fingerprint import PROBES, TokenizerFingerprint, describe_difference, probe_ids
+from zero_tp.data.tokenizer_fingerprint import PROBES, TokenizerFingerprint, describe_difference, probe_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
