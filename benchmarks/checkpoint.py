@@ -195,7 +195,7 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
 
     from zero_tp.checkpoint.manifest import states_file
     from zero_tp.checkpoint.reader import STARTS, ParameterLayout, tensor_name
-    from zero_tp.huggingface import ZeroTPForCausalLM
+    from zero_tp.model.huggingface import ZeroTPForCausalLM
     from zero_tp.parallel.safetensors_files import Entry, write_tensors
 
     model = {"model_type": "gpt2", "n_layer": 18, "n_embd": 2048, "n_head": 16, "n_positions": 1024}

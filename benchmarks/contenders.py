@@ -102,8 +102,8 @@ def engine_of(
     config: RunConfig, topology: Topology, device: torch.device, weights: Path | None = None
 ) -> TrainingEngine:
     """Build a run's engine as launch/pretrain.py does, with the weights of a directory or random ones."""
+    from zero_tp.model.weights.load import PretrainedSource
     from zero_tp.training.engine import TrainingEngine
-    from zero_tp.weights.load import PretrainedSource
 
     model = config.hf_config()
     return TrainingEngine(

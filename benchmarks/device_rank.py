@@ -18,11 +18,11 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from benchmarks.contenders import connected, engine_of
-from zero_tp.architectures import architecture_of
 from zero_tp.base.constants import DTYPES, GIB
 from zero_tp.base.errors import UserError
 from zero_tp.config import RunConfig
-from zero_tp.models.flops import model_flops, utilisation
+from zero_tp.model.architectures import architecture_of
+from zero_tp.model.flops import model_flops, utilisation
 from zero_tp.parallel.devices import find_device_spec, named_device, peak_flops
 from zero_tp.planning.plan import plan
 from zero_tp.process.environment import RankEnvironment

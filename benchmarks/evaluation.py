@@ -35,7 +35,7 @@ from zero_tp.evaluation.lm_eval_tasks import lm_eval_settings
 from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.evaluation.perplexity import WIKITEXT_OVERLAP, detokenize, sliding_windows, wikitext_split
 from zero_tp.evaluation.rows import prefix_token
-from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.model.huggingface import ZeroTPForCausalLM
 
 Contenders = dict[str, Callable[[], object]]
 

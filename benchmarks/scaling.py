@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from zero_tp.base.errors import UserError
 from zero_tp.config import RunConfig
-from zero_tp.models.flops import model_flops, utilisation
+from zero_tp.model.flops import model_flops, utilisation
 from zero_tp.parallel.devices import named_device
 from zero_tp.planning.plan import Estimate
 from zero_tp.planning.search import Search

@@ -67,8 +67,8 @@ def write_model(directory: Path, shape: Shape) -> float:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    from zero_tp.architectures import architecture_of
-    from zero_tp.models.flops import model_flops
+    from zero_tp.model.architectures import architecture_of
+    from zero_tp.model.flops import model_flops
 
     torch.manual_seed(1)
     logging.disable_progress_bar()

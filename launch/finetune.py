@@ -274,7 +274,7 @@ def main(words: Sequence[str]) -> None:
 
     from zero_tp.base.weight_files import open_weights, resolve
     from zero_tp.checkpoint.directory import is_run
-    from zero_tp.weights.load import open_any_config
+    from zero_tp.model.weights.load import open_any_config
 
     model, name = resolve(options.model, "--model"), options.task
     if is_run(model) and not any(model.glob("model*.safetensors")):

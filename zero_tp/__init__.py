@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from zero_tp.data.datasets import CorpusDataset, CorpusStream
     from zero_tp.data.documents import stream
     from zero_tp.data.settings import Prepared, PrepareSettings
-    from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
-    from zero_tp.huggingface.parallelize import parallel_model
+    from zero_tp.model.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
+    from zero_tp.model.huggingface.parallelize import parallel_model
     from zero_tp.parallel.topology import Topology
     from zero_tp.planning.plan import plan
     from zero_tp.trainer import ZeroTPTrainer
@@ -54,10 +54,10 @@ _MODULES = {
     "TrainState": "zero_tp.training.callback",
     "TrainingEngine": "zero_tp.training.engine",
     "UserError": "zero_tp.base.errors",
-    "ZeroTPForCausalLM": "zero_tp.huggingface",
-    "ZeroTPForPreTraining": "zero_tp.huggingface",
+    "ZeroTPForCausalLM": "zero_tp.model.huggingface",
+    "ZeroTPForPreTraining": "zero_tp.model.huggingface",
     "ZeroTPTrainer": "zero_tp.trainer",
-    "parallel_model": "zero_tp.huggingface.parallelize",
+    "parallel_model": "zero_tp.model.huggingface.parallelize",
     "plan": "zero_tp.planning.plan",
     "prepare": "zero_tp.data.corpus",
     "stream": "zero_tp.data.documents",

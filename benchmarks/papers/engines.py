@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.base.constants import DTYPES
 from zero_tp.base.shipped import CONFIGS, shipped_path
 from zero_tp.config import RunConfig
 from zero_tp.data.batch import Batch
-from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.model.huggingface import ZeroTPForCausalLM
+from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.topology import Topology
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import Layer

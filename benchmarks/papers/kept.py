@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.models.context import ForwardInputs
+from zero_tp.model.context import ForwardInputs
+from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.planning.tracking import Allocation, Allocations
 
 

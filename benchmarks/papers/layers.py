@@ -14,7 +14,7 @@ from benchmarks.papers.engines import CPU, built, topology_of
 from benchmarks.papers.kept import kept_by_layer
 from benchmarks.papers.published import TECHNIQUES
 from zero_tp.config import RunConfig
-from zero_tp.models.context import ForwardInputs
+from zero_tp.model.context import ForwardInputs
 from zero_tp.planning.formulas import Layer
 
 Times = dict[str, list[tuple[float, float]]]

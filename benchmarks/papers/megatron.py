@@ -17,9 +17,9 @@ from benchmarks.papers.ranks import on_ranks
 from benchmarks.papers.reproduction import Reproduction
 from benchmarks.papers.rows import Row, Table, rows
 from benchmarks.papers.steps import step_seconds
-from zero_tp.architectures import native_class_of
 from zero_tp.base.shipped import CONFIGS, shipped_path
 from zero_tp.config import RunConfig
+from zero_tp.model.architectures import native_class_of
 from zero_tp.parallel.devices import named_device
 from zero_tp.planning.memory import run_model_size
 from zero_tp.planning.plan import plan

@@ -12,7 +12,7 @@ from benchmarks.papers.pipelines import PipelineTime, StageView, pipeline_time
 from benchmarks.papers.programs import Megatron2019, Megatron2022
 from zero_tp.base.shipped import CONFIGS, shipped_path
 from zero_tp.config import RunConfig
-from zero_tp.models.flops import model_flops
+from zero_tp.model.flops import model_flops
 from zero_tp.parallel.devices import Device, named_device
 from zero_tp.planning.memory import ModelSize, run_model_size
 from zero_tp.planning.plan_settings import ZeroSettings, workload_of

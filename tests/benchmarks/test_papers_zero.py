@@ -10,7 +10,7 @@ from benchmarks.papers.reproduction import Reproduction
 from benchmarks.papers.rows import Row
 from benchmarks.papers.steps import measured_steps, planned_steps
 from tests.tiers import THOROUGH
-from zero_tp.activations.stores import MAX_COPIES_OUT
+from zero_tp.model.recompute.stores import MAX_COPIES_OUT
 
 # What the benchmarks publish.
 pytestmark = THOROUGH

@@ -27,7 +27,7 @@ from zero_tp.checkpoint.directory import MANIFEST, find_checkpoint, incomplete_a
 from zero_tp.checkpoint.inspect import inspect
 from zero_tp.checkpoint.resume_point import open_checkpoint
 from zero_tp.evaluation import model_directory
-from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.model.huggingface import ZeroTPForCausalLM
 
 
 def config(**changes: Any) -> GPT2Config:

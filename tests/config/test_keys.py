@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models.test_model import reference_model
+from tests.model.test_model import reference_model
 from tests.support import matrix
 from tests.support.compare import check_close, grid
 from tests.support.keys import CELLS, OPTIMIZED
@@ -22,7 +22,7 @@ from tests.support.pools import Pools
 from tests.training.test_engine import ACCUMULATION, build
 from tests.training.test_matrix import distances
 from tests.zero.test_fp16 import tokens_of
-from zero_tp.models.causal_lm import next_tokens
+from zero_tp.model.causal_lm import next_tokens
 
 CLIP, STEPS = 0.3, 4
 

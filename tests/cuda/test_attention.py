@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from transformers import LlamaConfig, MistralConfig
 
-from zero_tp.architectures import architecture_of
-from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.data.batch import Batch, separate_documents
-from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.models.attention import AttentionCore, SDPACore, can_use_varlen, disable_cudnn_for_mask
-from zero_tp.models.context import AttentionMask, PackedSequences, VarlenMask
+from zero_tp.model.architectures import architecture_of
+from zero_tp.model.architectures.spec import TransformerSpec
+from zero_tp.model.attention import AttentionCore, SDPACore, can_use_varlen, disable_cudnn_for_mask
+from zero_tp.model.context import AttentionMask, PackedSequences, VarlenMask
+from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel import devices
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.parallel.topology import Topology

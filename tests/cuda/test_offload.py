@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config
 
-from zero_tp.activations.activation_memory import ActivationMemory
-from zero_tp.activations.stores import ContiguousBuffer, HostStore
 from zero_tp.base.settings.recompute import RecomputePolicy
-from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.model.huggingface import ZeroTPForCausalLM
+from zero_tp.model.recompute.activation_memory import ActivationMemory
+from zero_tp.model.recompute.stores import ContiguousBuffer, HostStore
 from zero_tp.training.guards import deterministic_algorithms
 
 pytestmark = pytest.mark.cuda

@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config
 
 from tests.parallel.test_random import drawn
-from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.parallel.topology import Topology
 

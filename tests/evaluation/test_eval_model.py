@@ -19,7 +19,7 @@ from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
 from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.evaluation.task import TaskOptions
 from zero_tp.evaluation.zero_shot import check_same_weights, make_tasks
-from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.token_scores import TokenScores
 from zero_tp.parallel.topology import Topology
 
@@ -90,8 +90,8 @@ def deepspeed_settings(stage: int) -> dict[str, Any]:
 
 def live_model(directory: Path, tensor: int, stage: int, scorer: Callable[[Any], Any]) -> EvalModel:
     """Return the model of a DeepSpeed engine before its first step; `scorer` takes the engine."""
+    from zero_tp.model.weights.load import PretrainedSource
     from zero_tp.training.engine import TrainingEngine
-    from zero_tp.weights.load import PretrainedSource
 
     opened, topology = open_directory(directory), grid(tensor)
     source, settings = PretrainedSource(directory, opened.config), deepspeed_settings(stage)

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.activations.test_stores import LAYERS, LENGTH, simulated
+from tests.model.recompute.test_stores import LAYERS, LENGTH, simulated
 from tests.support.compare import grid
 from tests.support.streams import BATCH, VOCABULARY, config_of
-from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.models.mlp import GatedActivation
-from zero_tp.models.norm import _RMSNorm
+from zero_tp.model.huggingface import ZeroTPForCausalLM
+from zero_tp.model.mlp import GatedActivation
+from zero_tp.model.norm import _RMSNorm
 from zero_tp.parallel import elementwise, loss
 from zero_tp.parallel.elementwise import CHUNKED
 from zero_tp.parallel.gradients import sum_of_squares

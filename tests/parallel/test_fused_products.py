@@ -12,7 +12,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from tests.models.test_model import SIZES, same_as_native
+from tests.model.test_model import SIZES, same_as_native
 from tests.support.compare import grid, maker, piece_of
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH

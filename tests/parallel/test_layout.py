@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import GPT2Config
 
-from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import MARKS, Replicated, Sharded, audit, layout_of, set_layout
 from zero_tp.parallel.topology import Topology

@@ -18,10 +18,10 @@ from tests.support.compare import check_close, gradient_of, grid
 from tests.support.pools import Pool, RankError
 from tests.support.streams import BATCH, VOCABULARY, computing_accelerator, config_of, model_there, tensor_there
 from tests.tiers import THOROUGH
-from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.recompute import RecomputePolicy
-from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.model.huggingface import ZeroTPForCausalLM
+from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.collectives import all_gather, start_all_gather, start_all_reduce
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.host_copy import HostCopy

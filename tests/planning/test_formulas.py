@@ -17,8 +17,8 @@ from benchmarks.papers.formulas import (
     iteration_flops,
 )
 from benchmarks.papers.pipelines import activation_factor, bubble_share, embedding_bytes
-from tests.activations.test_activation_bytes import sdpa_maths_core
-from zero_tp.models.flops import utilisation
+from tests.model.recompute.test_activation_bytes import sdpa_maths_core
+from zero_tp.model.flops import utilisation
 from zero_tp.parallel.devices import peak_flops
 from zero_tp.planning.formulas import (
     Layer,

@@ -15,7 +15,7 @@ from tests.tiers import THOROUGH
 from zero_tp.base.constants import GIB
 from zero_tp.base.errors import UserError
 from zero_tp.config import RunConfig
-from zero_tp.models import flops
+from zero_tp.model import flops
 from zero_tp.parallel.devices import NAMES, named_device
 from zero_tp.planning import plan_report as report
 from zero_tp.planning.memory import model_size

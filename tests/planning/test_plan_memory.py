@@ -21,8 +21,8 @@ from tests.support.plan_configs import CASES, CONFIGS, FAMILIES, MASKED, TIERS, 
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.data.batch import Batch
-from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.models.flops import layer_products
+from zero_tp.model.flops import layer_products
+from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel import loss
 from zero_tp.parallel.elementwise import ElementwiseOps
 from zero_tp.parallel.topology import Topology

@@ -12,9 +12,9 @@ from transformers import GPT2Config
 
 from tests.support.plan_configs import DOCUMENTS, WIDE, WINDOWS, family, load
 from tests.tiers import THOROUGH, in_tiers
-from zero_tp.activations.stores import MAX_COPIES_OUT
 from zero_tp.base.settings.recompute import RecomputePolicy
-from zero_tp.models import norm
+from zero_tp.model import norm
+from zero_tp.model.recompute.stores import MAX_COPIES_OUT
 from zero_tp.parallel import elementwise
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import (

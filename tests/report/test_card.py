@@ -108,7 +108,7 @@ def test_an_export_to_a_full_disk_names_it(tmp_path: Path, monkeypatch: pytest.M
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("zero_tp.weights.export.put_in_place", full)
+    monkeypatch.setattr("zero_tp.model.weights.export.put_in_place", full)
     with pytest.raises(UserError, match=r"export: can't be written \(No space left on device\); give another --output"):
         export(run(tmp_path / "run"), tmp_path / "export")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -19,7 +19,7 @@ from zero_tp.checkpoint.manifest import OWN_HASH, content_hash, states_file
 from zero_tp.checkpoint.reader import STARTS, ParameterLayout, tensor_name
 from zero_tp.checkpoint.save import describe_tokenizer
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
-from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.parallel.safetensors_files import Entry, write_tensors
 from zero_tp.parallel.topology import Topology

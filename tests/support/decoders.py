@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.compare import norm, tolerances
 from tests.support.native import perturbed
-from zero_tp.architectures import ARCHITECTURES
+from zero_tp.model.architectures import ARCHITECTURES
 
 LENGTH, BATCH = 16, 3
 HEADS = 4  # what TP 4 divides

@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 from tests.support.decoders import MODEL_TYPES as DECODERS
 from tests.support.native import native_model, perturbed
-from zero_tp.architectures import ARCHITECTURES
 from zero_tp.base.constants import IGNORE_INDEX
+from zero_tp.model.architectures import ARCHITECTURES
 
 LENGTH, BATCH, HEADS = 16, 3, 4
 MODEL_TYPES = sorted(ARCHITECTURES.keys() - DECODERS)

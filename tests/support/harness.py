@@ -15,7 +15,7 @@ from tests.support.lm_eval_tasks import answers
 from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
 from zero_tp.evaluation.lm_eval_model import LMEvalModel
 from zero_tp.evaluation.model_directory import open_directory
-from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.topology import Topology
 
 Results = dict[str, tuple[dict[str, Any], list[Any]]]

@@ -89,10 +89,10 @@ CELLS: dict[str, tuple[tuple[str, ...], Changes]] = {
 """Cells of the parity matrix with more keys: (settings, changes)."""
 
 TRAINED_BY: dict[str, tuple[str, ...]] = {
-    "activations/test_recompute": ("zero_tp.recompute", "zero_tp.recompute.layers"),
+    "model/recompute/test_recompute": ("zero_tp.recompute", "zero_tp.recompute.layers"),
     "config/test_resolve": ("zero_tp.training.tokens",),
-    "models/test_compile": ("zero_tp.compile",),
-    "models/test_model": ("zero_tp.attention",),
+    "model/test_compile": ("zero_tp.compile",),
+    "model/test_model": ("zero_tp.attention",),
     "parallel/test_fused_products": ("zero_tp.parallel.fused_products",),
     "support/matrix": ("zero_tp.objective.type",),
     "training/test_documents_run": ("zero_tp.data.document_attention",),

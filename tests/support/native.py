@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from tests.support.compare import WholeWeights, check_close, gradient_of, whole_gradients
-from zero_tp import architectures as tables
-from zero_tp.architectures import architecture_of, file_tensors, native_class_of, weights_of
-from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
-from zero_tp.models.parallel_model import ParallelModel
+from zero_tp.model import architectures as tables
+from zero_tp.model.architectures import architecture_of, file_tensors, native_class_of, weights_of
+from zero_tp.model.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
+from zero_tp.model.parallel_model import ParallelModel
+from zero_tp.model.weights.export import live_entries
 from zero_tp.parallel.topology import Topology
-from zero_tp.weights.export import live_entries
 
 
 def to_ours(config: PretrainedConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from zero_tp.models import attention
+from zero_tp.model import attention
 from zero_tp.parallel import devices
 
 

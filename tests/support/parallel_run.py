@@ -120,7 +120,7 @@ def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:
 def stale_weights(engine: Any, masters: dict[str, Tensor]) -> list[str]:
     """Names of the module's weights that differ from the fp32 weights in its dtype. Collective."""
     from tests.support.native import native_tensors
-    from zero_tp.architectures import file_tensors, weights_of
+    from zero_tp.model.architectures import file_tensors, weights_of
 
     stored = file_tensors(weights_of(engine.model.config), masters)
     return [

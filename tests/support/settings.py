@@ -49,8 +49,8 @@ def gpt2_config(dropout: float = 0.0, **changes: Any) -> GPT2Config:
 
 def engine_of(config: RunConfig, **options: Any) -> Any:
     """Return a rank's engine of a run's config, with the weights that it names or draws."""
+    from zero_tp.model.weights.load import PretrainedSource
     from zero_tp.training.engine import TrainingEngine
-    from zero_tp.weights.load import PretrainedSource
 
     run, hf_config = config.zero_tp, config.hf_config()
     if config.pretrained is not None:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from zero_tp.data.batch import AnyBatch
-from zero_tp.models.parallel_model import ParallelModel
+from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.parallel.gradients import gradient_norm
 from zero_tp.parallel.topology import Topology
 from zero_tp.planning import dryrun, simulated_accelerator

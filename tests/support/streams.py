@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoConfig
 
 from tests.support.nccl import Collectives
-from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.planning.dryrun import UninitializedSource
 from zero_tp.planning.simulated_accelerator import simulated_accelerator
 

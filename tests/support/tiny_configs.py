@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from zero_tp.architectures import ARCHITECTURES
+from zero_tp.model.architectures import ARCHITECTURES
 
 MODEL_TYPES = sorted(ARCHITECTURES)
 CAUSAL_TYPES = [name for name in MODEL_TYPES if ARCHITECTURES[name].causal]

@@ -17,9 +17,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from zero_tp.architectures import ARCHITECTURES
-from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG
-from zero_tp.architectures.rotary import ROPE_KEYS
 from zero_tp.base.errors import shown
 from zero_tp.base.settings.deepspeed import FIXED, REFUSED_KEYS
 from zero_tp.base.settings.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
@@ -31,6 +28,9 @@ from zero_tp.config import RunConfig
 from zero_tp.config.config_file import ConfigFile
 from zero_tp.config.rules import rules
 from zero_tp.config.typed import TypedConfig
+from zero_tp.model.architectures import ARCHITECTURES
+from zero_tp.model.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG
+from zero_tp.model.architectures.rotary import ROPE_KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEED_DOCS = "https://www.deepspeed.ai/docs/config-json/"

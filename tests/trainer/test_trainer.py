@@ -26,7 +26,7 @@ from tests.support.pools import Pools
 from tests.support.tiny_models import bert_fields
 from tests.tiers import in_tiers
 from zero_tp.base.constants import IGNORE_INDEX
-from zero_tp.huggingface import parallel_model
+from zero_tp.model.huggingface import parallel_model
 from zero_tp.parallel.topology import Topology
 from zero_tp.trainer import ZeroTPTrainer
 

@@ -23,7 +23,7 @@ from tests.support.tiny_models import bert_fields, speeches, tiny_gpt2
 from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
 from zero_tp.checkpoint.resume_point import ResumePoint
-from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.topology import Topology
 from zero_tp.trainer import TensorParallel, ZeroTPTrainer, checkpoints
 from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator, _sharded_optimizer, finalized_config

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoConfig, DataCollatorWithFlattening
 
-from tests.models.test_documents import dynamic_model
+from tests.model.test_documents import dynamic_model
 from tests.support.compare import check_close, grid, whole_gradients
 from tests.support.decoders import decoder
 from tests.support.encoders import encoder

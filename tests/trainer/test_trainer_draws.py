@@ -17,7 +17,7 @@ from tests.support.compare import check_close
 from tests.support.pools import Pools
 from tests.support.trainer_cases import GRIDS, MODELS, TrainerCase, deepspeed_config, draw
 from tests.tiers import in_tiers
-from zero_tp.architectures import native_class_of
+from zero_tp.model.architectures import native_class_of
 from zero_tp.trainer import ZeroTPTrainer
 
 FIRST = range(12)

@@ -23,7 +23,7 @@ from tests.support.simulated_steps import ENCODERS, Does, Watching, watched, wat
 from tests.tiers import in_tiers
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.checkpoint.save import _copy_to_host
-from zero_tp.models import transformer
+from zero_tp.model import transformer
 from zero_tp.parallel import collectives
 from zero_tp.parallel.host_copy import HostCopy
 from zero_tp.parallel.safetensors_files import Entry

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from tests.models.test_documents import token_losses_apart
+from tests.model.test_documents import token_losses_apart
 from tests.support.closeness import of_fp32
 from tests.support.families import SEQUENCE, model_sizes
 from tests.support.launched import metrics_of, pretrain

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, LlamaConfig
 
-from tests.models.test_model import SIZES, reference_model
+from tests.model.test_model import SIZES, reference_model
 from tests.support.compare import grid
 from tests.support.native import Native, native_tensors
 from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.tiers import in_tiers
-from zero_tp.architectures import architecture_of
 from zero_tp.base.errors import UserError
-from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.models.causal_lm import next_tokens
+from zero_tp.model.architectures import architecture_of
+from zero_tp.model.causal_lm import next_tokens
+from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.zero.states import MASTER

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.support.run_log import RunLog
-from zero_tp.models.flops import utilisation
+from zero_tp.model.flops import utilisation
 from zero_tp.parallel.devices import DEVICES, find_device_spec, peak_flops
 from zero_tp.training.callback import Metrics
 from zero_tp.training.metrics import memory_gib

@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
-from zero_tp.architectures import architecture_of
 from zero_tp.checkpoint.directory import check_content, find_checkpoint, incomplete_after, read_manifest
 from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.checkpoint.run_tokenizer import check_run_tokenizer, find_run_tokenizer, uncompared_tokenizer
 from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
-from zero_tp.weights.export import MAX_SHARD_SIZE, check_target, native_entries, write_native
+from zero_tp.model.architectures import architecture_of
+from zero_tp.model.weights.export import MAX_SHARD_SIZE, check_target, native_entries, write_native
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.architectures.configs import TOKEN_IDS, fields_of
-from zero_tp.architectures.rotary import ROPE
 from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError, UserError, shown
 from zero_tp.checkpoint.manifest import Manifest, Parallelism, Parent, check_saved_by_run, check_states, differences
@@ -17,6 +15,8 @@ from zero_tp.checkpoint.resume import restore_states
 from zero_tp.checkpoint.resume_point import ResumePoint, open_checkpoint
 from zero_tp.config import RunConfig
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
+from zero_tp.model.architectures.configs import TOKEN_IDS, fields_of
+from zero_tp.model.architectures.rotary import ROPE
 from zero_tp.zero.zero_engine import ZeroEngine
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from zero_tp.process.watch import Watchdog
 
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig
-    from zero_tp.models.parallel_model import ParallelModel
+    from zero_tp.model.parallel_model import ParallelModel
     from zero_tp.training.callback import Callback
 
 
@@ -81,7 +81,7 @@ def pretrain(
     inputs = RunInputs(config, output, allow_pickle=options.allow_pickle, hash_tokens=environment.is_local_rank_zero)
     if config.zero_tp.evaluation.tasks:
         from zero_tp.evaluation.live_tasks import LiveTasks
-        from zero_tp.huggingface import ZeroTPForCausalLM
+        from zero_tp.model.huggingface import ZeroTPForCausalLM
 
         model = ZeroTPForCausalLM  # it can generate
         length = config.zero_tp.data.sequence_length

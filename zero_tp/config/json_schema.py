@@ -35,8 +35,8 @@ def json_schema() -> Json:
     It has keys, types and ranges; `params` depend on `type`, and a model's fields on `model_type`. Every config that
     RunConfig accepts is valid. It does not check combinations of keys and batch arithmetic.
     """
-    from zero_tp.architectures import ARCHITECTURES
     from zero_tp.config.config_file import ConfigFile
+    from zero_tp.model.architectures import ARCHITECTURES
 
     blocks: dict[str, Any] = {"optimizer": (OptimizerBlock, ...), "zero_tp": (ZeroTP, ...)}
     model = create_model("Config", __base__=ConfigFile, **blocks)
@@ -81,7 +81,7 @@ def _with_fields(model_type: str) -> Json:
     """Return a schema that allows the fields of a model type, those of every transformers config included."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from zero_tp.architectures import ARCHITECTURES
+    from zero_tp.model.architectures import ARCHITECTURES
 
     config_class = CONFIG_MAPPING[model_type]
     names = {"model_type", *inspect.get_annotations(config_class), *ARCHITECTURES[model_type].fields.undeclared}

@@ -16,7 +16,7 @@ from zero_tp.base.weight_files import resolve
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from zero_tp.architectures.spec import TransformerSpec
+    from zero_tp.model.architectures.spec import TransformerSpec
 
 FROM_PRETRAINED = "from_pretrained"
 BALANCING_LOSS_FIELDS = ("output_router_logits", "router_aux_loss_coef")
@@ -35,7 +35,7 @@ def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrai
     Args:
         saved: the config to use if the directory of `from_pretrained` is gone.
     """
-    from zero_tp.architectures import architecture_of
+    from zero_tp.model.architectures import architecture_of
 
     config = model_config(zero_tp.model, saved)
     spec = architecture_of(config).spec(config)
@@ -49,8 +49,8 @@ def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrai
 
 def model_config(model: dict[str, Any], saved: dict[str, Any] | None = None) -> PreTrainedConfig:
     """Return the Hugging Face config of `zero_tp.model`, without checks against other keys."""
-    from zero_tp.architectures import ARCHITECTURES
-    from zero_tp.architectures.configs import config_from_block
+    from zero_tp.model.architectures import ARCHITECTURES
+    from zero_tp.model.architectures.configs import config_from_block
 
     if not {"model_type", FROM_PRETRAINED} & model.keys():
         remedy = f'supported: {", ".join(ARCHITECTURES)}; or give {{"{FROM_PRETRAINED}": DIR}}'
@@ -79,8 +79,8 @@ def _pretrained_config(model: dict[str, Any], saved: dict[str, Any] | None) -> P
 
     Other fields in the block may change dropout probabilities and the load-balancing loss.
     """
-    from zero_tp.architectures import ARCHITECTURES
-    from zero_tp.architectures.configs import config_from_directory, config_from_json
+    from zero_tp.model.architectures import ARCHITECTURES
+    from zero_tp.model.architectures.configs import config_from_directory, config_from_json
 
     directory, key = model[FROM_PRETRAINED], f"{MODEL_KEY}.{FROM_PRETRAINED}"
     if not isinstance(directory, str) or not directory:
@@ -99,7 +99,7 @@ def _pretrained_config(model: dict[str, Any], saved: dict[str, Any] | None) -> P
 
 def ignored_fields(model: dict[str, Any]) -> list[str]:
     """Return a line on fields of `from_pretrained`'s config.json that have no effect; none without that file."""
-    from zero_tp.architectures.configs import describe_ignored_fields
+    from zero_tp.model.architectures.configs import describe_ignored_fields
 
     if FROM_PRETRAINED not in model:
         return []

@@ -210,7 +210,7 @@ class RunConfig:
         config._attn_implementation = self.zero_tp.attention
         masked = self.zero_tp.masked
         if masked is not None and not masked.sentence_order:
-            from zero_tp.architectures import architecture_of
+            from zero_tp.model.architectures import architecture_of
 
             config.architectures = [str(architecture_of(config).masked_lm_class)]
         return config

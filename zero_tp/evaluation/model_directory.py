@@ -95,9 +95,9 @@ class ModelDirectory:
     @cached_property
     def config(self) -> PretrainedConfig:
         """Return the config of the model, which must be a causal language model."""
-        from zero_tp.architectures import ARCHITECTURES
         from zero_tp.checkpoint.convert import config_of
-        from zero_tp.weights.load import open_config
+        from zero_tp.model.architectures import ARCHITECTURES
+        from zero_tp.model.weights.load import open_config
 
         config = open_config(self.path) if self.manifest is None else config_of(self.manifest)
         architecture = ARCHITECTURES.get(config.model_type)
@@ -150,7 +150,7 @@ class ModelDirectory:
         import torch
 
         from zero_tp.evaluation.eval_model import EvalModel, HuggingFaceScorer, ParallelScorer, Scorer
-        from zero_tp.huggingface import ZeroTPForCausalLM
+        from zero_tp.model.huggingface import ZeroTPForCausalLM
 
         topology, tokenizer = topology or Topology(), self.tokenizer
         positions = self.sequence_length(sequence_length)
@@ -184,7 +184,7 @@ class ModelDirectory:
 
         from zero_tp.checkpoint.reader import CheckpointReader
         from zero_tp.checkpoint.resume_point import verify_checkpoint
-        from zero_tp.huggingface import ZeroTPForCausalLM
+        from zero_tp.model.huggingface import ZeroTPForCausalLM
 
         dtype = torch.float32 if dtype == "auto" else dtype
         if self.manifest is None:
@@ -201,7 +201,7 @@ class ModelDirectory:
     def _load_native(self, dtype: torch.dtype | Literal["auto"], device: str) -> Any:
         import torch
 
-        from zero_tp.weights.load import open_model
+        from zero_tp.model.weights.load import open_model
 
         model = open_model(self.path, self.config, dtype, allow_pickle=self.allow_pickle)
         try:

@@ -26,17 +26,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
 
-from zero_tp.activations.activation_memory import ActivationMemory
-from zero_tp.activations.stores import MAX_COPIES_OUT
-from zero_tp.architectures import architecture_of
-from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.base.constants import DTYPES
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
-from zero_tp.models.causal_lm import CausalLM
-from zero_tp.models.context import PackedSequences
-from zero_tp.models.masked_lm import MaskedLM
-from zero_tp.models.parallel_model import ParallelModel
+from zero_tp.model.architectures import architecture_of
+from zero_tp.model.architectures.spec import TransformerSpec
+from zero_tp.model.causal_lm import CausalLM
+from zero_tp.model.context import PackedSequences
+from zero_tp.model.masked_lm import MaskedLM
+from zero_tp.model.parallel_model import ParallelModel
+from zero_tp.model.recompute.activation_memory import ActivationMemory
+from zero_tp.model.recompute.stores import MAX_COPIES_OUT
 from zero_tp.parallel.elementwise import ElementwiseOps, set_training_elementwise
 from zero_tp.parallel.topology import Topology
 from zero_tp.planning.plan_settings import Workload

@@ -26,8 +26,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from zero_tp.architectures.spec import TransformerSpec
-from zero_tp.models.transformer import LAYERS
+from zero_tp.model.architectures.spec import TransformerSpec
+from zero_tp.model.transformer import LAYERS
 from zero_tp.planning.plan_settings import Workload
 
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
-from zero_tp.architectures import architecture_of
-from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.config import RunConfig
-from zero_tp.models.model_class import model_class
+from zero_tp.model.architectures import architecture_of
+from zero_tp.model.architectures.spec import TransformerSpec
+from zero_tp.model.model_class import model_class
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.parallel.topology import Topology
 from zero_tp.planning import formulas

@@ -9,7 +9,7 @@ from typing import Any
 
 from zero_tp.base.constants import GIB
 from zero_tp.config import RunConfig
-from zero_tp.models.flops import model_flops, utilisation
+from zero_tp.model.flops import model_flops, utilisation
 from zero_tp.parallel.devices import Device
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from zero_tp.architectures.spec import TransformerSpec
-from zero_tp.models.flops import forward_flops, head_products
+from zero_tp.model.architectures.spec import TransformerSpec
+from zero_tp.model.flops import forward_flops, head_products
 from zero_tp.parallel.devices import Device
 from zero_tp.planning.formulas import Layer
 from zero_tp.planning.plan_settings import Workload, ZeroSettings

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from zero_tp.data.batch import AnyBatch
-from zero_tp.models.parallel_model import ParallelModel
+from zero_tp.model.parallel_model import ParallelModel
 
 
 @dataclass

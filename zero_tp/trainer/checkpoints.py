@@ -19,11 +19,11 @@ from zero_tp.checkpoint.manifest import Parallelism
 from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.resume_point import broadcast_resume_point, open_checkpoint
 from zero_tp.checkpoint.save import Saver, describe_model
-from zero_tp.models.parallel_model import ParallelModel
+from zero_tp.model.parallel_model import ParallelModel
+from zero_tp.model.weights.load import PretrainedSource
 from zero_tp.parallel.agreement import on_rank_zero
 from zero_tp.parallel.layout import layout_of, whole_shape
 from zero_tp.parallel.parameter import ConstantInit
-from zero_tp.weights.load import PretrainedSource
 from zero_tp.zero.zero_engine import ZeroEngine
 
 STATES = ("checkpoints", "optimizer*", "scheduler*", "global_step*")

@@ -25,8 +25,8 @@ from transformers.trainer_utils import seed_worker
 
 from zero_tp.base.errors import UserError
 from zero_tp.data.tokenizer_files import match_tokenizer
-from zero_tp.huggingface import parallel_model
-from zero_tp.models.parallel_model import ParallelModel
+from zero_tp.model.huggingface import parallel_model
+from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.parallel.topology import Topology
 from zero_tp.process.quiet import ignore_deprecated_collectives
 from zero_tp.trainer.batches import SampleComparison, count_labels, pad_for_sequence_parallelism

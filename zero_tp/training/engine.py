@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from zero_tp.activations.activation_memory import ActivationMemory
-from zero_tp.architectures import architecture_of
 from zero_tp.base.constants import DTYPES, IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.recompute import RecomputePolicy
@@ -26,8 +24,10 @@ from zero_tp.base.settings.schema import Spike
 from zero_tp.config.checks import check_deepspeed
 from zero_tp.config.typed import EntryPoint
 from zero_tp.data.batch import AnyBatch, Batch, as_batch
-from zero_tp.models.model_class import model_class as default_model_class
-from zero_tp.models.parallel_model import ParallelModel
+from zero_tp.model.architectures import architecture_of
+from zero_tp.model.model_class import model_class as default_model_class
+from zero_tp.model.parallel_model import ParallelModel
+from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import compile_elementwise, is_compiled
 from zero_tp.parallel.layout import audit, whole_shape

@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.schema import Spike
-from zero_tp.models.moe import Router
-from zero_tp.models.parallel_model import ParallelModel
+from zero_tp.model.moe import Router
+from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.parallel.agreement import checksum, differ_over, tensor_bytes
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.layout import Replicated, layout_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_tp.base.errors import UserError
 from zero_tp.checkpoint.directory import step_directory
 from zero_tp.checkpoint.save import run_saver
-from zero_tp.models.moe import Router
+from zero_tp.model.moe import Router
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.process.watch import Watchdog
 from zero_tp.training.callback import Callback, TrainState

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig
 
-from zero_tp.architectures.configs import check_unchanged, fields_of
 from zero_tp.base.errors import UserError, shown
 from zero_tp.base.settings.resolve import leaves
 from zero_tp.base.weight_files import has_commit, resolve
@@ -32,8 +31,9 @@ from zero_tp.data.tokenizer import (
     vocabulary_size,
 )
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
+from zero_tp.model.architectures.configs import check_unchanged, fields_of
+from zero_tp.model.weights.load import PretrainedSource
 from zero_tp.parallel.topology import Topology
-from zero_tp.weights.load import PretrainedSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -18,7 +18,8 @@ from zero_tp.checkpoint.parent import check_child, describe_parent, find_parent,
 from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.resume_point import ResumePoint, broadcast_resume_point, find_intact_resume_point
 from zero_tp.checkpoint.run_directory import RunOwner, read_owner, run_directory, write_config
-from zero_tp.models.parallel_model import ParallelModel
+from zero_tp.model.parallel_model import ParallelModel
+from zero_tp.model.weights.load import PretrainedSource
 from zero_tp.parallel.agreement import on_rank_zero, require_same_on_all_ranks
 from zero_tp.parallel.devices import describe_devices
 from zero_tp.parallel.parameter import Zeros
@@ -30,7 +31,6 @@ from zero_tp.process.watch import Watchdog
 from zero_tp.training.callback import TrainState
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.run_inputs import RunInputs
-from zero_tp.weights.load import PretrainedSource
 
 SAVE_SLACK_SECONDS = 15.0
 

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from zero_tp.base.errors import write_stderr
-from zero_tp.models.flops import hardware_flops, model_flops, utilisation
+from zero_tp.model.flops import hardware_flops, model_flops, utilisation
 from zero_tp.parallel.devices import peak_flops
 from zero_tp.training.callback import Callback, Metrics, TrainState
 from zero_tp.training.metrics import memory_gib

@@ -22,7 +22,7 @@ from zero_tp.zero.zero3_loops import patch_zero3_loops
 from zero_tp.zero.zero_engine import Trainable, ZeroEngine
 
 if TYPE_CHECKING:
-    from zero_tp.models.parallel_model import ParallelModel
+    from zero_tp.model.parallel_model import ParallelModel
 
 
 def compute_norms_in_chunks(optimizer: Any) -> None:

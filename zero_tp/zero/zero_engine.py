@@ -19,7 +19,7 @@ from zero_tp.zero.lr_schedules import set_schedule, transformers_schedule
 from zero_tp.zero.states import Fragment, OptimizerStates
 
 if TYPE_CHECKING:
-    from zero_tp.models.parallel_model import ParallelModel
+    from zero_tp.model.parallel_model import ParallelModel
 
 Trainable = list[dict[str, Any]] | list[nn.Parameter] | torch.optim.Optimizer
 Veto = Callable[[Tensor], bool]

@@ -30,7 +30,7 @@ from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.evaluation.perplexity import perplexity
 from zero_tp.evaluation.model_directory import check_tokenizer
 from zero_tp.evaluation.eval_model import ParallelScorer, EvalModel
-from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.process.quiet import quiet_libraries
 
 def main():

@@ -1,0 +1,192 @@
+"""Compiled elementwise kernels train what the operations as written train: losses, norms and every weight."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig
+
+from tests.support.pools import Pools
+from tests.tiers import in_tiers
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.recompute import RecomputePolicy
+from zero_tp.model.mlp import _gated, _gated_gradient
+from zero_tp.model.norm import _rms_norm, _rows_gradient, _weight_gradient
+from zero_tp.model.position import _rotate
+from zero_tp.parallel import elementwise
+from zero_tp.parallel.loss import _max_and_sum_exp, _to_probabilities_
+from zero_tp.parallel.topology import Topology
+
+STEPS, BATCH, SEQUENCE = 3, 8, 16
+MODELS = ("qwen3", "gpt_neox")
+"""RMS norms over hidden states and heads, rotary, gate; layer norms, a part of each head that turns."""
+
+
+def run(seed: int, model_type: str, tensor: int, sequence: bool, stage: int, dtype: str, mode: str) -> list[Any]:
+    """On every rank: losses, norms and weights as written and compiled, and how many kernels were made."""
+    from torch._dynamo.utils import counters
+
+    from tests.support.native import native_tensors
+    from zero_tp.training.engine import TrainingEngine
+
+    config = AutoConfig.for_model(
+        model_type,
+        **{"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64},
+        **{"vocab_size": 101, "max_position_embeddings": SEQUENCE, "bos_token_id": 0, "eos_token_id": 0},
+        **({"head_dim": 12, "num_key_value_heads": 2} if model_type == "qwen3" else {}),
+    )
+    topology, found = Topology(tensor, sequence), []
+    settings = {
+        "train_micro_batch_size_per_gpu": BATCH // topology.data,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},  # as large as their gradients, weights differ
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": dtype == "bf16"},
+        "zero_allow_untested_optimizer": True,
+    }
+    policy = RecomputePolicy(mode=mode)
+    torch._dynamo.reset()
+    for compiled in (False, True):
+        counters.clear()
+        engine = TrainingEngine(config, topology, settings, seed=seed, recompute=policy, compiled=compiled)
+        generator = torch.Generator().manual_seed(seed)
+        losses, norms = [], []
+        for _ in range(STEPS):
+            windows = torch.randint(0, config.vocab_size, (BATCH, SEQUENCE + 1), generator=generator)
+            own = windows.chunk(topology.data)[topology.data_rank]
+            losses.append(engine.train_step([(own[:, :-1], own[:, 1:])]))
+            norms.append(engine.gradient_norm)
+        weights = {key: value.float().clone() for key, value in native_tensors(engine.model)}
+        found.append((losses, norms, weights, counters["stats"]["unique_graphs"]))
+    return found
+
+
+CASES = [
+    pytest.param("qwen3", 2, True, 3, "fp32", "full", marks=pytest.mark.thorough),
+    *(
+        pytest.param(*case, marks=pytest.mark.heavy)
+        for case in (
+            ("qwen3", 1, False, 0, "fp32", "none"),
+            ("gpt_neox", 2, True, 0, "bf16", "selective"),
+            ("qwen3", 2, False, 0, "bf16", "full"),
+            ("gpt_neox", 2, True, 1, "fp32", "none"),
+            ("qwen3", 2, True, 1, "bf16", "selective"),
+            ("gpt_neox", 1, False, 1, "fp32", "full"),
+            ("qwen3", 2, True, 2, "bf16", "none"),
+            ("gpt_neox", 2, False, 2, "fp32", "selective"),
+            ("qwen3", 1, False, 2, "bf16", "full"),
+            ("gpt_neox", 1, False, 3, "bf16", "none"),
+            ("qwen3", 1, False, 3, "fp32", "selective"),
+        )
+    ),
+]
+"""Every ZeRO stage with every recomputation, each architecture, grid and dtype among them."""
+
+
+@pytest.mark.parametrize(("model_type", "tensor", "sequence", "stage", "dtype", "mode"), CASES)
+def test_a_run_trains_the_same(
+    ranks: Pools, seed: int, model_type: str, tensor: int, sequence: bool, stage: int, dtype: str, mode: str
+) -> None:
+    limit = 2e-5 if dtype == "fp32" else 2e-2
+    for plain, compiled in ranks(2).run(run, seed, model_type, tensor, sequence, stage, dtype, mode):
+        assert plain[3] == 0 and compiled[3] > 3
+        assert compiled[0] == pytest.approx(plain[0], rel=limit)
+        assert compiled[1] == pytest.approx(plain[1], rel=limit)
+        for name, expected in plain[2].items():
+            assert (compiled[2][name] - expected).norm() <= limit * expected.norm(), name
+
+
+def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor], list[Any]]]:
+    """Name → function, rows, what else it takes."""
+    torch.set_default_device(device)
+    rows, gradient, weight = torch.randn(37, 24).to(dtype), torch.randn(37, 24).to(dtype), torch.rand(24).to(dtype)
+    scale, wide = torch.rand(37, 1), torch.randn(37, 48).to(dtype)
+    turning = [torch.randn(37, 2, 3, 8).to(dtype), *torch.randn(2, 37, 1, 1, 6).to(dtype)]
+    logits, maximum, factor = torch.randn(37, 24).to(dtype), torch.rand(37), torch.rand(37)
+    torch.set_default_device("cpu")
+    gelu = partial(F.gelu, approximate="tanh")
+    return {
+        "norm": (_rms_norm, [rows], [weight, 1e-5]),
+        "norm's weight": (_weight_gradient, [gradient, rows, scale], []),
+        "norm's rows": (_rows_gradient, [gradient, rows, scale], [weight]),
+        "gate": (_gated, [wide], [F.silu]),
+        "gate's gradient": (_gated_gradient, [wide, gradient], [F.silu]),
+        "another gate's": (_gated_gradient, [wide, gradient], [gelu]),
+        "rotation": (_rotate, turning, []),
+        "softmax": (_max_and_sum_exp, [logits], [21]),
+        "probabilities": (_to_probabilities_, [logits, maximum, factor], [21]),
+    }
+
+
+@pytest.mark.parametrize("dtype", in_tiers([torch.float32, torch.bfloat16], [torch.bfloat16]))
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        ("aot_eager", "cpu"),
+        pytest.param("inductor", "cpu", marks=pytest.mark.heavy),
+        pytest.param("inductor", "cuda", marks=pytest.mark.cuda),
+    ],
+)
+def test_a_kernel_computes_what_is_written(
+    seed: int, monkeypatch: pytest.MonkeyPatch, backend: str, device: str, dtype: torch.dtype
+) -> None:
+    """In one graph each; what the compiler fuses it rounds less often."""
+    torch._dynamo.reset()
+    elementwise._compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch.manual_seed(seed)
+    exact = 0.0 if backend == "aot_eager" else 1e-6 if dtype == torch.float32 else 1e-2
+    for name, (function, rows, others) in cases(dtype, device).items():
+        copies = [each.clone() for each in rows]
+        with torch.no_grad():
+            run = elementwise.COMPILED.sum_rows if function is _weight_gradient else elementwise.COMPILED.map_rows
+            found, expected = run(function, copies, *others), function(*rows, *others)
+        if expected is None:
+            found, expected = copies[0], rows[0]
+        for mine, yours in zip(
+            *([each] if isinstance(each, Tensor) else each for each in (found, expected)), strict=True
+        ):
+            assert mine.dtype == yours.dtype and mine.shape == yours.shape, name
+            assert (mine.float() - yours.float()).abs().max() <= exact * yours.float().abs().max(), name
+    elementwise._compiled.cache_clear()
+
+
+def test_auto_compiles_on_cuda_alone() -> None:
+    places = {place: torch.device(place) for place in ("cpu", "cuda")}
+    decided = [[elementwise.is_compiled(each, place) for place in places.values()] for each in ("auto", True, False)]
+    assert decided == [[False, True], [True, True], [False, False]]
+
+
+def test_numbers_of_rows_share_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masked tokens differ in number from batch to batch; dynamo gives up after eight kernels of one function."""
+    logits = torch.randn(40, 24)
+    elementwise._compiled.cache_clear()
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    for count in (37, 1, 0, *range(2, 20)):
+        rows = logits[:count].clone()
+        for found, expected in zip(
+            elementwise.COMPILED.map_rows(_max_and_sum_exp, (rows,), 21), _max_and_sum_exp(rows, 21), strict=True
+        ):
+            torch.testing.assert_close(found, expected)
+    elementwise._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("missing", ["compiler", "triton"])
+def test_a_machine_without_a_compiler_is_told(missing: str) -> None:
+    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._inductor.exc import TritonMissing
+
+    def failing(*_: Any) -> None:
+        if missing == "triton":
+            raise TritonMissing(None)
+        raise BackendCompilerFailed(failing, RuntimeError("No working C++ compiler found"), None)
+
+    told = rf"^zero_tp.compile: torch can't compile for cpu here \(.*{missing} .*\); set it to false$"
+    with mock.patch.object(elementwise, "_compiled", lambda _: failing), pytest.raises(UserError, match=told):
+        elementwise.compile_elementwise(torch.nn.Identity(), torch.device("cpu"))

@@ -1,0 +1,83 @@
+"""The part that docs/architecture.md writes computes what transformers' class does, on whole rows and on shards.
+
+Every layer, also a new one, names for recomputation the modules that its norms feed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.compare import check_close, grid, leaf, maker, piece_of
+from tests.support.launched import ROOT
+from tests.support.pools import Pools
+from tests.support.settings import gpt2_config
+from zero_tp.model.huggingface import ZeroTPForCausalLM
+from zero_tp.model.norm import NORMS
+from zero_tp.model.transformer import LAYERS
+from zero_tp.parallel.collectives import all_gather
+from zero_tp.parallel.gradients import GradientHooks
+from zero_tp.parallel.topology import Topology
+
+LENGTH, BATCH, HIDDEN, EPSILON = 4, 3, 8, 1e-6
+
+
+def results(sequence: bool) -> dict[str, Tensor]:
+    """Return output, and gradients of input and weight, whole."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)
+    with patch.dict(NORMS):
+        exec(code, {})
+        topology = grid(2, sequence)
+        weight, rows, upstream = drawn()
+        norm: Any = NORMS["offset_rms_norm"](maker(topology, weight=weight), HIDDEN, EPSILON, sharded_input=sequence)
+    GradientHooks(norm, topology.tensor_group)
+    own = leaf(piece_of(rows, topology))
+    output = norm(own)
+    output.backward(piece_of(upstream, topology))
+    assert own.grad is not None
+    output, gradient = (
+        all_gather(part, topology.tensor_group) if sequence else part for part in (output.detach(), own.grad)
+    )
+    return {"output": output, "rows": gradient, "weight": norm.weight.grad}
+
+
+def drawn() -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(7)
+    return torch.randn(HIDDEN, generator=draw), *torch.randn(2, LENGTH, BATCH, HIDDEN, generator=draw)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_norm_of_the_page_is_gemmas(ranks: Pools, sequence: bool) -> None:
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+    weight, rows, upstream = drawn()
+    norm = GemmaRMSNorm(HIDDEN, EPSILON)
+    norm.weight.data.copy_(weight)
+    rows = leaf(rows)
+    output = norm(rows)
+    output.backward(upstream)
+    assert rows.grad is not None and norm.weight.grad is not None
+    expected = {"output": output.detach(), "rows": rows.grad, "weight": norm.weight.grad}
+    for found in ranks(2).run(results, sequence):
+        check_close(found, expected)
+
+
+@pytest.mark.parametrize("layer_class", LAYERS.values())
+def test_a_norm_that_backward_recomputes_feeds_the_module_that_its_layer_names(layer_class: Any) -> None:
+    with patch.dict(LAYERS, sequential=layer_class):
+        model = ZeroTPForCausalLM(gpt2_config(), Topology(world=1), seed=1)
+    layer, outputs, fed = model.transformer.layers[0], {}, []
+    for producer, consumer in layer_class.recomputed_norms:
+        layer.get_submodule(producer).register_forward_hook(
+            lambda module, inputs, output, key=consumer: outputs.update({key: output})
+        )
+        layer.get_submodule(consumer).register_forward_pre_hook(
+            lambda module, inputs, key=consumer: fed.append(inputs[0] is outputs.get(key))
+        )
+    model(torch.zeros(1, 4, dtype=torch.long))
+    assert fed == [True] * len(layer_class.recomputed_norms)

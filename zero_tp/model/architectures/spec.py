@@ -1,0 +1,158 @@
+"""TransformerSpec: the choices that define one transformer, without any Hugging Face name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zero_tp.base.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Dropouts:
+    """Dropout probabilities: after the embedding, at the end of each residual branch, on the attention weights."""
+
+    embedding: float = 0.0
+    residual: float = 0.0
+    attention: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions turn queries and keys (RoFormer, arXiv 2104.09864, section 3.4).
+
+    Attributes:
+        frequencies: (length of the sequence so far, device) → (radians per position, fp32 [size / 2], factor of cosine
+            and sine).
+        size: number of features that rotate, the first ones of each head.
+        by_length: the frequencies depend on the sequence length (dynamic scaling).
+    """
+
+    frequencies: Callable[[int, torch.device], tuple[Tensor, float]]
+    size: int
+    by_length: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """The mixture of experts in a layer's MLP.
+
+    Attributes:
+        count: experts per layer. per_token: experts per token. size: width of each.
+        normalised: the weights of a token's experts sum to 1.
+        loss_weight: coefficient of the load-balancing loss; None disables it.
+        shared: width of the expert that computes every token; 0 means none.
+    """
+
+    count: int
+    per_token: int
+    size: int
+    normalised: bool
+    loss_weight: float | None
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class TransformerSpec:
+    """The choices that define one transformer. Tables in models/ (NORMS, LAYERS, MLPS) map the names to classes.
+
+    Attributes:
+        hidden, layers, heads, kv_heads, head_size, mlp_size, vocabulary: sizes (h, L, a, k, d, 4h, v); each of k pairs
+            of keys and values serves a/k heads (arXiv 2305.13245).
+        positions: longest sequence that the model was designed for; learned positions end there.
+        norm, layer: names in the tables NORMS, LAYERS. mlps: a name in MLPS for each layer.
+        position: "learned" or "rotary".
+        experts: settings of the layers whose MLP is "experts"; `mlp_size` is the width of dense MLPs.
+        rotary: settings of the position "rotary".
+        activation: the MLP's elementwise function.
+        qkv_bias, output_bias, mlp_bias: which linear layers have biases.
+        query_key_norm: a norm of queries and keys, over each head's d features ("heads") or all heads' ("whole").
+        clip: queries, keys and values are limited to [-clip, clip].
+        windows: for each layer, the number of tokens that a token attends to, itself included; None: no limit.
+        causal: a token attends only to earlier tokens, and the model has a language-model head. Otherwise it attends to
+            its whole row, and the model has the heads of masked pretraining (model/head.py).
+        sentence_head: the encoder has a pooler and a sentence head.
+        token_types: rows of the token type embedding; 0 means none.
+        word_token_types: token types are token ids, and the word embedding has their vectors.
+        embedding_norm: a norm follows the sum of the embeddings.
+        tied: whether the output layer is the word embedding.
+        padding_token: its row of the word embedding starts as zeros and gets no gradient from the look-up.
+        init_std: standard deviation of initial weights. residual_std: that of the weights that end a residual branch.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    mlp_size: int
+    vocabulary: int
+    positions: int
+    norm: str
+    norm_epsilon: float
+    position: str
+    mlps: tuple[str, ...]
+    activation: Callable[[Tensor], Tensor]
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    tied: bool
+    init_std: float
+    residual_std: float
+    dropouts: Dropouts
+    windows: tuple[int | None, ...]
+    rotary: Rotary | None = None
+    experts: ExpertsSpec | None = None
+    layer: str = "sequential"
+    query_key_norm: Literal["none", "heads", "whole"] = "none"
+    clip: float | None = None
+    padding_token: int | None = None
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    causal: bool = True
+    sentence_head: bool = False
+    token_types: int = 0
+    word_token_types: bool = False
+    embedding_norm: bool = False
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Return the number of matrices of one MLP: up and down, and a gate's."""
+        return 2 if "mlp" in self.mlps else 3
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Return the numbers of the layers whose MLP is a mixture of experts."""
+        return tuple(number for number, mlp in enumerate(self.mlps) if mlp == "experts")
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        return tuple(number for number in range(self.layers) if number not in self.expert_layers)
+
+    @property
+    def active_width(self) -> float:
+        """Return the width of all MLPs that compute a token in a layer, a mean over layers."""
+        experts, dense = self.experts, len(self.dense_layers) * self.mlp_size
+        chosen = 0 if experts is None else experts.per_token * experts.size + experts.shared
+        return (dense + len(self.expert_layers) * chosen) / self.layers
+
+    @property
+    def idle_parameters(self) -> int:
+        """Return the parameters of experts that do not compute a given token."""
+        if self.experts is None:
+            return 0
+        idle = (self.experts.count - self.experts.per_token) * self.experts.size
+        return len(self.expert_layers) * self.mlp_matrices * self.hidden * idle
+
+    def check(self, tensor: int) -> None:
+        """Check that TP can split the model. KV heads need not be a multiple of `tensor` (model/qkv.py)."""
+        sizes = {"heads": self.heads, "MLP width": self.mlp_size if self.dense_layers else 0}
+        if self.experts is not None:
+            sizes |= {"expert width": self.experts.size, "shared expert width": self.experts.shared}
+        for name, size in sizes.items():
+            if size % tensor:
+                mismatch = f"{name} {size} ≠ tensor {tensor} × {size / tensor:.4g} a rank"
+                raise ConfigError("zero_tp.parallel.tensor", mismatch, f"use a tensor degree that divides {size}")

@@ -1,0 +1,195 @@
+"""The parts of an architecture table: weights under both names, and the table itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from zero_tp.base.constants import MODEL_KEY
+from zero_tp.base.errors import ConfigError
+from zero_tp.model.architectures.fields import Fields
+from zero_tp.model.architectures.spec import TransformerSpec
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows [our_start, our_start + length) of our parameter are rows [hf_start, hf_start + length) of a tensor."""
+
+    hf_name: str
+    our_start: int
+    hf_start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter under our name and Hugging Face's; `{layer}` stands for the layer's number.
+
+    Attributes:
+        our_name: its name in our model.
+        hf_name: its name in the Hugging Face class; several if our parameter concatenates tensors of equal size.
+        transposed: Hugging Face stores [in, out] (Conv1D).
+        heads: Hugging Face interleaves Q, K and V by head, [heads, 3, d, …], where our parameter is [3, heads, d, …].
+        rows: (start, stop, total): our parameter is rows [start, stop) of a tensor of `total` rows.
+        experts: our parameter stacks this number of matrices, [experts, out, in]; `hf_name` lists them by expert.
+        native_name: its name in transformers' class if files differ; `hf_name` is then the name in files. The class
+            stacks experts as we do; files have one tensor for each.
+        layers: numbers of the layers that have it; None: all.
+    """
+
+    our_name: str
+    hf_name: str | tuple[str, ...]
+    transposed: bool = False
+    heads: int | None = None
+    rows: tuple[int, int, int] | None = None
+    experts: int | None = None
+    native_name: str | None = None
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.hf_name,) if isinstance(self.hf_name, str) else self.hf_name
+
+    def for_layer(self, number: int) -> Weight:
+        hf_names = tuple(name.format(layer=number) for name in self.names)
+        native_name = self.native_name and self.native_name.format(layer=number)
+        return replace(self, our_name=self.our_name.format(layer=number), hf_name=hf_names, native_name=native_name)
+
+    def as_rows(self, whole: Tensor) -> Tensor:
+        """Return our parameter as the rows of all its matrices, a view. [E, o, i] → [E·o, i]"""
+        return whole.flatten(0, 1) if self.experts else whole
+
+    def matrices(self) -> list[Weight]:
+        """Return a weight for each expert's matrix; without experts, this one."""
+        if not self.experts:
+            return [self]
+        parts = len(self.names) // self.experts
+        starts = range(0, len(self.names), parts)
+        return [replace(self, hf_name=self.names[start : start + parts], experts=None) for start in starts]
+
+    def row_ranges(self, rows: int) -> Iterator[RowRange]:
+        """Map our parameter's `rows` rows to rows of Hugging Face's tensors, in our order."""
+        if self.heads is not None:
+            size = rows // (3 * self.heads)
+            for part in range(3):
+                for head in range(self.heads):
+                    yield RowRange(self.names[0], (part * self.heads + head) * size, (head * 3 + part) * size, size)
+            return
+        if self.rows is not None:
+            yield RowRange(self.names[0], 0, self.rows[0], rows)
+            return
+        size = rows // len(self.names)
+        for index, name in enumerate(self.names):
+            yield RowRange(name, index * size, 0, size)
+
+    def shapes(self, whole: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of Hugging Face's tensors, given our whole parameter's shape."""
+        whole = (whole[0] * whole[1], whole[2]) if self.experts else whole
+        rows = self.rows[2] if self.rows else whole[0] // len(self.names)
+        part = (rows, *whole[1:])
+        return dict.fromkeys(self.names, part[::-1] if self.transposed else part)
+
+    def from_hf(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return our whole parameter from Hugging Face's tensors."""
+        oriented = {name: tensors[name].t() if self.transposed else tensors[name] for name in self.names}
+        rows = self.rows[1] - self.rows[0] if self.rows else sum(tensor.shape[0] for tensor in oriented.values())
+        parts = [oriented[part.hf_name][part.hf_start :][: part.length] for part in self.row_ranges(rows)]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole.unflatten(0, (self.experts, -1)) if self.experts else whole
+
+
+def to_hf(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Return Hugging Face's tensors from our parameters, as views if possible.
+
+    Args:
+        weights: all weights that these tensors consist of.
+        read: our parameter's name → the whole of it.
+    """
+    pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    transposed: dict[str, bool] = {}
+    for weight in weights:
+        whole = weight.as_rows(read(weight.our_name))
+        for part in weight.row_ranges(whole.shape[0]):
+            pieces.setdefault(part.hf_name, []).append((part.hf_start, whole[part.our_start :][: part.length]))
+            transposed[part.hf_name] = weight.transposed
+    tensors = {}
+    for name, rows_by_start in pieces.items():
+        ordered = [rows for _, rows in sorted(rows_by_start, key=lambda pair: pair[0])]
+        joined = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
+        tensors[name] = joined.t() if transposed[name] else joined
+    return tensors
+
+
+def file_tensors(weights: Iterable[Weight], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a transformers class as files name them. Stacked experts become one view each."""
+    stored = dict(tensors)
+    for weight in weights:
+        if weight.native_name in stored:
+            stacked = stored.pop(weight.native_name)
+            stored |= to_hf([weight], {weight.our_name: stacked}.__getitem__)
+    return stored
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The table of one Hugging Face model_type.
+
+    Attributes:
+        fields: treatment of the Hugging Face config's fields.
+        translate: Hugging Face config → TransformerSpec; raises UserError for anything it cannot compute exactly.
+        weights: spec → every parameter; a name with `{layer}` stands for one parameter per layer.
+        tied: Hugging Face names that alias another when the embeddings are tied, {alias: source}.
+        native_class: name of the transformers class that opens an export.
+        masked_lm_class: name of an encoder's class without a sentence head; None for decoders.
+        file_names: of tensors that files name differently, {name in the class: name in files}.
+        base_prefix: prefix of names in the class with a head; files of the bare model lack it.
+        obsolete_tensors: patterns of buffers that older versions saved, without the prefix. They are ignored.
+        optional_heads: head → pattern of its tensors. Files may lack it; it is then initialised from the seed.
+        obsolete_suffixes: suffix of tensor names in old files → suffix in the class.
+    """
+
+    fields: Fields
+    translate: Callable[[PretrainedConfig], TransformerSpec]
+    weights: Callable[[TransformerSpec], tuple[Weight, ...]]
+    tied: dict[str, str]
+    native_class: str
+    base_prefix: str
+    masked_lm_class: str | None = None
+    obsolete_tensors: tuple[str, ...] = ()
+    optional_heads: Mapping[str, str] = field(default_factory=dict)
+    obsolete_suffixes: Mapping[str, str] = field(default_factory=dict)
+    file_names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def causal(self) -> bool:
+        """Return whether its models are causal decoders. Only encoders have a `masked_lm_class`."""
+        return self.masked_lm_class is None
+
+    def spec(self, config: PretrainedConfig, key: str = "") -> TransformerSpec:
+        """Check a config's fields and translate it to a TransformerSpec.
+
+        Args:
+            key: prefix of the fields in errors; by default the name of the config's class.
+        """
+        try:
+            self.fields.check_object(config)
+            return self.translate(config)
+        except ConfigError as error:
+            name = error.key.removeprefix(f"{MODEL_KEY}.")
+            raise ConfigError(f"{key or type(config).__name__}.{name}", error.problem, error.remedy) from None
+
+    def weights_of(self, spec: TransformerSpec) -> Iterator[Weight]:
+        """Yield every parameter of a model of this spec, with its layer's number filled in."""
+        aliases = self.tied if spec.tied else {}
+        for weight in self.weights(spec):
+            if weight.names[0] in aliases:
+                continue
+            if "{layer}" not in weight.our_name:
+                yield weight
+                continue
+            for layer in range(spec.layers) if weight.layers is None else weight.layers:
+                yield weight.for_layer(layer)

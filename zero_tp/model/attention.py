@@ -1,0 +1,232 @@
+"""Self-attention, causal or bidirectional, split by heads (arXiv 1909.08053, section 3).
+
+s sequence, b batch, h hidden, a heads, d head size, t TP size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zero_tp.model import cpu_flash
+from zero_tp.model.architectures.spec import TransformerSpec
+from zero_tp.model.context import AttentionMask, ForwardContext, PackedSequences, VarlenMask
+from zero_tp.model.norm import NORMS, SplitRMSNorm
+from zero_tp.model.position import apply_rotary
+from zero_tp.model.qkv import FusedQKV, GroupedQKV, heads_by_rank
+from zero_tp.parallel import devices
+from zero_tp.parallel.elementwise import ElementwiseModule
+from zero_tp.parallel.linear import RowParallelLinear
+from zero_tp.parallel.parameter import Normal, ParameterMaker
+from zero_tp.parallel.random import PER_RANK, Dropout, RandomStreams
+
+
+def repeat_kv_heads(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Repeat keys and values for the queries of their groups. [b, k, s, d] → [b, heads, s, d]."""
+    times = heads // key.shape[1]
+    if times == 1:
+        return key, value
+    return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+
+
+class AttentionCore(nn.Module):
+    """softmax(QKᵀ/√d)V with dropout on the softmax.
+
+    Q [b, a/t, s, d]; K and V with as many heads, or a divisor of them → [b, a/t, s, d]. Dropout draws from the per-rank
+    stream, because heads differ over TP.
+    """
+
+    def __init__(self, spec: TransformerSpec, streams: RandomStreams):
+        super().__init__()
+        self.p, self.streams, self.causal = spec.dropouts.attention, streams, spec.causal
+
+    @classmethod
+    def build_mask(cls, mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | VarlenMask | None:
+        """Return the additive mask of the scores, [b or 1, 1, s or 1, keys]: 0, or `hidden_score` for hidden keys.
+
+        Layers with the same window share it. `SDPACore` may return a `VarlenMask`, or None, instead.
+
+        Args:
+            like: has the dtype and device of the activations; its second dimension is b.
+        """
+        visible = mask.visible(like.device)
+        zeros = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
+        return zeros.masked_fill_(~visible, cls.hidden_score(like.dtype))
+
+    @staticmethod
+    def hidden_score(dtype: torch.dtype) -> float:
+        """Return the score of a hidden key, as transformers has it. With -∞ a token that sees no key outputs 0."""
+        return -torch.inf
+
+
+VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+VARLEN_HEAD_SIZE = 192
+"""The largest head size whose backward torch's flash kernels support on all their devices."""
+
+
+def can_use_varlen(mask: AttentionMask, spec: TransformerSpec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether `varlen_attn` can compute these documents and windows, so that no mask tensor is built."""
+    return (
+        mask.padding_mask is None
+        and (mask.first_key, mask.keys) == (mask.first_query, mask.queries)
+        and devices.runs_varlen(device)
+        and dtype in VARLEN_DTYPES
+        and spec.dropouts.attention == 0
+        and spec.head_size % 8 == 0
+        and spec.head_size <= VARLEN_HEAD_SIZE
+    )
+
+
+class SDPACore(AttentionCore):
+    """Call `scaled_dot_product_attention`, or `varlen_attn` for documents and windows if it runs them.
+
+    Masks are additive, because SDPA would convert a boolean mask in every layer and keep each copy for backward. On
+    CPUs, calls without a mask use model/cpu_flash.py.
+    """
+
+    @classmethod
+    def build_mask(cls, mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | VarlenMask | None:
+        if mask.is_plain:
+            return None
+        if not can_use_varlen(mask, spec, like.dtype, like.device):
+            return super().build_mask(mask, spec, like)
+        packed = mask.packed or PackedSequences.one_per_row(like.shape[1], mask.queries, like.device)
+        return VarlenMask(packed, -1 if mask.window is None else mask.window - 1)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | VarlenMask | None) -> Tensor:
+        if isinstance(mask, VarlenMask):
+            return varlen_attention(query, key, value, mask)
+        causal = self.causal and mask is None and query.shape[2] > 1  # a single query sees every key
+        dropout_p = self.p if self.training else 0.0
+        if mask is not None and query.device.type != "cpu":
+            # With a mask, CUDA's fused kernels do not support grouped queries.
+            key, value = repeat_kv_heads(key, value, query.shape[1])
+        lengths = query.shape[2], key.shape[2]
+        if mask is None and not dropout_p and cpu_flash.is_faster(query.dtype, query.device, *lengths):
+            return cpu_flash.flash_attention(query, key, value, causal)
+        grouped = key.shape[1] != query.shape[1]
+        with self.streams.use(PER_RANK) if dropout_p else nullcontext(), disable_cudnn_for_mask(mask):
+            return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, causal, enable_gqa=grouped)
+
+
+@contextmanager
+def disable_cudnn_for_mask(mask: Tensor | None) -> Iterator[None]:
+    """Disable SDPA's cuDNN kernel for the calls within, if there is a mask.
+
+    cuDNN has no plan for some masks that heads or rows share (Lightning-AI/lightning-thunder issue 1799). torch selects
+    cuDNN without checking for a plan, so the call would raise.
+    """
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(cudnn and mask is None)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+
+
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, mask: VarlenMask) -> Tensor:
+    """Return softmax(QKᵀ/√d)V of each document by torch's flash kernels. Shapes as in AttentionCore.
+
+    The kernels take concatenated rows, [b·s, heads, d], which copies Q, K and V if b > 1.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # importing it takes 2 s
+
+    def join_rows(heads: Tensor) -> Tensor:
+        return heads.transpose(1, 2).flatten(0, 1)
+
+    packed = mask.packed
+    attended = varlen_attn(
+        join_rows(query),
+        join_rows(key),
+        join_rows(value),
+        packed.cu_seqlens,
+        packed.cu_seqlens,
+        packed.max_seqlen,
+        packed.max_seqlen,
+        window_size=(mask.window, 0),  # `window` keys before the query's own, none after
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    assert isinstance(attended, Tensor)
+    return attended.unflatten(0, (packed.batch, packed.length)).transpose(1, 2)
+
+
+class EagerCore(AttentionCore):
+    """Compute scores, softmax, dropout and attention over V in separate operations.
+
+    Backward keeps what arXiv 2205.05198 counts: Q, K, V, the softmax's output, a dropout mask of one byte per element
+    and the dropout's output. The product that makes the scores also applies scale and mask, so they keep nothing. The
+    softmax computes in fp32 and rounds once.
+    """
+
+    def __init__(self, spec: TransformerSpec, streams: RandomStreams):
+        super().__init__(spec, streams)
+        self.scale = spec.head_size**-0.5
+        self.dropout = Dropout(self.p, streams, PER_RANK)
+
+    @staticmethod
+    def hidden_score(dtype: torch.dtype) -> float:
+        """Return the dtype's least number, as transformers does: a token that sees no key outputs the mean value."""
+        return torch.finfo(dtype).min
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        batch, heads, length, _ = query.shape
+        key, value = repeat_kv_heads(key, value, heads)
+        # Copies the mask only if rows are padded differently.
+        additive_mask = mask.expand(batch, heads, length, key.shape[2]).flatten(0, 1)
+        scores = torch.baddbmm(additive_mask, query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=self.scale)
+        return self.dropout(scores.unflatten(0, (batch, heads)).softmax(-1)) @ value
+
+
+CORES: dict[str, type[AttentionCore]] = {"sdpa": SDPACore, "eager": EagerCore}
+
+
+class Attention(ElementwiseModule):
+    """QKV split by columns, the core by heads, the output projection by rows.
+
+    [s, b, h] → [s, b, h], sequence shards under SP.
+
+    Args:
+        number: the layer's.
+    """
+
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, number: int):
+        super().__init__()
+        self.number, self.window, self.clip = number, spec.windows[number], spec.clip
+        fused = spec.kv_heads == spec.heads
+        projection: type[FusedQKV | GroupedQKV] = FusedQKV if fused else GroupedQKV
+        self.qkv = projection(make.child("qkv"), spec)
+        self.core = CORES[spec.attention](spec, streams)
+        self.output = RowParallelLinear(
+            make.child("output"),
+            spec.heads * spec.head_size,
+            spec.hidden,
+            bias=spec.output_bias,
+            init=Normal(spec.residual_std),
+        )
+        self.query_norm: nn.Module = nn.Identity()
+        self.key_norm: nn.Module = nn.Identity()
+        if spec.query_key_norm == "whole":
+            for name, heads in (("query_norm", spec.heads), ("key_norm", spec.kv_heads)):
+                by_rank = heads_by_rank(spec.heads, heads, make.topology.tensor)
+                setattr(self, name, SplitRMSNorm(make.child(name), by_rank, spec.head_size, spec.norm_epsilon))
+        elif spec.query_key_norm == "heads":
+            norm, sharded = NORMS[spec.norm], make.topology.tensor > 1
+            self.query_norm = norm(make.child("query_norm"), spec.head_size, spec.norm_epsilon, sharded_input=sharded)
+            self.key_norm = norm(make.child("key_norm"), spec.head_size, spec.norm_epsilon, sharded_input=sharded)
+
+    def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
+        query, key, value = self.qkv(tensor, sequence=context.sequence)
+        query, key = self.query_norm(query), self.key_norm(key)
+        if self.clip is not None:
+            query, key, value = (tensor.clamp(-self.clip, self.clip) for tensor in (query, key, value))
+        if context.cos_sin is not None:
+            query, key = (apply_rotary(tensor, context.cos_sin, self.elementwise) for tensor in (query, key))
+        if context.cache is not None:
+            key, value = context.cache.update(key, value, self.number)
+        key, value = self.qkv.repeat_for_queries(key), self.qkv.repeat_for_queries(value)
+        attended = self.core(query, key, value, mask=context.masks[self.window])  # [b, a/t, s, d]
+        return self.output(attended.permute(2, 0, 1, 3).flatten(2), sequence=context.sequence)

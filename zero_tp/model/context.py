@@ -1,0 +1,187 @@
+"""The state that all layers of a forward share: masks, rotary tables, cache, and whether it runs on sequence shards.
+
+s queries, k keys, b batch. Keys are the tokens that a cache still holds and the queries themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from zero_tp.model.position import CosSin
+from zero_tp.model.router_balance import RouterBalance
+
+
+@dataclass(frozen=True)
+class PackedSequences:
+    """The documents packed in a batch's rows. A sequence is a run of tokens of one document in one row.
+
+    Attributes:
+        cu_seqlens: where each of n sequences begins among all b·s tokens, and b·s at the end, int32 [n + 1].
+        max_seqlen: length of the longest sequence, or an upper bound.
+        batch, length: b and s.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    batch: int
+    length: int
+
+    @classmethod
+    def from_document_ids(cls, document_ids: Tensor, device: torch.device) -> PackedSequences:
+        """Start a sequence at each row and wherever `document_ids` [b, s] change; computed on the host."""
+        ids = document_ids.cpu().numpy()
+        begins = np.ones(ids.shape, dtype=bool)
+        begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        cu_seqlens = np.append(np.flatnonzero(begins), ids.size).astype(np.int32)
+        return cls.from_cu_seqlens(cu_seqlens, document_ids.shape, device)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls, cu_seqlens: npt.NDArray[np.int32], shape: torch.Size, device: torch.device
+    ) -> PackedSequences:
+        """Copy `cu_seqlens` from the host to the device. `shape` is [b, s]."""
+        # From a list, because torch cannot pin a copy of an array.
+        on_host = torch.tensor(cu_seqlens.tolist(), dtype=torch.int32, pin_memory=device.type != "cpu")
+        return cls(on_host.to(device, non_blocking=True), int(np.diff(cu_seqlens).max()), *shape)
+
+    @classmethod
+    def one_per_row(cls, batch: int, length: int, device: torch.device) -> PackedSequences:
+        cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
+        return cls(cu_seqlens, length, batch, length)
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """Return the number of each token's sequence, int64 [b, s]."""
+        tokens = torch.arange(self.batch * self.length, dtype=torch.int32, device=self.cu_seqlens.device)
+        return torch.bucketize(tokens, self.cu_seqlens, right=True).view(self.batch, self.length)
+
+
+def document_ids_from_positions(positions: Tensor) -> Tensor | None:
+    """Return each token's document number, [b, s], from `positions` [b, s] that restart; None if none restarts.
+
+    transformers reads rows of packed documents in this way. Synchronises with the device.
+    """
+    begins = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
+    return begins.cumsum(1) if begins.any() else None
+
+
+class VarlenMask(NamedTuple):
+    """The arguments of `varlen_attn` that replace a mask tensor.
+
+    A token sees itself and `window` earlier tokens of its sequence; a negative window is unlimited.
+    """
+
+    packed: PackedSequences
+    window: int
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """The limits on the tokens that a token attends to: causal order, cache, window, documents and padding.
+
+    Attributes:
+        queries, keys: s and k.
+        first_query, first_key: positions of the first ones in the sequence; a windowed cache has dropped earlier keys.
+        padding_mask: [b, all tokens so far], 1 for a token and 0 for padding; None without padding.
+        packed: the documents packed in the rows; None for one document per row.
+        window: how many tokens a token sees, itself included (`VarlenMask.window` excludes it); None: unlimited.
+        causal: a token sees itself and those before it; else all of its row.
+    """
+
+    queries: int
+    keys: int
+    first_query: int = 0
+    first_key: int = 0
+    padding_mask: Tensor | None = None
+    packed: PackedSequences | None = None
+    window: int | None = None
+    causal: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether SDPA needs no mask tensor: a decoder needs only `is_causal`, an encoder nothing."""
+        if not self.causal:
+            return self.padding_mask is None
+        windowed = self.window is not None and self.first_query + self.queries - self.first_key > self.window
+        ends_together = self.first_key + self.keys == self.first_query + self.queries
+        is_aligned = ends_together and self.queries in (1, self.keys)
+        return self.padding_mask is None and self.packed is None and not windowed and is_aligned
+
+    def visible(self, device: torch.device) -> Tensor:
+        """Return the mask as booleans, [b or 1, 1, s, k]; [b or 1, 1, 1, k] if not causal.
+
+        A token may see no key, such as padding on the left. It may still predict the row's first token, so each
+        attention core gives it the output of transformers' implementation.
+        """
+        if not self.causal:
+            return self._visible_bidirectional(device)
+        query = torch.arange(self.first_query, self.first_query + self.queries, device=device)[:, None]
+        key = torch.arange(self.first_key, self.first_key + self.keys, device=device)[None, :]
+        visible = (key <= query)[None, None]
+        if self.window is not None:
+            visible = visible & (key > query - self.window)
+        if self.packed is not None:
+            ids = self.packed.sequence_ids
+            visible = visible & (ids[:, None, :, None] == ids[:, None, None, :])
+        if self.padding_mask is not None:
+            unpadded = self.padding_mask[:, self.first_key : self.first_key + self.keys].to(device).bool()
+            # A cache of fixed length has more keys than there are tokens; causality hides them.
+            unpadded = torch.nn.functional.pad(unpadded, (0, self.keys - unpadded.shape[1]), value=True)
+            visible = visible & unpadded[:, None, None, :]
+        return visible
+
+    def _visible_bidirectional(self, device: torch.device) -> Tensor:
+        assert self.window is None and self.packed is None and self.queries == self.keys
+        if self.padding_mask is None:
+            return torch.ones(1, 1, 1, self.keys, dtype=torch.bool, device=device)
+        return self.padding_mask.to(device).bool()[:, None, None, :]
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """The inputs of a forward other than tokens.
+
+    Attributes:
+        padding_mask: [b, all tokens so far], 1 for a token, 0 for padding; None without padding.
+        positions: [b or 1, s]; by default those after the cached ones. If frequencies depend on the length
+            (`Rotary.by_length`), reading the greatest position synchronises with the device.
+        packed: the documents packed in the rows; a token attends to its own.
+        cache: keys and values of earlier tokens; gets the present ones.
+        balance: statistics of the routers, for the load-balancing loss.
+    """
+
+    padding_mask: Tensor | None = None
+    positions: Tensor | None = None
+    packed: PackedSequences | None = None
+    cache: Cache | None = None
+    balance: RouterBalance | None = None
+
+    @property
+    def past(self) -> int:
+        """Return the number of cached tokens."""
+        return int(self.cache.get_seq_length()) if self.cache is not None else 0
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """
+    Attributes:
+        sequence: between the linear layers a rank has its sequence shard (SP).
+        masks: by window, see AttentionCore.build_mask.
+        cos_sin: of rotary positions.
+        cache: keys and values of earlier tokens, of this rank's KV heads; `update` adds the present ones.
+        balance: statistics of the routers, for the load-balancing loss.
+    """
+
+    sequence: bool
+    masks: dict[int | None, Tensor | VarlenMask | None]
+    cos_sin: CosSin | None = None
+    cache: Cache | None = None
+    balance: RouterBalance | None = None

@@ -1,0 +1,96 @@
+"""ZeroTPForCausalLM: causal decoders as PreTrainedModels, with transformers' `generate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin
+from transformers.utils.deprecation import deprecate_kwarg
+
+from zero_tp.base.errors import UserError
+from zero_tp.model.causal_lm import CausalLM
+from zero_tp.model.huggingface.arguments import forward_options, with_signature_of
+from zero_tp.model.huggingface.backbone import Backbone
+from zero_tp.model.huggingface.model import HuggingFaceModel
+from zero_tp.parallel.agreement import agree_on_tokens, broadcast_rng_state
+
+
+class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
+    """A `CausalLM` as a PreTrainedModel. Like transformers' models it also returns logits during evaluation."""
+
+    _tied_weights_keys = {"head.weight": "transformer.embedding.word.weight"}  # noqa: RUF012
+
+    @property
+    def base_model(self) -> Any:
+        return Backbone(self)
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # as transformers' own models
+    @with_signature_of(CausalLM.forward, hidden="shift_labels")
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `CausalLM.forward`, with logits in an evaluation.
+
+        Args:
+            kwargs: transformers' arguments that `CausalLM.forward` lacks may be None or False.
+        """
+        options = forward_options(self, CausalLM.forward, kwargs)
+        if self._is_evaluation(options):
+            options["return_logits"] = True
+        options |= self._undefined_means(options)
+        return super().forward(*args, **options)
+
+    def create_masks_for_generate(self, *, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+        """Return the mask [b, tokens so far] unchanged: the forward builds the masks of its layers and caches."""
+        return attention_mask
+
+    def _get_static_cache_init_shape(self) -> None:
+        """Return None: a static cache then takes its shape from the first keys, which have this rank's heads only."""
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """Refuse the paged cache of `generate_batch` and of `cache_implementation="paged"`."""
+        raise UserError(
+            'generate: a paged cache (cache_implementation="paged", generate_batch) is not built; leave it out, or use '
+            '"static"'
+        )
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
+        """Call transformers' own `generate`. Collective over the TP group.
+
+        All ranks sample with the random numbers of the group's first rank, so they return the same tokens.
+
+        Raises:
+            UserError: on every rank: the ranks' prompts differ or one has none; an unsupported cache, time limit or
+                early exit.
+        """
+        settings = generation_config or self.generation_config
+        if self.topology.tensor > 1 and (options.get("max_time") or settings.max_time):
+            raise UserError("generate: max_time would end each rank at another token; use max_new_tokens")
+        if options.get("assistant_early_exit") or settings.assistant_early_exit:
+            raise UserError(
+                "generate: assistant_early_exit is not built: a forward runs all layers; give an assistant_model, or "
+                "prompt_lookup_num_tokens"
+            )
+        group = self.topology.tensor_group
+        prompt = inputs if inputs is not None else options.get("input_ids")
+        if prompt is None:
+            prompt = torch.empty(0, dtype=torch.long, device=self.device)
+        if not agree_on_tokens(group, prompt):
+            raise UserError("generate: the tensor parallel ranks have different prompts; give all of them the same")
+        cache = options.get("cache_implementation") or settings.cache_implementation or ""
+        if cache.startswith("offloaded") and self.device.type == "cpu":
+            raise UserError(f'generate: cache_implementation="{cache}" needs an accelerator; leave it out on a CPU')
+        options.setdefault("disable_compile", True)  # with a static cache, generate would compile the forward on CUDA
+        with broadcast_rng_state(group, self.device):
+            output: Any = super().generate(inputs, generation_config, *arguments, **options)  # type: ignore[misc]
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        if not agree_on_tokens(group, sequences):
+            raise RuntimeError("generate: the tensor parallel ranks ended with different tokens")
+        return output

@@ -1,0 +1,101 @@
+"""Apply a run's activation-memory settings to its model: recomputation, and the store of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.recompute import RecomputePolicy
+from zero_tp.model.parallel_model import ParallelModel
+from zero_tp.model.recompute.recompute import Forward, RecomputedOutput, plain_forward, recompute
+from zero_tp.model.recompute.stores import ContiguousBuffer, HostStore, InPlaceStore, PartitionedStore, Store
+from zero_tp.model.transformer import TransformerLayer
+from zero_tp.parallel.topology import Topology
+
+RECOMPUTED_MODULES = {"layer": "", "attention_core": "attention.core"}
+"""Parts of a layer that backward runs again from their inputs → their submodule."""
+
+
+class ActivationMemory:
+    """Wrap the forward of the modules that the policy recomputes.
+
+    Args:
+        policy: `zero_tp.recompute`.
+        settings: DeepSpeed's `activation_checkpointing` block.
+        device: where the model computes.
+
+    Attributes:
+        layers: indices of the recomputed layers.
+        notes: lines for the log.
+    """
+
+    def __init__(
+        self, model: ParallelModel, policy: RecomputePolicy, settings: Mapping[str, Any], device: torch.device
+    ):
+        self.policy = policy
+        self.notes: list[str] = []
+        self.layers = policy.recomputed_layers(model.spec.layers)
+        if self.layers and self.layers[-1] >= model.spec.layers:
+            problem = f"{policy.layers}, but the model has {model.spec.layers}"
+            raise UserError(f"zero_tp.recompute.layers: {problem}; use a smaller one")
+        self._streams = model.streams
+        self._store = self._make_store(settings, model.topology, device) if policy.mode == "full" else InPlaceStore()
+        self._recomputes = True  # changed by `begin_micro_batch`, if the run calls it
+        self._wrapped: list[nn.Module] = []
+        modules = {"none": (), "full": ("layer",), "selective": policy.chosen_modules}[policy.mode]
+        for index in self.layers:
+            for name in modules:
+                layer = model.transformer.layers[index]
+                assert isinstance(layer, TransformerLayer)
+                self._wrap_module(layer, name)
+
+    def begin_micro_batch(self, index: int) -> None:
+        """Begin micro-batch `index` of a step; the first `keep_micro_batches` keep all their activations."""
+        self._recomputes = index >= self.policy.keep_micro_batches
+
+    def remove(self) -> None:
+        """Restore the modules' own forwards."""
+        for module in self._wrapped:
+            del module.forward
+        self._wrapped.clear()
+
+    def _wrap_module(self, layer: TransformerLayer, name: str) -> None:
+        if name in RECOMPUTED_MODULES:
+            module = layer.get_submodule(RECOMPUTED_MODULES[name])
+            self._wrap(module, partial(recompute, plain_forward(module), self._streams, self._store))
+            return
+        mlps = ["mlp"] if getattr(layer.mlp, "shared", None) is None else ["mlp", "mlp.shared"]
+        activations = [(f"{mlp}.activation", f"{mlp}.down") for mlp in mlps]
+        for names in layer.recomputed_norms if name == "norm" else activations:
+            producer, consumer = map(layer.get_submodule, names)
+            output = RecomputedOutput(producer, consumer)
+            self._wrap(producer, output.produce)
+            self._wrap(consumer, output.consume)
+
+    def _wrap(self, module: nn.Module, recomputing: Forward) -> None:
+        """Replace a module's forward in micro-batches that recompute. Modules and parameters keep their names."""
+        module.forward = partial(self._run, recomputing, plain_forward(module))
+        self._wrapped.append(module)
+
+    def _run(self, recomputing: Forward, plain: Forward, *inputs: Any, **options: Any) -> Tensor:
+        return (recomputing if self._recomputes else plain)(*inputs, **options)
+
+    def _make_store(self, settings: Mapping[str, Any], topology: Topology, device: torch.device) -> Store:
+        to_host = bool(settings.get("cpu_checkpointing")) and device.type != "cpu"
+        buffer = None
+        if settings.get("contiguous_memory_optimization"):
+            slots = settings.get("number_checkpoints") or len(self.layers)
+            buffer = ContiguousBuffer(slots, torch.device("cpu") if to_host else None, pinned=to_host)
+        store: Store = HostStore(buffer) if to_host else buffer or InPlaceStore()
+        if not settings.get("partition_activations"):
+            return store
+        if topology.sequence or topology.tensor == 1:
+            reason = "sequence parallelism has split the checkpoints already" if topology.sequence else "tensor is 1"
+            self.notes.append(f"activation_checkpointing.partition_activations: nothing to partition, {reason}")
+            return store
+        return PartitionedStore(topology.tensor_group, store)

@@ -1,0 +1,120 @@
+"""Recompute activations in backward (arXiv 2205.05198, section 5).
+
+Both mechanisms wrap the `forward` of modules of a built model:
+
+- `recompute` keeps the inputs of a module (a layer, an attention core) in a store and runs the module again.
+  Collectives inside it happen again, on every rank in the same order.
+- `RecomputedOutput` drops the output of an elementwise module and computes it again from its input for the gradient of
+  the next weight: one elementwise pass, no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from zero_tp.model.recompute.stores import Store
+from zero_tp.parallel.random import RandomStreams
+
+Forward = Callable[..., Tensor]
+
+
+def plain_forward(module: nn.Module) -> Forward:
+    """Return the module's forward. If it is its class's, a partial: unlike a closure, that follows a deep copy."""
+    return vars(module).get("forward") or partial(type(module).forward, module)
+
+
+class _Recompute(torch.autograd.Function):
+    """Run a function without a graph, and again with one in backward, followed by a nested backward.
+
+    Thanks to the nested backward ZeRO-3 gathers and releases each parameter around its module in both passes.
+    torch's non-reentrant checkpoint would keep aliases of all gathered weights until their gradients are computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: Forward, streams: RandomStreams, store: Store, _: Tensor, *inputs: Tensor
+    ) -> Tensor:
+        ctx.function, ctx.streams, ctx.store = function, streams, store
+        ctx.states = streams.snapshot()
+        ctx.handles = [store.put(tensor.detach()) for tensor in inputs]
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError("recomputed activations need loss.backward(), without inputs= and not autograd.grad()")
+        if ctx.handles is None:
+            raise RuntimeError("backward a second time through recomputed activations: they are freed by the first")
+        needed = ctx.needs_input_grad[4:]
+        handles, ctx.handles = ctx.handles, None  # freed with this call, although the graph may live longer
+        inputs = [ctx.store.take(handle) for handle in handles]
+        inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(inputs, needed, strict=True)]
+        with torch.enable_grad(), ctx.streams.replaying(ctx.states):
+            output = ctx.function(*inputs)
+        if output.requires_grad:  # not so if everything up to here is frozen
+            torch.autograd.backward(output, gradient)
+        return (None, None, None, None, *(tensor.grad for tensor in inputs))
+
+
+def recompute(forward: Forward, streams: RandomStreams, store: Store, *inputs: Tensor, **options: Any) -> Tensor:
+    """Run `forward`; keep its inputs in `store`, and run it again in backward with the same dropout of `streams`.
+
+    Positional arguments are tensors and get gradients; keyword arguments are kept as they are.
+    """
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **options)
+    # Parameters inside need gradients even if no input does (a frozen embedding).
+    anchor = torch.empty(0, device=inputs[0].device, requires_grad=True)
+    output: Tensor = _Recompute.apply(partial(forward, **options), streams, store, anchor, *inputs)
+    return output
+
+
+class RecomputedOutput:
+    """Drop the output of `producer`, and recompute it in the backward of `consumer`, the next module.
+
+    The producer must draw no random numbers. Its own backward keeps its input anyway.
+    """
+
+    def __init__(self, producer: nn.Module, consumer: nn.Module):
+        self.producer = producer
+        self._produce, self._consume = plain_forward(producer), plain_forward(consumer)
+        self._last: tuple[Tensor, Tensor] | None = None  # the producer's input and output, until the consumer runs
+
+    def produce(self, source: Tensor) -> Tensor:
+        """Run the producer's forward, and remember its input."""
+        output: Tensor = self._produce(source)
+        if torch.is_grad_enabled():
+            self._last = source, output
+        return output
+
+    def consume(self, *inputs: Any, **options: Any) -> Tensor:
+        """Run the consumer's forward; its backward recomputes the producer's output."""
+        last, self._last = self._last, None
+        if last is None:
+            return self._consume(*inputs, **options)
+        source, produced = last
+        dropped = produced.untyped_storage()._cdata  # unique while `produced` lives
+        saved, needs_gradient = source.detach(), source.requires_grad
+
+        def pack(tensor: Tensor) -> Any:
+            if tensor.untyped_storage()._cdata != dropped:
+                return tensor
+            return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            # ZeRO-3 gathers the weights at each call, and releases them when its inputs that need gradients have them.
+            with torch.enable_grad():
+                output: Tensor = self.producer(saved.detach().requires_grad_(needs_gradient))
+            self._last = None
+            return output.detach().as_strided(*packed)
+
+        with saved_tensors_hooks(pack, unpack):
+            return self._consume(*inputs, **options)
