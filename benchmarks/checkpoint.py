@@ -36,9 +36,9 @@ from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.resume_point import verify_checkpoint
 from zero_tp.checkpoint.save import run_saver
 from zero_tp.config import RunConfig
+from zero_tp.engine.engine import TrainingEngine
+from zero_tp.engine.zero.ops import disable_shared_memory_collectives
 from zero_tp.parallel.topology import Topology
-from zero_tp.training.engine import TrainingEngine
-from zero_tp.zero.ops import disable_shared_memory_collectives
 
 WARM_UP = 4  # until saves remove old checkpoints
 CHUNK = 2**20  # of plain writing and reading: larger ones are slower, they leave the processor's cache

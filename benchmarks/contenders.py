@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
 
     from zero_tp.config import RunConfig
+    from zero_tp.engine.engine import TrainingEngine
     from zero_tp.parallel.topology import Topology
-    from zero_tp.training.engine import TrainingEngine
 
 BATCH, WARM_UP, STEPS = 4, 2, 6
 RATE, CLIP = 1e-3, 1.0
@@ -102,8 +102,8 @@ def engine_of(
     config: RunConfig, topology: Topology, device: torch.device, weights: Path | None = None
 ) -> TrainingEngine:
     """Build a run's engine as launch/pretrain.py does, with the weights of a directory or random ones."""
+    from zero_tp.engine.engine import TrainingEngine
     from zero_tp.model.weights.load import PretrainedSource
-    from zero_tp.training.engine import TrainingEngine
 
     model = config.hf_config()
     return TrainingEngine(
@@ -186,7 +186,7 @@ def with_deepspeed(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
     import deepspeed
     import torch.distributed as dist
 
-    from zero_tp.zero.ops import disable_shared_memory_collectives
+    from zero_tp.engine.zero.ops import disable_shared_memory_collectives
 
     disable_shared_memory_collectives()  # which its inference alone uses
     deepspeed.init_distributed("gloo", verbose=False)

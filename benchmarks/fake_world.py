@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
 
-from zero_tp.zero.ops import disable_shared_memory_collectives
+from zero_tp.engine.zero.ops import disable_shared_memory_collectives
 
 COUNTED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "objects": (dist, ("all_gather_object", "broadcast_object_list")),

@@ -34,14 +34,14 @@ from zero_tp.checkpoint.run_directory import saved_start
 from zero_tp.checkpoint.save import Saver, run_saver
 from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedWriter
+from zero_tp.engine.engine import TrainingEngine
+from zero_tp.engine.guards import check_duplicates, check_replicas
 from zero_tp.parallel.agreement import require_same_on_all_ranks
 from zero_tp.parallel.safetensors_files import PART_BYTES, FileDigest
 from zero_tp.parallel.topology import Topology
 from zero_tp.process.hang_report import RankStatus
 from zero_tp.process.signals import Requests
 from zero_tp.process.watch import Watchdog
-from zero_tp.training.engine import TrainingEngine
-from zero_tp.training.guards import check_duplicates, check_replicas
 from zero_tp.training.run_inputs import RunInputs
 
 VOCABULARY, LENGTH = 1024, 64

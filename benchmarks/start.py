@@ -71,9 +71,9 @@ def rank() -> None:
         for module in modules:
             importlib.import_module(module)
         clock.ended(f"import {part}")
+    from zero_tp.engine.engine import TrainingEngine
+    from zero_tp.engine.zero.zero_engine import ZeroEngine
     from zero_tp.training import start as starting
-    from zero_tp.training.engine import TrainingEngine
-    from zero_tp.zero.zero_engine import ZeroEngine
 
     clock.around(starting, "connect_deepspeed", "config and data", "connect")
     clock.around(ZeroEngine, "initialize", "model", "deepspeed.initialize")

@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 
-from zero_tp.zero.build_lock import report_build_locks
+from zero_tp.engine.zero.build_lock import report_build_locks
 
 
 def main() -> None:

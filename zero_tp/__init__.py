@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from zero_tp.data.datasets import CorpusDataset, CorpusStream
     from zero_tp.data.documents import stream
     from zero_tp.data.settings import Prepared, PrepareSettings
+    from zero_tp.engine.engine import TrainingEngine
     from zero_tp.model.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
     from zero_tp.model.huggingface.parallelize import parallel_model
     from zero_tp.parallel.topology import Topology
     from zero_tp.planning.plan import plan
     from zero_tp.trainer import ZeroTPTrainer
     from zero_tp.training.callback import Callback, TrainState
-    from zero_tp.training.engine import TrainingEngine
 
 __version__ = "0.1.0"
 
@@ -52,7 +52,7 @@ _MODULES = {
     "RunConfig": "zero_tp.config",
     "Topology": "zero_tp.parallel.topology",
     "TrainState": "zero_tp.training.callback",
-    "TrainingEngine": "zero_tp.training.engine",
+    "TrainingEngine": "zero_tp.engine.engine",
     "UserError": "zero_tp.base.errors",
     "ZeroTPForCausalLM": "zero_tp.model.huggingface",
     "ZeroTPForPreTraining": "zero_tp.model.huggingface",

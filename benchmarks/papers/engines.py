@@ -8,6 +8,7 @@ from zero_tp.base.constants import DTYPES
 from zero_tp.base.shipped import CONFIGS, shipped_path
 from zero_tp.config import RunConfig
 from zero_tp.data.batch import Batch
+from zero_tp.engine.engine import TrainingEngine
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.topology import Topology
@@ -15,7 +16,6 @@ from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import Layer
 from zero_tp.planning.memory import PaperMemory, run_model_size
 from zero_tp.planning.plan_settings import workload_of
-from zero_tp.training.engine import TrainingEngine
 
 CPU = torch.device("cpu")
 ONE_MICRO_BATCH = ("train_batch_size=auto", "gradient_accumulation_steps=1")

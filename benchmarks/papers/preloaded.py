@@ -9,7 +9,7 @@ quiet_libraries(verbose=False)
 import deepspeed  # noqa: E402, F401
 import transformers.models.gpt2.modeling_gpt2  # noqa: E402, F401
 
-import zero_tp.training.engine  # noqa: E402, F401
+import zero_tp.engine.engine  # noqa: E402, F401
 
 # A garbage collection in a rank would write to every object, and so copy its pages.
 gc.collect()

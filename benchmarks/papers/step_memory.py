@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from zero_tp.engine.engine import TrainingEngine
+from zero_tp.engine.zero.states import partition_of
 from zero_tp.planning.memory import CATEGORIES, Point
 from zero_tp.planning.tracking import Allocation, Allocations
-from zero_tp.training.engine import TrainingEngine
-from zero_tp.zero.states import partition_of
 
 
 class MarkedAllocations(Allocations):

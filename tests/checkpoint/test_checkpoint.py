@@ -97,7 +97,7 @@ def steps_of(engine: Any, first: int, last: int) -> list[tuple[float, float]]:
 
 
 def masters_of(engine: Any) -> dict[str, Tensor]:
-    from zero_tp.zero.states import MASTER
+    from zero_tp.engine.zero.states import MASTER
 
     states = engine.zero.states()
     return {each.name: states.get(each, MASTER).clone() for each in states.fragments}
@@ -197,8 +197,8 @@ def test_a_run_goes_on_with_another_implementation_of_adam(ranks: Pools, tmp_pat
 
 def loss_scales(stage: int, overflows: list[bool], resume_at: int) -> tuple[list[float], list[float], set[str]]:
     """Return the scales of a run, those of one that resumes at `resume_at`, and the keys of the saved state."""
+    from tests.engine.test_engine import build as engine_of
     from tests.support.compare import grid
-    from tests.training.test_engine import build as engine_of
 
     fp16 = {"enabled": True, "loss_scale_window": 3, "hysteresis": 2, "min_loss_scale": 1.0}
     found = []

@@ -18,8 +18,8 @@ from torch import Tensor
 from zero_tp.checkpoint.directory import Damaged
 from zero_tp.checkpoint.manifest import Manifest, ReplicatedParameter, ShardedParameter, states_file
 from zero_tp.checkpoint.reader import STARTS, CheckpointReader, ParameterLayout, tensor_name
+from zero_tp.engine.zero.states import MASTER
 from zero_tp.parallel.layout import Layout, Replicated, Sharded
-from zero_tp.zero.states import MASTER
 
 NAME = "layers.0.weight"
 

@@ -22,9 +22,9 @@ from zero_tp.base.settings.deepspeed import ZERO
 from zero_tp.base.shipped import config_names, find_config
 from zero_tp.base.validation import ConfigModel
 from zero_tp.config import ConfigError, RunConfig
-from zero_tp.config.checks import check_deepspeed
-from zero_tp.config.config_file import ConfigFile
-from zero_tp.config.typed import EntryPoint
+from zero_tp.engine.settings.checks import check_deepspeed
+from zero_tp.engine.settings.config_file import ConfigFile
+from zero_tp.engine.settings.typed import EntryPoint
 from zero_tp.parallel.topology import Topology
 
 WORLD_SIZES = (4, 8, 16, 64, 280, 512, 1024)

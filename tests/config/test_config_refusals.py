@@ -22,9 +22,9 @@ from zero_tp.base.settings.resolve import leaves
 from zero_tp.base.settings.schema import Parallel, ZeroTP
 from zero_tp.commands.check import describe
 from zero_tp.config import ConfigError, RunConfig
-from zero_tp.config.checks import check_deepspeed, notes
-from zero_tp.config.rules import rules
-from zero_tp.config.typed import EntryPoint, TypedConfig, check_types
+from zero_tp.engine.settings.checks import check_deepspeed, notes
+from zero_tp.engine.settings.rules import rules
+from zero_tp.engine.settings.typed import EntryPoint, TypedConfig, check_types
 from zero_tp.parallel.topology import Topology
 
 ACTIVATIONS = "activation_checkpointing"
@@ -179,9 +179,9 @@ def test_other_doors_refuse_what_a_file_is_refused_for(entry_point: EntryPoint, 
 
 def test_the_engine_refuses_before_it_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     """And `optimizer.type` as the command line does: Muon would train on shards."""
-    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.engine.engine import TrainingEngine
 
-    monkeypatch.setattr("zero_tp.training.engine.zero_engine", lambda *_: pytest.fail("the engine is built"))
+    monkeypatch.setattr("zero_tp.engine.engine.zero_engine", lambda *_: pytest.fail("the engine is built"))
     settings = {"train_batch_size": 1, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
     with pytest.raises(ConfigError, match=r'^optimizer\.type: "Muon" is refused: it orthogonalises a whole matrix'):
         TrainingEngine(LlamaConfig(), Topology(world=1), settings, seed=1)

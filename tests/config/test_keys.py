@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.engine.test_engine import ACCUMULATION, build
+from tests.engine.zero.test_fp16 import tokens_of
 from tests.model.test_model import reference_model
 from tests.support import matrix
 from tests.support.compare import check_close, grid
@@ -19,9 +21,7 @@ from tests.support.keys import CELLS, OPTIMIZED
 from tests.support.mistakes import with_changes
 from tests.support.parallel_run import train
 from tests.support.pools import Pools
-from tests.training.test_engine import ACCUMULATION, build
 from tests.training.test_matrix import distances
-from tests.zero.test_fp16 import tokens_of
 from zero_tp.model.causal_lm import next_tokens
 
 CLIP, STEPS = 0.3, 4

@@ -19,7 +19,7 @@ from zero_tp.base.validation import ConfigErrors, nested_names, validate
 from zero_tp.checkpoint.manifest import fixed_settings
 from zero_tp.commands.check import describe
 from zero_tp.config import ConfigError, RunConfig
-from zero_tp.config.config_file import ConfigFile
+from zero_tp.engine.settings.config_file import ConfigFile
 from zero_tp.parallel.devices import Device
 
 

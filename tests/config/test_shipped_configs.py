@@ -52,7 +52,7 @@ CASES = {
 def two_steps(name: str, changes: tuple[str, ...]) -> list[tuple[float, float, float]]:
     """Return loss, gradient norm and learning rate of the first two steps."""
     from zero_tp.config import RunConfig
-    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.engine.engine import TrainingEngine
 
     world = torch.distributed.get_world_size()
     config = RunConfig.load(ROOT / "ds_configs" / f"{name}.json", (*SMALL, *changes), world)

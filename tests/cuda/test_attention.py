@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend
 from transformers import LlamaConfig, MistralConfig
 
 from zero_tp.data.batch import Batch, separate_documents
+from zero_tp.engine.guards import deterministic_algorithms
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.attention import AttentionCore, SDPACore, can_use_varlen, disable_cudnn_for_mask
@@ -20,7 +21,6 @@ from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel import devices
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.parallel.topology import Topology
-from zero_tp.training.guards import deterministic_algorithms
 
 pytestmark = pytest.mark.cuda
 DEVICE = torch.device("cuda", 0)

@@ -8,10 +8,10 @@ from torch import Tensor
 from transformers import GPT2Config
 
 from zero_tp.base.settings.recompute import RecomputePolicy
+from zero_tp.engine.guards import deterministic_algorithms
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.model.recompute.stores import ContiguousBuffer, HostStore
-from zero_tp.training.guards import deterministic_algorithms
 
 pytestmark = pytest.mark.cuda
 DEVICE = torch.device("cuda", 0)

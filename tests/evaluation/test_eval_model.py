@@ -90,8 +90,8 @@ def deepspeed_settings(stage: int) -> dict[str, Any]:
 
 def live_model(directory: Path, tensor: int, stage: int, scorer: Callable[[Any], Any]) -> EvalModel:
     """Return the model of a DeepSpeed engine before its first step; `scorer` takes the engine."""
+    from zero_tp.engine.engine import TrainingEngine
     from zero_tp.model.weights.load import PretrainedSource
-    from zero_tp.training.engine import TrainingEngine
 
     opened, topology = open_directory(directory), grid(tensor)
     source, settings = PretrainedSource(directory, opened.config), deepspeed_settings(stage)

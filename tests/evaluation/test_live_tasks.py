@@ -52,9 +52,9 @@ def test_a_continuation_that_no_row_holds_is_refused_before_training(tmp_path: P
 
 def losses(directory: Path, settings: dict[str, Any], stage: int, live: bool) -> tuple[list[float], list[Any]]:
     """Of three steps with dropout, and what the tasks gave between them."""
+    from zero_tp.engine.engine import TrainingEngine
     from zero_tp.model.causal_lm import CausalLM
     from zero_tp.model.huggingface import ZeroTPForCausalLM
-    from zero_tp.training.engine import TrainingEngine
 
     topology = cached(("live tasks", 2), lambda: Topology(2, sequence=True))
     config = GPT2Config.from_pretrained(str(directory), attn_implementation="sdpa")

@@ -33,7 +33,7 @@ def run(seed: int, model_type: str, tensor: int, sequence: bool, stage: int, dty
     from torch._dynamo.utils import counters
 
     from tests.support.native import native_tensors
-    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.engine.engine import TrainingEngine
 
     config = AutoConfig.for_model(
         model_type,

@@ -176,7 +176,7 @@ def test_shares_of_experts_are_refused_without_experts() -> None:
 def train_guarded(guarded: bool) -> str:
     """The message on a rank of a step in which rank 1's second router has its rows in another order, or ""."""
     from zero_tp.base.errors import UserError
-    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.engine.engine import TrainingEngine
 
     config = AutoConfig.for_model(**fields())
     batch = inputs(61, padded=False)["input_ids"]
@@ -248,7 +248,7 @@ def test_a_checkpoint_resumes_on_another_grid(
 def shares_of_a_step(seed: int) -> tuple[dict[str, float], list[torch.Tensor]]:
     """What a step of TP 2 × DP 2 logs, and transformers' counts of its tokens' choices."""
     from zero_tp.base.settings.recompute import RecomputePolicy
-    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.engine.engine import TrainingEngine
     from zero_tp.training.run_callbacks import ExpertShares
 
     reference, topology = reference_model(fields("qwen2_moe"), seed), grid(2, True)

@@ -58,7 +58,7 @@ def steps(
     kind: str, tensor: int, stage: int, labelled: list[list[int]]
 ) -> tuple[list[tuple[float, float]], float, str]:
     """[(loss, gradient norm)] of steps whose rows have such labels, then the loss of an evaluation, and a refusal."""
-    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.engine.engine import TrainingEngine
 
     topology, reference = grid(tensor, tensor > 1), reference_model(kind)
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}

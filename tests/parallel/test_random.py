@@ -319,7 +319,7 @@ def test_each_dropout_has_its_own_probability(ranks: Pools, attention: str) -> N
 
 def masks_of_steps(stage: int, policy: str) -> list[Tensor]:
     """All masks of two steps of two micro-batches through the engine, in order."""
-    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.engine.engine import TrainingEngine
 
     mode, activations, _ = POLICIES[policy]
     settings = deepspeed_settings(stage, micro_batch=BATCH, accumulation=2, activation_checkpointing=activations)

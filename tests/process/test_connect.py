@@ -21,11 +21,11 @@ from tests.support.launched import free_port
 from tests.support.pools import Pool
 from zero_tp.base.errors import UserError
 from zero_tp.config import RunConfig
+from zero_tp.engine.engine import TrainingEngine
 from zero_tp.parallel import devices
 from zero_tp.process.connect import connect_deepspeed, rank_device
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.job_store import JobStore
-from zero_tp.training.engine import TrainingEngine
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from zero_tp.base.settings.deepspeed import REFUSED_KEYS
 from zero_tp.base.settings.optimizer import OPTIMIZERS, params_model
 from zero_tp.base.settings.schedule import SCHEDULES
 from zero_tp.base.validation import fields_by_name, nested_model
-from zero_tp.config.config_file import ConfigFile
+from zero_tp.engine.settings.config_file import ConfigFile
 
 Changes = dict[str, Any]
 ZERO, ACTIVATIONS = "zero_optimization", "activation_checkpointing"
@@ -96,17 +96,19 @@ TRAINED_BY: dict[str, tuple[str, ...]] = {
     "parallel/test_fused_products": ("zero_tp.parallel.fused_products",),
     "support/matrix": ("zero_tp.objective.type",),
     "training/test_documents_run": ("zero_tp.data.document_attention",),
-    "training/test_engine": ("train_micro_batch_size_per_gpu",),
+    "engine/test_engine": ("train_micro_batch_size_per_gpu",),
     "training/test_masked_run_inputs": (
         *(f"zero_tp.objective.{key}" for key in ("mask_probability", "max_ngram", "sentence_order")),
     ),
     "training/test_spikes": (*(f"zero_tp.training.spike.{key}" for key in ("loss", "grad_norm", "window")),),
-    "zero/test_fp16": (
+    "engine/zero/test_fp16": (
         *(f"fp16.{key}" for key in ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window")),
         *("fp16.hysteresis", "fp16.min_loss_scale", "fp16.consecutive_hysteresis", "zero_allow_untested_optimizer"),
     ),
-    "zero/test_offload_nvme": (*(f"{ZERO}.{block}.nvme_path" for block in ("offload_optimizer", "offload_param")),),
-    "zero/test_schedule": (
+    "engine/zero/test_offload_nvme": (
+        *(f"{ZERO}.{block}.nvme_path" for block in ("offload_optimizer", "offload_param")),
+    ),
+    "engine/zero/test_schedule": (
         "scheduler.type",
         *(f"scheduler.params.{key}" for model in SCHEDULES.values() for key in model.model_fields),
     ),

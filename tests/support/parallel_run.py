@@ -15,7 +15,7 @@ from zero_tp.config import RunConfig
 from zero_tp.data.batch import MaskedBatch, as_batch
 
 if TYPE_CHECKING:
-    from zero_tp.zero.zero_engine import Veto
+    from zero_tp.engine.zero.zero_engine import Veto
 
 
 def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False, **options: Any) -> Trace:
@@ -104,8 +104,8 @@ def whole_tensors(engine: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:
     """The whole fp32 weights, or with `key` one of Adam's moments, from what the optimizer holds. Collective."""
+    from zero_tp.engine.zero.states import MASTER, local_shape
     from zero_tp.parallel.collectives import all_reduce
-    from zero_tp.zero.states import MASTER, local_shape
 
     states = engine.zero.states()
     local = {name: torch.zeros(local_shape(weight)) for name, weight in engine.model.named_parameters()}

@@ -108,7 +108,7 @@ def _join_group(rank: int, world: int) -> None:
 
     import deepspeed
 
-    from zero_tp.zero.ops import disable_shared_memory_collectives
+    from zero_tp.engine.zero.ops import disable_shared_memory_collectives
 
     torch.set_num_threads(1)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

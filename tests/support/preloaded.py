@@ -20,7 +20,7 @@ import transformers.trainer_utils
 import zero_tp.checkpoint.convert
 import zero_tp.checkpoint.resume
 import zero_tp.checkpoint.save
-import zero_tp.training.engine
+import zero_tp.engine.engine
 
 # A collection in a rank would write to every object, and so copy those pages: 0.45 s of processor time a rank.
 gc.collect()

@@ -49,8 +49,8 @@ def gpt2_config(dropout: float = 0.0, **changes: Any) -> GPT2Config:
 
 def engine_of(config: RunConfig, **options: Any) -> Any:
     """Return a rank's engine of a run's config, with the weights that it names or draws."""
+    from zero_tp.engine.engine import TrainingEngine
     from zero_tp.model.weights.load import PretrainedSource
-    from zero_tp.training.engine import TrainingEngine
 
     run, hf_config = config.zero_tp, config.hf_config()
     if config.pretrained is not None:
@@ -78,7 +78,7 @@ def settings_of(stage: int, dtype: str = "fp32") -> dict[str, Any]:
 
 def replica(stage: int, dtype: str = "fp32", tensor: int = 1, **options: Any) -> Any:
     """An engine with dropout on TP `tensor`, and the rest of the ranks for DP."""
-    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.engine.engine import TrainingEngine
 
     config = gpt2_config(0.1, n_layer=1, vocab_size=50, n_positions=8)
     return TrainingEngine(config, Topology(tensor, tensor > 1), settings_of(stage, dtype), seed=1, **options)

@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from zero_tp.data.batch import AnyBatch
+from zero_tp.engine import guards
+from zero_tp.engine.engine import TrainingEngine
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.parallel.gradients import gradient_norm
 from zero_tp.parallel.topology import Topology
@@ -29,8 +31,6 @@ from zero_tp.planning import dryrun, simulated_accelerator
 from zero_tp.planning.plan_settings import Workload
 from zero_tp.planning.tracking import DryRunPart, measure
 from zero_tp.process.signals import Requests
-from zero_tp.training import guards
-from zero_tp.training.engine import TrainingEngine
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
 """Operations that give the host a value of the device."""

@@ -10,7 +10,7 @@ EVERY = 5
 
 def skip_steps(skips: Callable[[int], bool]) -> None:
     """Make the gradients of this process non-finite in each step for which `skips` is true."""
-    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.engine.engine import TrainingEngine
 
     run_step = TrainingEngine.run_step
 

@@ -38,7 +38,7 @@ def test_every_mutant_applies() -> None:
         ({"old": "nowhere()"}, "found it 0 times"),
         ({"old": "make"}, r"found it \d+ times"),
         ({"new": "if"}, "invalid syntax"),
-        ({"tests": ["tests/training/test_engine.py::test_gone[1]"]}, "there is no tests"),
+        ({"tests": ["tests/engine/test_engine.py::test_gone[1]"]}, "there is no tests"),
         ({"tests": ["tests/gone.py::test_gone"]}, "there is no tests"),
     ],
 )

@@ -230,7 +230,7 @@ def test_a_trainer_warns_of_keys_without_effect() -> None:
 def test_a_trainer_reports_locks_of_builds() -> None:
     from torch.utils.file_baton import FileBaton
 
-    assert FileBaton.wait.__module__ == "zero_tp.zero.build_lock"
+    assert FileBaton.wait.__module__ == "zero_tp.engine.zero.build_lock"
 
 
 @THOROUGH

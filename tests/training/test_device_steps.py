@@ -23,6 +23,8 @@ from tests.support.simulated_steps import ENCODERS, Does, Watching, watched, wat
 from tests.tiers import in_tiers
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.checkpoint.save import _copy_to_host
+from zero_tp.engine.engine import TrainingEngine
+from zero_tp.engine.guards import check_replicas
 from zero_tp.model import transformer
 from zero_tp.parallel import collectives
 from zero_tp.parallel.host_copy import HostCopy
@@ -32,8 +34,6 @@ from zero_tp.planning.plan_settings import Workload
 from zero_tp.process.signals import Requests
 from zero_tp.trainer.batches import SampleComparison, count_labels
 from zero_tp.trainer.trainer import TensorParallel
-from zero_tp.training.engine import TrainingEngine
-from zero_tp.training.guards import check_replicas
 
 WORKLOAD = Workload(length=32, batch=2, tensor=2)
 GRIDS: dict[str, dict[str, Any]] = {"TP 1": {"tensor": 1}, "TP 2": {}, "SP": {"sequence": True}}

@@ -12,9 +12,9 @@ from deepspeed import accelerator
 from torch import Tensor, nn
 
 from zero_tp.base.errors import UserError
+from zero_tp.engine.guards import check_reproducible
 from zero_tp.process import connect
 from zero_tp.process.environment import RankEnvironment
-from zero_tp.training.guards import check_reproducible
 
 
 class NoStreams:

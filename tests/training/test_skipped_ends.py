@@ -17,7 +17,7 @@ from tests.support.skipping_rank import skip_steps
 skipped, stopped = eval(sys.argv.pop(1)), int(sys.argv.pop(1))
 skip_steps(skipped.__contains__)
 
-from zero_tp.training.engine import TrainingEngine
+from zero_tp.engine.engine import TrainingEngine
 
 run_step = TrainingEngine.run_step
 

@@ -17,8 +17,8 @@ from tests.support.pools import Pools
 from tests.support.settings import replica, rows
 from tests.tiers import in_tiers
 from zero_tp.base.settings.schema import Spike
-from zero_tp.training.engine import TrainingEngine
-from zero_tp.training.guards import detect_spike
+from zero_tp.engine.engine import TrainingEngine
+from zero_tp.engine.guards import detect_spike
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from zero_tp.checkpoint.resume import restore_states
 from zero_tp.checkpoint.resume_point import ResumePoint, open_checkpoint
 from zero_tp.config import RunConfig
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
+from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.model.architectures.configs import TOKEN_IDS, fields_of
 from zero_tp.model.architectures.rotary import ROPE
-from zero_tp.zero.zero_engine import ZeroEngine
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -22,10 +22,10 @@ from zero_tp.base.errors import UserError, first_line
 from zero_tp.base.strict_json import parse_json
 from zero_tp.checkpoint.directory import MANIFEST, Damaged
 from zero_tp.checkpoint.manifest import Manifest, ReplicatedParameter, ShardedParameter, states_file
+from zero_tp.engine.zero.states import MASTER
 from zero_tp.parallel.layout import Layout, Replicated, Sharded, layout_of, whole_shape
 from zero_tp.parallel.parameter import Init
 from zero_tp.parallel.topology import Topology
-from zero_tp.zero.states import MASTER
 
 STARTS = "starts"  # key of a file's metadata: parameter → where the fragment starts in the flattened TP shard
 RANDOM = "random"  # prefix of the random streams' names

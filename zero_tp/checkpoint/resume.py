@@ -18,7 +18,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.checkpoint.directory import read_manifest
 from zero_tp.checkpoint.manifest import Manifest, states_file
 from zero_tp.checkpoint.reader import RANDOM, CheckpointReader, ParameterLayout
-from zero_tp.zero.zero_engine import ZeroEngine
+from zero_tp.engine.zero.zero_engine import ZeroEngine
 
 
 def resume(zero: ZeroEngine, checkpoint: Path, seed: int) -> int:

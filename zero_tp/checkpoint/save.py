@@ -30,10 +30,10 @@ from zero_tp.checkpoint.reader import RANDOM, STARTS, ParameterLayout, tensor_na
 from zero_tp.checkpoint.run_directory import OwnerChanged
 from zero_tp.config import RunConfig
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
+from zero_tp.engine.zero.states import Fragment, OptimizerStates
+from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.parallel.host_copy import HostCopy
 from zero_tp.parallel.safetensors_files import Entry, FileDigest, write_tensors
-from zero_tp.zero.states import Fragment, OptimizerStates
-from zero_tp.zero.zero_engine import ZeroEngine
 
 POLL_SECONDS = 0.02
 LONGEST_POLL_SECONDS = 0.5

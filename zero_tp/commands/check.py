@@ -208,7 +208,7 @@ def _schedule(config: RunConfig) -> str:
     if block is None:
         return "none: constant rate"
     from zero_tp.base.settings.schedule import WARMUPS
-    from zero_tp.zero.lr_schedules import rates
+    from zero_tp.engine.zero.lr_schedules import rates
 
     warmup = next((int(block["params"][name]) for name in WARMUPS if name in block["params"]), 1)
     chosen = sorted({1, min(max(1, warmup), steps), (steps + 1) // 2, steps})

@@ -35,7 +35,7 @@ def json_schema() -> Json:
     It has keys, types and ranges; `params` depend on `type`, and a model's fields on `model_type`. Every config that
     RunConfig accepts is valid. It does not check combinations of keys and batch arithmetic.
     """
-    from zero_tp.config.config_file import ConfigFile
+    from zero_tp.engine.settings.config_file import ConfigFile
     from zero_tp.model.architectures import ARCHITECTURES
 
     blocks: dict[str, Any] = {"optimizer": (OptimizerBlock, ...), "zero_tp": (ZeroTP, ...)}

@@ -31,9 +31,9 @@ from zero_tp.base.shipped import config_names
 from zero_tp.base.strict_json import read_json
 from zero_tp.base.validation import ErrorCollector, validate
 from zero_tp.base.weight_files import is_cached, is_hub_name, pin_commit, pin_to_first_start
-from zero_tp.config.checks import notes, refuse
 from zero_tp.config.model_block import FROM_PRETRAINED, check_model, ignored_fields, model_config
-from zero_tp.config.typed import TypedConfig, check_types
+from zero_tp.engine.settings.checks import notes, refuse
+from zero_tp.engine.settings.typed import TypedConfig, check_types
 from zero_tp.parallel.topology import data_parallel_size
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from zero_tp.training.step_logger import format_number
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.engine.engine import TrainingEngine
 
 
 class LiveTasks(Callback):

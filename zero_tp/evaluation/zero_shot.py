@@ -233,8 +233,8 @@ def check_same_weights(model: nn.Module, topology: Topology, path: Path) -> None
     Raises:
         UserError: on every rank.
     """
+    from zero_tp.engine.guards import check_replicas
     from zero_tp.parallel.agreement import all_gather_object, tensor_bytes
-    from zero_tp.training.guards import check_replicas
 
     digest = hashlib.sha256()
     for parameter in model.parameters():

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from zero_tp.base.errors import UserError
+from zero_tp.engine.zero import ops
+from zero_tp.engine.zero.build_lock import report_build_locks
 from zero_tp.parallel.fused_products import enable_fused_products
 from zero_tp.parallel.topology import Topology
 from zero_tp.process.environment import RankEnvironment
-from zero_tp.zero import ops
-from zero_tp.zero.build_lock import report_build_locks
 
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig

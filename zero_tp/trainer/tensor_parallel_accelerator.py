@@ -25,14 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
-from zero_tp.config.checks import check_deepspeed, notes
-from zero_tp.config.typed import EntryPoint
+from zero_tp.engine.guards import check_hooks, check_replicas
+from zero_tp.engine.settings.checks import check_deepspeed, notes
+from zero_tp.engine.settings.typed import EntryPoint
+from zero_tp.engine.zero.ops import check_nvme
+from zero_tp.engine.zero.stages import zero_engine
+from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.parallel.layout import audit
 from zero_tp.parallel.topology import Topology
-from zero_tp.training.guards import check_hooks, check_replicas
-from zero_tp.zero.ops import check_nvme
-from zero_tp.zero.stages import zero_engine
-from zero_tp.zero.zero_engine import ZeroEngine
 
 TRAINABLE_OPTIMIZERS = {*OPTIMIZERS, "FusedAdam", "DeepSpeedCPUAdam"}
 """Classes of optimizers that were compared with the plain model: they update a shard as they update the tensor."""

@@ -25,6 +25,9 @@ from transformers.trainer_utils import seed_worker
 
 from zero_tp.base.errors import UserError
 from zero_tp.data.tokenizer_files import match_tokenizer
+from zero_tp.engine.zero.build_lock import report_build_locks
+from zero_tp.engine.zero.ops import disable_shared_memory_collectives
+from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.model.huggingface import parallel_model
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.parallel.topology import Topology
@@ -33,9 +36,6 @@ from zero_tp.trainer.batches import SampleComparison, count_labels, pad_for_sequ
 from zero_tp.trainer.checkpoints import has_only_weights, load_weights, resume_states, save_states
 from zero_tp.trainer.deepspeed_arguments import fill_left_out_keys
 from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator, check_trainable
-from zero_tp.zero.build_lock import report_build_locks
-from zero_tp.zero.ops import disable_shared_memory_collectives
-from zero_tp.zero.zero_engine import ZeroEngine
 
 # On import: TrainingArguments connect ranks, and transformers opens models for ZeRO-3, before a Trainer is made.
 disable_shared_memory_collectives()

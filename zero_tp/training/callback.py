@@ -18,8 +18,8 @@ from zero_tp.process.signals import Requests
 if TYPE_CHECKING:
     from zero_tp.checkpoint.manifest import Parent
     from zero_tp.config import RunConfig
+    from zero_tp.engine.engine import TrainingEngine
     from zero_tp.parallel.topology import Topology
-    from zero_tp.training.engine import TrainingEngine
     from zero_tp.training.run_inputs import RunInputs
 
 Metrics = Mapping[str, float | int | None]

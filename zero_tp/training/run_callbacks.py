@@ -14,11 +14,11 @@ from torch import Tensor
 from zero_tp.base.errors import UserError
 from zero_tp.checkpoint.directory import step_directory
 from zero_tp.checkpoint.save import run_saver
+from zero_tp.engine.guards import check_replicas
 from zero_tp.model.moe import Router
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.process.watch import Watchdog
 from zero_tp.training.callback import Callback, TrainState
-from zero_tp.training.guards import check_replicas
 from zero_tp.training.metrics import perplexity
 from zero_tp.training.metrics_file import MetricsFile
 from zero_tp.training.step_logger import StepLogger, format_figure

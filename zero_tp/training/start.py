@@ -18,6 +18,7 @@ from zero_tp.checkpoint.parent import check_child, describe_parent, find_parent,
 from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.resume_point import ResumePoint, broadcast_resume_point, find_intact_resume_point
 from zero_tp.checkpoint.run_directory import RunOwner, read_owner, run_directory, write_config
+from zero_tp.engine.engine import TrainingEngine
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.model.weights.load import PretrainedSource
 from zero_tp.parallel.agreement import on_rank_zero, require_same_on_all_ranks
@@ -29,7 +30,6 @@ from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import suppress_output
 from zero_tp.process.watch import Watchdog
 from zero_tp.training.callback import TrainState
-from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.run_inputs import RunInputs
 
 SAVE_SLACK_SECONDS = 15.0

@@ -151,7 +151,7 @@ def biases_of_keys(fields: dict[str, Any]) -> bool:
 def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stage: int) -> list[float]:
     """One step through DeepSpeed; what it makes of the gradients' norm and of the loss."""
     from zero_tp.base.settings.recompute import RecomputePolicy
-    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.engine.engine import TrainingEngine
 
     topology, reference = grid(tensor, sequence), decoder(fields, seed)
     settings = {

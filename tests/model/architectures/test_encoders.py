@@ -116,7 +116,7 @@ def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stag
     what validation gives, as transformers and torch's optimizer have them."""
     from zero_tp.base.settings.recompute import RecomputePolicy
     from zero_tp.data.batch import MaskedBatch
-    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.engine.engine import TrainingEngine
 
     topology, reference = grid(tensor, sequence), encoder(fields, seed)
     rows = rows_for(fields, seed, batch=8)

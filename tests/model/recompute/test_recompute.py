@@ -76,7 +76,7 @@ def batches(config: PretrainedConfig, topology: Topology, seed: int) -> list[Any
 
 
 def engine_of(config: PretrainedConfig, topology: Topology, seed: int, name: str, stage: int) -> Any:
-    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.engine.engine import TrainingEngine
 
     policy, settings = POLICIES[name]
     deepspeed_config = deepspeed_settings(

@@ -16,7 +16,7 @@ from zero_tp.parallel.topology import Topology
 
 def first_step(stage: int, dtype: str) -> tuple[str, float]:
     """Return the optimizer's module and the loss of a step in which torch can build no extension."""
-    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.engine.engine import TrainingEngine
 
     settings: dict[str, Any] = settings_of(stage, dtype) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     choose_implementation(settings)

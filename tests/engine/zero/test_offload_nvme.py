@@ -16,8 +16,8 @@ from zero_tp.parallel.topology import Topology
 
 def train(offload: dict[str, dict[str, Any]], dtype: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """(loss, gradient norm) of each step, and this rank's fp32 masters."""
-    from zero_tp.training.engine import TrainingEngine
-    from zero_tp.zero.states import MASTER
+    from zero_tp.engine.engine import TrainingEngine
+    from zero_tp.engine.zero.states import MASTER
 
     # DeepSpeed keeps what is smaller than its I/O alignment in memory: these matrices are swapped.
     config = gpt2_config(0.1, n_embd=256, vocab_size=1001, n_positions=16)

@@ -55,7 +55,7 @@ READS = {
     "deepspeed/runtime/utils.py:": ("is_invalid_grad_norm", "has_overflow", "has_overflow_serial", "get_weight_norm"),
     ZERO_12: ("has_overflow", "update_offload_overflow_tracker", "complete_grad_norm_calculation_for_cpu_offload"),
     ZERO_3: ("complete_grad_norm_calculation_for_cpu_offload",),
-    "zero_tp/zero/stages.py:": ("_clip",),  # without ZeRO, norm and clipping are ours
+    "zero_tp/engine/zero/stages.py:": ("_clip",),  # without ZeRO, norm and clipping are ours
 }
 """Where the host reads a value during a step: norms, and whether the gradients are finite, before the update."""
 
@@ -253,7 +253,9 @@ def mistaken(path: str, kind: str) -> list[str]:
     [
         ("stream", "on side stream"),  # DeepSpeed's streams never wait
         pytest.param("memory", "may get the freed memory of", marks=THOROUGH),
-        pytest.param("zero_tp/zero/zero3_loops.py:wait", "zero_tp/zero/zero3_loops.py:wait", marks=THOROUGH),
+        pytest.param(
+            "zero_tp/engine/zero/zero3_loops.py:wait", "zero_tp/engine/zero/zero3_loops.py:wait", marks=THOROUGH
+        ),
         ("zero_tp/parallel/collectives.py:wait", "zero_tp/parallel/linear.py"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_tp.zero.states import Fragment, OptimizerStates
+from zero_tp.engine.zero.states import Fragment, OptimizerStates
 
 
 def restored(device: str, **settings: Any) -> dict[str, Any]:

@@ -21,12 +21,12 @@ from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
+from zero_tp.engine.engine import TrainingEngine
+from zero_tp.engine.zero.states import MASTER
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.causal_lm import next_tokens
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.topology import Topology
-from zero_tp.training.engine import TrainingEngine
-from zero_tp.zero.states import MASTER
 
 LEARNING_RATE, DECAY, ACCUMULATION, BATCH, LENGTH = 1e-2, 0.1, 2, 8, 16
 

@@ -20,10 +20,10 @@ from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.optimizer import builder_name, choose_implementation
 from zero_tp.config import RunConfig
+from zero_tp.engine.zero import ops
 from zero_tp.process import connect
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.job_store import JobStore
-from zero_tp.zero import ops
 
 
 def test_init_distributed_compiles_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

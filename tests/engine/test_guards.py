@@ -21,10 +21,10 @@ from tests.tiers import in_tiers
 from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.recompute import RecomputePolicy
+from zero_tp.engine.engine import TrainingEngine
+from zero_tp.engine.guards import check_hooks, check_replicas
 from zero_tp.parallel import gradients
 from zero_tp.parallel.topology import Topology
-from zero_tp.training.engine import TrainingEngine
-from zero_tp.training.guards import check_hooks, check_replicas
 
 
 def build(stage: int, dtype: str = "fp32") -> Any:

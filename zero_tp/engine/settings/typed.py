@@ -86,7 +86,7 @@ def check_types(
         values: the part; the `params` in it are converted in place.
         auto_keys: keys without a value yet.
     """
-    from zero_tp.config.config_file import ConfigFile
+    from zero_tp.engine.settings.config_file import ConfigFile
 
     collector, complete = ErrorCollector(), dict[str, Any]()
     with collector:

@@ -22,14 +22,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.schema import Spike
+from zero_tp.engine.zero.states import partition_of
+from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.model.moe import Router
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.parallel.agreement import checksum, differ_over, tensor_bytes
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.layout import Replicated, layout_of
 from zero_tp.parallel.topology import Topology, name_ranks
-from zero_tp.zero.states import partition_of
-from zero_tp.zero.zero_engine import ZeroEngine
 
 # On an accelerator, kernels that add in no fixed order can round one rank's gradient differently from another's.
 # Between two checks replicas may drift apart by this share of the parameter's largest element: about one last bit of a

@@ -116,7 +116,7 @@ FORMULAS: dict[str, tuple[str, dict[str, Any], Callable[[int], float]]] = {
 
 
 def engine_of(scheduler: str | None, params: dict[str, Any], stage: int, optimizer: str = "SGD") -> Any:
-    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.engine.engine import TrainingEngine
 
     torch_adam = {} if optimizer == "SGD" else {"torch_adam": True}
     schedule: dict[str, Any] = {"scheduler": {"type": scheduler, "params": params}} if scheduler else {}

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.engine.test_engine import ACCUMULATION, BATCH, LENGTH, build
 from tests.model.test_model import SIZES, reference_model
 from tests.support.compare import grid, norm
 from tests.support.pools import Pools
 from tests.support.settings import fp16_supported
 from tests.tiers import in_tiers
-from tests.training.test_engine import ACCUMULATION, BATCH, LENGTH, build
 from zero_tp.model.causal_lm import next_tokens
 
 POWER, WINDOW, STEPS, CLIP, RATE = 12, 2, 9, 1.0, 0.05

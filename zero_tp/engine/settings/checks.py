@@ -10,8 +10,8 @@ from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.base.settings.resolve import leaves
 from zero_tp.base.settings.schema import Parallel, ZeroTP
 from zero_tp.base.validation import ConfigErrors
-from zero_tp.config.rules import rules
-from zero_tp.config.typed import EntryPoint, TypedConfig, check_types
+from zero_tp.engine.settings.rules import rules
+from zero_tp.engine.settings.typed import EntryPoint, TypedConfig, check_types
 from zero_tp.parallel.topology import Topology
 
 

@@ -14,9 +14,9 @@ from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
 
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
+from zero_tp.engine.zero import zero3_loops as rows
+from zero_tp.engine.zero.stages import zero_engine
 from zero_tp.parallel.topology import Topology
-from zero_tp.zero import zero3_loops as rows
-from zero_tp.zero.stages import zero_engine
 
 
 def sizes_of(seed: int, ranks: int) -> list[int]:

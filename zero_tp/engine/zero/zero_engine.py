@@ -12,11 +12,11 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from zero_tp.config.config_file import Timers
+from zero_tp.engine.settings.config_file import Timers
+from zero_tp.engine.zero.loss_scale import LossScale
+from zero_tp.engine.zero.lr_schedules import set_schedule, transformers_schedule
+from zero_tp.engine.zero.states import Fragment, OptimizerStates
 from zero_tp.parallel.topology import Topology
-from zero_tp.zero.loss_scale import LossScale
-from zero_tp.zero.lr_schedules import set_schedule, transformers_schedule
-from zero_tp.zero.states import Fragment, OptimizerStates
 
 if TYPE_CHECKING:
     from zero_tp.model.parallel_model import ParallelModel

@@ -9,8 +9,8 @@ import deepspeed
 import pytest
 import torch
 
+from zero_tp.engine.zero.stages import STAGES, zero_engine
 from zero_tp.parallel.topology import Topology
-from zero_tp.zero.stages import STAGES, zero_engine
 
 FLAGS = tuple(f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16"))
 

@@ -11,7 +11,7 @@ from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError
 from zero_tp.base.settings.deepspeed import ZERO, refusal
 from zero_tp.base.settings.schedule import LENGTHS, TRANSFORMERS_SCHEDULES, WARMUPS
-from zero_tp.config.typed import EntryPoint, TypedConfig
+from zero_tp.engine.settings.typed import EntryPoint, TypedConfig
 
 ACTIVATIONS, OPTIMIZER, SCHEDULER = "activation_checkpointing", "optimizer.params", "scheduler.params"
 SWITCHED_BLOCKS = ("bf16", "fp16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet")

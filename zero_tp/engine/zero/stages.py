@@ -15,11 +15,11 @@ from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of
 from torch import Tensor, nn
 
 from zero_tp.base.settings.resolve import copies_gradients
+from zero_tp.engine.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
+from zero_tp.engine.zero.zero3_loops import patch_zero3_loops
+from zero_tp.engine.zero.zero_engine import Trainable, ZeroEngine
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squares
 from zero_tp.parallel.topology import Topology
-from zero_tp.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
-from zero_tp.zero.zero3_loops import patch_zero3_loops
-from zero_tp.zero.zero_engine import Trainable, ZeroEngine
 
 if TYPE_CHECKING:
     from zero_tp.model.parallel_model import ParallelModel

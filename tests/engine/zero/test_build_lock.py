@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 from torch.utils.file_baton import FileBaton
 
+from zero_tp.engine import engine
+from zero_tp.engine.zero.build_lock import report_build_locks
 from zero_tp.process import connect
-from zero_tp.training import engine
-from zero_tp.zero.build_lock import report_build_locks
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Build a model in DeepSpeed's engine, in the one order that works, and run its steps and evaluations.
 
-zero/stages.py has the differences between the ZeRO stages.
+engine/zero/stages.py has the differences between the ZeRO stages.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.base.settings.resolve import dtype_name
 from zero_tp.base.settings.schema import Spike
-from zero_tp.config.checks import check_deepspeed
-from zero_tp.config.typed import EntryPoint
 from zero_tp.data.batch import AnyBatch, Batch, as_batch
+from zero_tp.engine import guards
+from zero_tp.engine.settings.checks import check_deepspeed
+from zero_tp.engine.settings.typed import EntryPoint
+from zero_tp.engine.zero.build_lock import report_build_locks
+from zero_tp.engine.zero.ops import check_nvme, disable_shared_memory_collectives
+from zero_tp.engine.zero.stages import zero_engine
+from zero_tp.engine.zero.states import local_shape
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.model_class import model_class as default_model_class
 from zero_tp.model.parallel_model import ParallelModel
@@ -33,11 +38,6 @@ from zero_tp.parallel.elementwise import compile_elementwise, is_compiled
 from zero_tp.parallel.layout import audit, whole_shape
 from zero_tp.parallel.parameter import ShardedSeededInit, WeightSource
 from zero_tp.parallel.topology import Topology
-from zero_tp.training import guards
-from zero_tp.zero.build_lock import report_build_locks
-from zero_tp.zero.ops import check_nvme, disable_shared_memory_collectives
-from zero_tp.zero.stages import zero_engine
-from zero_tp.zero.states import local_shape
 
 
 class TrainingEngine:

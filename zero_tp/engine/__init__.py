@@ -1,0 +1,1 @@
+"""Build a model in DeepSpeed's engine and run its steps."""

@@ -1,0 +1,1 @@
+"""Check DeepSpeed's config: types, defaults, and combinations that would train another model."""
