@@ -35,7 +35,7 @@ from dated import ROOT, write_result  # type: ignore[import-not-found]  # beside
 from sentencex import segment
 
 from zero_tp.base.constants import IGNORE_INDEX
-from zero_tp.checkpoint.convert import to_huggingface
+from zero_tp.run.checkpoint.convert import to_huggingface
 
 YEAR = re.compile(r"\b1[789]\d\d\b")
 SUM = re.compile(r"\$ ?\d[\d,]*\d")
@@ -89,8 +89,8 @@ def pretrained(run: Path | None, folder: Path) -> tuple[Path, dict[str, Any]]:
 
 def guess(run: Path) -> float:
     """Return the share of held-out masked tokens that equal the most frequent masked token of training."""
-    from zero_tp.config import RunConfig
-    from zero_tp.training.run_inputs import RunInputs
+    from zero_tp.run.config import RunConfig
+    from zero_tp.run.run_inputs import RunInputs
 
     prepared = RunInputs(RunConfig.load(run / "config.json", (), RANKS), run)
     assert prepared.validation is not None

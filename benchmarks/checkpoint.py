@@ -30,15 +30,15 @@ import torch
 import torch.distributed as dist
 from dated import write_result  # type: ignore[import-not-found]  # beside this script
 
-from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.reader import CheckpointReader
-from zero_tp.checkpoint.resume import resume
-from zero_tp.checkpoint.resume_point import verify_checkpoint
-from zero_tp.checkpoint.save import run_saver
-from zero_tp.config import RunConfig
 from zero_tp.engine.engine import TrainingEngine
 from zero_tp.engine.zero.ops import disable_shared_memory_collectives
 from zero_tp.parallel.topology import Topology
+from zero_tp.run.checkpoint import directory
+from zero_tp.run.checkpoint.reader import CheckpointReader
+from zero_tp.run.checkpoint.resume import resume
+from zero_tp.run.checkpoint.resume_point import verify_checkpoint
+from zero_tp.run.checkpoint.save import run_saver
+from zero_tp.run.config import RunConfig
 
 WARM_UP = 4  # until saves remove old checkpoints
 CHUNK = 2**20  # of plain writing and reading: larger ones are slower, they leave the processor's cache
@@ -193,10 +193,10 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
     """Reads a checkpoint of 1.0 B parameters, saved by fake ranks at TP 2 × DP 2, as TP 4 × DP 3 ranks would."""
     import json
 
-    from zero_tp.checkpoint.manifest import states_file
-    from zero_tp.checkpoint.reader import STARTS, ParameterLayout, tensor_name
     from zero_tp.model.huggingface import ZeroTPForCausalLM
     from zero_tp.parallel.safetensors_files import Entry, write_tensors
+    from zero_tp.run.checkpoint.manifest import states_file
+    from zero_tp.run.checkpoint.reader import STARTS, ParameterLayout, tensor_name
 
     model = {"model_type": "gpt2", "n_layer": 18, "n_embd": 2048, "n_head": 16, "n_positions": 1024}
     CONFIG["zero_tp"]["model"] = model
@@ -250,7 +250,7 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
 
 def exporting(big: Path, parameters: int, rounds: int) -> dict[str, Any]:
     """Seconds of `convert.py to-hf` in fp32, against copying a file of as many bytes, flushed to the disk; in turns."""
-    from zero_tp.checkpoint.convert import to_huggingface
+    from zero_tp.run.checkpoint.convert import to_huggingface
 
     chunk = torch.randint(0, 256, (CHUNK,), dtype=torch.uint8).numpy().data
     original, times = big.parent / "original", {"export": [0.0] * 0, "copy": [0.0] * 0}

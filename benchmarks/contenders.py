@@ -18,9 +18,9 @@ from unittest import mock
 if TYPE_CHECKING:
     import torch
 
-    from zero_tp.config import RunConfig
     from zero_tp.engine.engine import TrainingEngine
     from zero_tp.parallel.topology import Topology
+    from zero_tp.run.config import RunConfig
 
 BATCH, WARM_UP, STEPS = 4, 2, 6
 RATE, CLIP = 1e-3, 1.0
@@ -90,8 +90,8 @@ def settings_of(options: dict[str, Any], bf16: bool, data: int) -> dict[str, Any
 
 def connected(config: RunConfig) -> tuple[Topology, torch.device]:
     """Connect the ranks as launch/pretrain.py does. Collective."""
-    from zero_tp.process.connect import connect_deepspeed
-    from zero_tp.process.environment import RankEnvironment
+    from zero_tp.run.process.connect import connect_deepspeed
+    from zero_tp.run.process.environment import RankEnvironment
 
     environment = RankEnvironment.of_this_process()
     environment.export()
@@ -119,8 +119,8 @@ def engine_of(
 
 
 def zero_tp(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
-    from zero_tp.config import RunConfig
-    from zero_tp.process.environment import RankEnvironment
+    from zero_tp.run.config import RunConfig
+    from zero_tp.run.process.environment import RankEnvironment
 
     tensor = options.get("tensor", 1)
     block = {
@@ -269,7 +269,7 @@ def work(name: str, weights: Path, shape: Shape, bf16: bool, output: Path) -> No
     import torch
     import torch.distributed as dist
 
-    from zero_tp.process.heap import keep_freed_memory
+    from zero_tp.run.process.heap import keep_freed_memory
 
     keep_freed_memory()
     ranks, options = CONTENDERS[name]

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from zero_tp.config import RunConfig
 from zero_tp.data.samples import PackedSamples
+from zero_tp.run.config import RunConfig
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from dated import ROOT, write_result  # type: ignore[import-not-found]  # beside this script
 
-from zero_tp.config import RunConfig
+from zero_tp.run.config import RunConfig
 
 RANKS, WARM_UP = 4, 5
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.dated import ROOT, write_result
 from benchmarks.papers.runs import plainly_trained, trained
-from zero_tp.config import RunConfig
+from zero_tp.run.config import RunConfig
 
 RANKS = 4
 WITHOUT = ("zero_tp.evaluation.interval=null", "zero_tp.checkpoint.interval=null")

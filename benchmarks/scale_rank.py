@@ -25,24 +25,24 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
 
 from benchmarks.fake_world import Clocks, CountedStore, fake_world
-from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.manifest import Manifest, states_file
-from zero_tp.checkpoint.reader import STARTS, ParameterLayout, tensor_name
-from zero_tp.checkpoint.resume import resume
-from zero_tp.checkpoint.resume_point import broadcast_resume_point, find_resume_point
-from zero_tp.checkpoint.run_directory import saved_start
-from zero_tp.checkpoint.save import Saver, run_saver
-from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.engine.engine import TrainingEngine
 from zero_tp.engine.guards import check_duplicates, check_replicas
 from zero_tp.parallel.agreement import require_same_on_all_ranks
 from zero_tp.parallel.safetensors_files import PART_BYTES, FileDigest
 from zero_tp.parallel.topology import Topology
-from zero_tp.process.hang_report import RankStatus
-from zero_tp.process.signals import Requests
-from zero_tp.process.watch import Watchdog
-from zero_tp.training.run_inputs import RunInputs
+from zero_tp.run.checkpoint import directory
+from zero_tp.run.checkpoint.manifest import Manifest, states_file
+from zero_tp.run.checkpoint.reader import STARTS, ParameterLayout, tensor_name
+from zero_tp.run.checkpoint.resume import resume
+from zero_tp.run.checkpoint.resume_point import broadcast_resume_point, find_resume_point
+from zero_tp.run.checkpoint.run_directory import saved_start
+from zero_tp.run.checkpoint.save import Saver, run_saver
+from zero_tp.run.config import RunConfig
+from zero_tp.run.process.hang_report import RankStatus
+from zero_tp.run.process.signals import Requests
+from zero_tp.run.process.watch import Watchdog
+from zero_tp.run.run_inputs import RunInputs
 
 VOCABULARY, LENGTH = 1024, 64
 STATES = 12
@@ -82,7 +82,7 @@ def as_rank_zero(work: Callable[[], Any]) -> Any:
     return result[0]
 
 
-@mock.patch("zero_tp.checkpoint.resume_point.on_rank_zero", as_rank_zero)
+@mock.patch("zero_tp.run.checkpoint.resume_point.on_rank_zero", as_rank_zero)
 def simulate(world: World, folder: Path) -> dict[str, Any]:
     """Run a rank's work in a world; return its "parts" and other figures."""
     with fake_world(world.ranks, world.rank, folder) as (clocks, store):

@@ -37,7 +37,7 @@ IMPORTS = {
     "torch": ["torch.distributed"],
     "transformers": ["transformers.models.auto.configuration_auto"],
     "DeepSpeed": ["deepspeed"],
-    "zero_tp": ["zero_tp.training.loop", "zero_tp.training.run_inputs", "zero_tp.training.start"],
+    "zero_tp": ["zero_tp.run.loop", "zero_tp.run.run_inputs", "zero_tp.run.start"],
 }
 
 
@@ -73,7 +73,7 @@ def rank() -> None:
         clock.ended(f"import {part}")
     from zero_tp.engine.engine import TrainingEngine
     from zero_tp.engine.zero.zero_engine import ZeroEngine
-    from zero_tp.training import start as starting
+    from zero_tp.run import start as starting
 
     clock.around(starting, "connect_deepspeed", "config and data", "connect")
     clock.around(ZeroEngine, "initialize", "model", "deepspeed.initialize")

@@ -31,8 +31,8 @@ from zero_tp.data.documents import read_objects
 from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.engine.zero.ops import disable_shared_memory_collectives
 from zero_tp.evaluation.model_directory import usable_positions
-from zero_tp.process.node import die_with
-from zero_tp.process.quiet import quiet_libraries
+from zero_tp.run.process.node import die_with
+from zero_tp.run.process.quiet import quiet_libraries
 
 Record = dict[str, Any]  # one example of a file, or one tokenized row
 Split = tuple[list[Record], list[Record]]  # examples, rows; Trainer drops the fields that `forward` does not take
@@ -273,8 +273,8 @@ def main(words: Sequence[str]) -> None:
     import transformers
 
     from zero_tp.base.weight_files import open_weights, resolve
-    from zero_tp.checkpoint.directory import is_run
     from zero_tp.model.weights.load import open_any_config
+    from zero_tp.run.checkpoint.directory import is_run
 
     model, name = resolve(options.model, "--model"), options.task
     if is_run(model) and not any(model.glob("model*.safetensors")):

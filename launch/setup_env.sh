@@ -85,7 +85,7 @@ if ! installed; then
         "$python" -m pip install --no-compile --no-deps -r tests/packages.txt >>"$log" 2>&1 ||
             { tail -n 20 "$log" >&2; fail "pip failed; all its messages are in $log"; } ;;
     esac
-    env -u PYTHONDONTWRITEBYTECODE DS_ACCELERATOR=cpu "$python" -c 'import zero_tp.training.start, zero_tp.training.loop' >>"$log" 2>&1 ||
+    env -u PYTHONDONTWRITEBYTECODE DS_ACCELERATOR=cpu "$python" -c 'import zero_tp.run.start, zero_tp.run.loop' >>"$log" 2>&1 ||
         { tail -n 20 "$log" >&2; fail "what was installed can't be imported; all messages are in $log"; }
     write "$environment/installed-$extras" <<<"$key"
     echo "set-up: installed in $((SECONDS - begin)) s"

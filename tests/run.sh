@@ -5,7 +5,7 @@
 # --newest runs them in .venv-newest, on the newest releases of the day. CUDA's libraries make it 7 GB.
 # The tests have three tiers: the first, which this runs, shows every mechanism once;
 # -m "thorough and not heavy" has the other cases (.ci/run runs both); -m heavy has long proofs.
-# Example: bash tests/run.sh tests/config -k schema
+# Example: bash tests/run.sh tests/run/config -k schema
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

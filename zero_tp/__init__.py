@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_tp.base.errors import UserError
-    from zero_tp.config import RunConfig
     from zero_tp.data.corpus import prepare
     from zero_tp.data.datasets import CorpusDataset, CorpusStream
     from zero_tp.data.documents import stream
@@ -18,8 +17,9 @@ if TYPE_CHECKING:
     from zero_tp.model.huggingface.parallelize import parallel_model
     from zero_tp.parallel.topology import Topology
     from zero_tp.planning.plan import plan
+    from zero_tp.run.callback import Callback, TrainState
+    from zero_tp.run.config import RunConfig
     from zero_tp.trainer import ZeroTPTrainer
-    from zero_tp.training.callback import Callback, TrainState
 
 __version__ = "0.1.0"
 
@@ -44,14 +44,14 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Callback": "zero_tp.training.callback",
+    "Callback": "zero_tp.run.callback",
     "CorpusDataset": "zero_tp.data.datasets",
     "CorpusStream": "zero_tp.data.datasets",
     "PrepareSettings": "zero_tp.data.settings",
     "Prepared": "zero_tp.data.settings",
     "RunConfig": "zero_tp.config",
     "Topology": "zero_tp.parallel.topology",
-    "TrainState": "zero_tp.training.callback",
+    "TrainState": "zero_tp.run.callback",
     "TrainingEngine": "zero_tp.engine.engine",
     "UserError": "zero_tp.base.errors",
     "ZeroTPForCausalLM": "zero_tp.model.huggingface",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 from zero_tp.commands import start
 
 if TYPE_CHECKING:
-    from zero_tp.training.callback import Callback
+    from zero_tp.run.callback import Callback
 
 
 def main(callbacks: Sequence[Callback] = ()) -> NoReturn:

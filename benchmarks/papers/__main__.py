@@ -19,7 +19,7 @@ from zero_tp.base import cli
 from zero_tp.base.cli import check_writable
 from zero_tp.base.errors import UserError
 from zero_tp.base.page import new_figure
-from zero_tp.process.quiet import quiet_libraries
+from zero_tp.run.process.quiet import quiet_libraries
 
 PROG = "python -m benchmarks.papers"
 

@@ -6,7 +6,6 @@ import torch
 
 from zero_tp.base.constants import DTYPES
 from zero_tp.base.shipped import CONFIGS, shipped_path
-from zero_tp.config import RunConfig
 from zero_tp.data.batch import Batch
 from zero_tp.engine.engine import TrainingEngine
 from zero_tp.model.huggingface import ZeroTPForCausalLM
@@ -16,6 +15,7 @@ from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import Layer
 from zero_tp.planning.memory import PaperMemory, run_model_size
 from zero_tp.planning.plan_settings import workload_of
+from zero_tp.run.config import RunConfig
 
 CPU = torch.device("cpu")
 ONE_MICRO_BATCH = ("train_batch_size=auto", "gradient_accumulation_steps=1")

@@ -13,9 +13,9 @@ from torch import Tensor
 from benchmarks.papers.engines import CPU, built, topology_of
 from benchmarks.papers.kept import kept_by_layer
 from benchmarks.papers.published import TECHNIQUES
-from zero_tp.config import RunConfig
 from zero_tp.model.context import ForwardInputs
 from zero_tp.planning.formulas import Layer
+from zero_tp.run.config import RunConfig
 
 Times = dict[str, list[tuple[float, float]]]
 """Seconds of forward and of backward in each round, by technique."""

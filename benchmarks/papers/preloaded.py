@@ -2,7 +2,7 @@
 
 import gc
 
-from zero_tp.process.quiet import quiet_libraries
+from zero_tp.run.process.quiet import quiet_libraries
 
 quiet_libraries(verbose=False)
 

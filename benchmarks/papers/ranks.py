@@ -15,8 +15,8 @@ import torch.multiprocessing as multiprocessing
 
 from zero_tp.base.errors import UserError
 from zero_tp.engine.zero.ops import disable_shared_memory_collectives
-from zero_tp.process.environment import free_port
-from zero_tp.process.quiet import suppress_output
+from zero_tp.run.process.environment import free_port
+from zero_tp.run.process.quiet import suppress_output
 
 T = TypeVar("T")
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

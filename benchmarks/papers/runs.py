@@ -15,10 +15,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from zero_tp.base.errors import UserError
-from zero_tp.config import RunConfig
 from zero_tp.data.samples import PackedSamples
-from zero_tp.process.environment import free_port
-from zero_tp.training.metrics_file import METRICS_FILE
+from zero_tp.run.config import RunConfig
+from zero_tp.run.metrics_file import METRICS_FILE
+from zero_tp.run.process.environment import free_port
 
 
 def trained(

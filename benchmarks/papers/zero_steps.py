@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks.papers.collectives import counted
 from benchmarks.papers.engines import drawn, engine_of, topology_of
-from zero_tp.config import RunConfig
 from zero_tp.parallel.topology import Topology
+from zero_tp.run.config import RunConfig
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # mallopt(3)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zero_tp.base.files import MAX_FILE_BYTES
-from zero_tp.config import ConfigError, RunConfig
+from zero_tp.run.config import ConfigError, RunConfig
 
 
 @pytest.mark.parametrize(

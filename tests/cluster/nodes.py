@@ -24,7 +24,7 @@ import pytest
 
 from tests.support.launched import ROOT
 from tests.support.waits import patience, wait_until
-from zero_tp.process.node import die_with
+from zero_tp.run.process.node import die_with
 
 SHARED = Path("/srv")
 TOOLS = ["ip", "unshare", "nsenter", "ps", "ssh", "sshd", "pdsh", "slurmctld", "slurmd", "srun", "munged", "sshfs"]

@@ -12,8 +12,8 @@ from tests.cluster.runs import LONG, check_printed_once, kill_all, process_of, s
 from tests.cluster.starts import STARTS, Start, sbatch, srun, torchrun
 from tests.support.launched import ROOT
 from tests.support.waits import wait_until
-from zero_tp.checkpoint.directory import complete_steps
-from zero_tp.process.environment import is_alive
+from zero_tp.run.checkpoint.directory import complete_steps
+from zero_tp.run.process.environment import is_alive
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

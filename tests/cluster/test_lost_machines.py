@@ -15,7 +15,7 @@ from tests.cluster.slurm import VARIABLES, serve
 from tests.cluster.starts import Ended, Launch, agent, alone, sbatch, torchrun
 from tests.support.launched import free_port
 from tests.support.waits import patience, wait_until
-from zero_tp.checkpoint.directory import complete_steps
+from zero_tp.run.checkpoint.directory import complete_steps
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 

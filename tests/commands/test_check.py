@@ -18,9 +18,9 @@ from zero_tp.base import cli
 from zero_tp.base.validation import ConfigErrors
 from zero_tp.commands import check as command
 from zero_tp.commands.check import describe
-from zero_tp.config import ConfigError, RunConfig
 from zero_tp.data import tokenizer_files
 from zero_tp.data.indexed import IndexedWriter
+from zero_tp.run.config import ConfigError, RunConfig
 
 TUTORIAL: dict[str, Any] = {
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
@@ -161,7 +161,7 @@ def test_a_check_imports_no_compiler(tmp_path: Path) -> None:
     """torch's and the symbolic algebra that it needs are more than half of what a check could import."""
     path = written(tmp_path, changed(zero_tp__model={"model_type": "llama"}, zero_tp__parallel__tensor=2))
     code = (
-        "import sys; from zero_tp.process.quiet import quiet_libraries; quiet_libraries(False);"
+        "import sys; from zero_tp.run.process.quiet import quiet_libraries; quiet_libraries(False);"
         f"sys.argv = ['zero-tp', 'check', {str(path)!r}, '--world-size', '4'];"
         "from zero_tp.__main__ import main\n"
         "try: main()\n"

@@ -20,7 +20,7 @@ from zero_tp.base import shipped
 from zero_tp.base.errors import ConfigError
 from zero_tp.commands import COMMANDS, command_module
 from zero_tp.commands.path import PATHS
-from zero_tp.config import RunConfig
+from zero_tp.run.config import RunConfig
 
 SCRIPTS = {**{name: f"launch/{name}.py" for name in ("pretrain", "plan", "convert", "sample")}} | {
     "prepare": "launch/prepare_data.py",

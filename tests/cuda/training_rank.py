@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from benchmarks.contenders import connected
 from tests.support.parallel_run import train
-from zero_tp.config import RunConfig
-from zero_tp.process.environment import RankEnvironment
+from zero_tp.run.config import RunConfig
+from zero_tp.run.process.environment import RankEnvironment
 
 
 def main(folder: Path) -> None:

@@ -17,12 +17,12 @@ from launch import prepare_cluster
 from tests.support.corpora import TEXTS, run, texts_of, trained_tokenizer, write_jsonl
 from zero_tp.base.errors import UserError
 from zero_tp.base.files import check_replaceable, hidden_sibling, partial_directory
-from zero_tp.checkpoint.convert import check_target
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.data.corpus import Preparation
 from zero_tp.data.datatrove import CorpusReader, TokenizedCorpus
 from zero_tp.data.parts import merge
 from zero_tp.data.spool import COMMITTED
+from zero_tp.run.checkpoint.convert import check_target
 
 REASONS = {
     errno.EBUSY: "it is a mount point",

@@ -16,12 +16,12 @@ from transformers import AutoConfig
 
 from tests.support.checkpoints import flip_master, write_checkpoint
 from zero_tp.base.errors import BAD_INPUT, UserError
-from zero_tp.checkpoint.convert import to_huggingface
-from zero_tp.checkpoint.manifest import states_file
 from zero_tp.commands import start
 from zero_tp.evaluation.evaluation_report import table, write_samples
 from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, make_tasks, parse_data, parse_tasks
+from zero_tp.run.checkpoint.convert import to_huggingface
+from zero_tp.run.checkpoint.manifest import states_file
 
 SETTINGS = EvaluationSettings(device="cpu", batch_size=3)
 

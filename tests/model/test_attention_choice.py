@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from transformers import Qwen2Config
 
 from tests.support.mistakes import RIGHT
-from zero_tp.config import RunConfig
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.attention import CORES, Attention, SDPACore, can_use_varlen
@@ -22,6 +21,7 @@ from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel import devices
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.parallel.topology import Topology
+from zero_tp.run.config import RunConfig
 
 
 @pytest.mark.parametrize("attention", [None, *CORES])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.checkpoint.test_checkpoint import VOCABULARY, batch_of, resumed, straight, write_config
+from tests.run.checkpoint.test_checkpoint import VOCABULARY, batch_of, resumed, straight, write_config
 from tests.support.compare import check_close, grid
 from tests.support.experts import LENGTH, OWN, ROUTINGS, fields, inputs, reference_model
 from tests.support.native import Native, check_gradients, parallel_model
@@ -22,14 +22,14 @@ from tests.support.settings import deepspeed_settings
 from tests.tiers import in_tiers
 from zero_tp.base.errors import ConfigError
 from zero_tp.base.settings.schema import ZeroTP
-from zero_tp.checkpoint.convert import to_huggingface
-from zero_tp.config.model_block import check_model
 from zero_tp.model.architectures import ARCHITECTURES
 from zero_tp.model.flops import model_flops
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import audit
 from zero_tp.parallel.topology import Topology
 from zero_tp.planning.memory import model_size
+from zero_tp.run.checkpoint.convert import to_huggingface
+from zero_tp.run.config.model_block import check_model
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((model_type, {}) for model_type in OWN),
@@ -249,7 +249,7 @@ def shares_of_a_step(seed: int) -> tuple[dict[str, float], list[torch.Tensor]]:
     """What a step of TP 2 × DP 2 logs, and transformers' counts of its tokens' choices."""
     from zero_tp.base.settings.recompute import RecomputePolicy
     from zero_tp.engine.engine import TrainingEngine
-    from zero_tp.training.run_callbacks import ExpertShares
+    from zero_tp.run.run_callbacks import ExpertShares
 
     reference, topology = reference_model(fields("qwen2_moe"), seed), grid(2, True)
     settings, full = deepspeed_settings(1, micro_batch=2, accumulation=2, lr=0.0), RecomputePolicy(mode="full")

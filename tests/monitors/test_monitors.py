@@ -16,8 +16,8 @@ from tests.support.mistakes import written
 from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.schema import BLOCK_OF, TRACKERS
-from zero_tp.config import RunConfig
 from zero_tp.monitors.trackers import RUN_IDS, SERVICES, CsvFiles, RunInfo, Trackers
+from zero_tp.run.config import RunConfig
 
 LINES: list[dict[str, Any]] = [
     {"step": 1, "loss": 2.5, "mfu": None, "skipped_steps": 0},

@@ -21,13 +21,13 @@ from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.tiers import in_tiers
 from zero_tp.base.settings.recompute import RecomputePolicy
-from zero_tp.checkpoint.manifest import states_file
-from zero_tp.checkpoint.reader import RANDOM
-from zero_tp.checkpoint.resume import _restore_streams
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
 from zero_tp.parallel.topology import Topology
+from zero_tp.run.checkpoint.manifest import states_file
+from zero_tp.run.checkpoint.reader import RANDOM
+from zero_tp.run.checkpoint.resume import _restore_streams
 
 
 def same(tensors: list[Tensor], others: list[Tensor]) -> bool:

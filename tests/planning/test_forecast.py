@@ -16,12 +16,12 @@ from tests.support.launched import ROOT
 from tests.tiers import THOROUGH
 from zero_tp.base.constants import in_gib
 from zero_tp.base.errors import UserError
-from zero_tp.config import RunConfig
 from zero_tp.parallel.devices import named_device
 from zero_tp.planning import dryrun, simulated_accelerator
 from zero_tp.planning.forecast import MemoryForecast
 from zero_tp.planning.memory import rank_memory
 from zero_tp.planning.plan import plan
+from zero_tp.run.config import RunConfig
 
 QUICKSTART = ROOT / "ds_configs" / "quickstart.json"
 

@@ -14,12 +14,12 @@ from tests.support.launched import ROOT, script
 from tests.tiers import THOROUGH
 from zero_tp.base.constants import GIB
 from zero_tp.base.errors import UserError
-from zero_tp.config import RunConfig
 from zero_tp.model import flops
 from zero_tp.parallel.devices import NAMES, named_device
 from zero_tp.planning import plan_report as report
 from zero_tp.planning.memory import model_size
 from zero_tp.planning.plan import Plan, plan
+from zero_tp.run.config import RunConfig
 
 CONFIGS = ROOT / "ds_configs"
 GPT2 = CONFIGS / "gpt2_355m.json"

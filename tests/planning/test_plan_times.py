@@ -12,10 +12,10 @@ from benchmarks.papers.programs import Megatron2019Synchronous
 from tests.planning.test_plan import GPT2, plan_gpt2
 from tests.support.launched import ROOT
 from tests.tiers import THOROUGH
-from zero_tp.config import RunConfig
 from zero_tp.parallel.devices import named_device
 from zero_tp.planning.plan_settings import ZeroSettings
 from zero_tp.planning.rates import BASE_LATENCY, FAR_HOP, NEAR_HOP, TILE, Rates
+from zero_tp.run.config import RunConfig
 
 H100 = Rates(named_device("h100"), 2, 989e12)
 

@@ -19,12 +19,12 @@ from zero_tp.base.files import write_named
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.base.settings.resolve import apply_overrides
 from zero_tp.base.strict_json import read_json
-from zero_tp.config import RunConfig
 from zero_tp.parallel.devices import named_device
 from zero_tp.planning import plan_report as report
 from zero_tp.planning.plan import plan
 from zero_tp.planning.plan_settings import Workload, ZeroSettings
 from zero_tp.planning.search import NEAREST, Search, _divisors, candidate_config, load_error
+from zero_tp.run.config import RunConfig
 
 
 def test_search_finds_faster_settings_that_runs_accept(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi, ModelCard
 
-from tests.checkpoint.test_convert import config
+from tests.run.checkpoint.test_convert import config
 from tests.support.checkpoints import rewritten, write_checkpoint
 from zero_tp.base.errors import UserError
-from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.commands import convert
+from zero_tp.run.checkpoint.convert import to_huggingface
 
 FIXED: dict[str, Any] = {
     "train_batch_size": 8,

@@ -21,7 +21,7 @@ from zero_tp.base.page import plain_number
 from zero_tp.report.curves import draw_runs, panels, smoothed
 from zero_tp.report.run_page import STEPS, write_report
 from zero_tp.report.runs import config_differences, read_runs
-from zero_tp.training.metrics_file import metrics_line
+from zero_tp.run.metrics_file import metrics_line
 
 
 def make_run(directory: Path, steps: int = 6, batch: int = 4, lr: float = 1e-3, end: str = "") -> Path:

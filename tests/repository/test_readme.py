@@ -10,7 +10,7 @@ import pytest
 
 from zero_tp.__main__ import parser
 from zero_tp.commands import COMMANDS
-from zero_tp.config import RunConfig
+from zero_tp.run.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

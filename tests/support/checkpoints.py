@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
-from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.manifest import OWN_HASH, content_hash, states_file
-from zero_tp.checkpoint.reader import STARTS, ParameterLayout, tensor_name
-from zero_tp.checkpoint.save import describe_tokenizer
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.parallel.safetensors_files import Entry, write_tensors
 from zero_tp.parallel.topology import Topology
+from zero_tp.run.checkpoint import directory
+from zero_tp.run.checkpoint.manifest import OWN_HASH, content_hash, states_file
+from zero_tp.run.checkpoint.reader import STARTS, ParameterLayout, tensor_name
+from zero_tp.run.checkpoint.save import describe_tokenizer
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 Whole = Callable[[str, str, Sequence[int]], Tensor]

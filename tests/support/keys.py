@@ -1,7 +1,7 @@
 """Every key of a run's file: the run that trains it, or why it changes only costs and logs.
 
-`tests/config/test_keys_classified.py` demands of every other key that it is refused or noted as without effect;
-`tests/config/test_keys.py` trains the cells.
+`tests/run/config/test_keys_classified.py` demands of every other key that it is refused or noted as without effect;
+`tests/run/config/test_keys.py` trains the cells.
 """
 
 from __future__ import annotations
@@ -90,17 +90,17 @@ CELLS: dict[str, tuple[tuple[str, ...], Changes]] = {
 
 TRAINED_BY: dict[str, tuple[str, ...]] = {
     "model/recompute/test_recompute": ("zero_tp.recompute", "zero_tp.recompute.layers"),
-    "config/test_resolve": ("zero_tp.training.tokens",),
+    "run/config/test_resolve": ("zero_tp.training.tokens",),
     "model/test_compile": ("zero_tp.compile",),
     "model/test_model": ("zero_tp.attention",),
     "parallel/test_fused_products": ("zero_tp.parallel.fused_products",),
     "support/matrix": ("zero_tp.objective.type",),
-    "training/test_documents_run": ("zero_tp.data.document_attention",),
+    "run/test_documents_run": ("zero_tp.data.document_attention",),
     "engine/test_engine": ("train_micro_batch_size_per_gpu",),
-    "training/test_masked_run_inputs": (
+    "run/test_masked_run_inputs": (
         *(f"zero_tp.objective.{key}" for key in ("mask_probability", "max_ngram", "sentence_order")),
     ),
-    "training/test_spikes": (*(f"zero_tp.training.spike.{key}" for key in ("loss", "grad_norm", "window")),),
+    "run/test_spikes": (*(f"zero_tp.training.spike.{key}" for key in ("loss", "grad_norm", "window")),),
     "engine/zero/test_fp16": (
         *(f"fp16.{key}" for key in ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window")),
         *("fp16.hysteresis", "fp16.min_loss_scale", "fp16.consecutive_hysteresis", "zero_allow_untested_optimizer"),

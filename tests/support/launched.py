@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.waits import patience
-from zero_tp.training.metrics_file import METRICS_FILE
+from zero_tp.run.metrics_file import METRICS_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER_LINE = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:,]+\] \[[A-Z]+\] \[(launch|runner)\.py:")

@@ -28,8 +28,8 @@ from tests.support.plain_run import (
     WEIGHT_DECAY,
 )
 from zero_tp.base.settings.schema import ZeroTP
-from zero_tp.config import ConfigError, RunConfig
-from zero_tp.config.model_block import check_model
+from zero_tp.run.config import ConfigError, RunConfig
+from zero_tp.run.config.model_block import check_model
 
 WORLD = 4
 LEAST_CELLS = 106
@@ -140,7 +140,7 @@ def judged() -> tuple[tuple[Cell, ...], dict[Cell, ConfigError]]:
     with (
         tempfile.TemporaryDirectory() as folder,
         # Checking the model is most of a load's time.
-        patch("zero_tp.config.run_config.check_model", once_for_equals(check_model)),
+        patch("zero_tp.run.config.run_config.check_model", once_for_equals(check_model)),
     ):
         for cell in itertools.product(*FACTORS.values()):
             try:

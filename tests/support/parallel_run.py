@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.support.compare import norm, unshard
 from tests.support.plain_run import BETAS, DEFAULT_EPS, MOMENTS, STEPS, Trace, batch_of, masked_rows
 from tests.support.settings import engine_of
-from zero_tp.config import RunConfig
 from zero_tp.data.batch import MaskedBatch, as_batch
+from zero_tp.run.config import RunConfig
 
 if TYPE_CHECKING:
     from zero_tp.engine.zero.zero_engine import Veto
@@ -83,7 +83,7 @@ def drawn_batches(model: Any, topology: Any, seed: int, step: int, accumulation:
 
 def corpus_batches(config: RunConfig, topology: Any, step: int) -> list[Any]:
     """What `launch/pretrain.py` trains this rank on at step `step`, counted from 0."""
-    from zero_tp.training.run_inputs import RunInputs
+    from zero_tp.run.run_inputs import RunInputs
 
     run = RunInputs(config, Path("no-such-run"))
     sizes = config.global_batch, config.micro_batch, config.accumulation

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.tiers import THOROUGH
-from zero_tp.config import RunConfig
+from zero_tp.run.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = "ds_configs/gpt2_124m_zero1.json"

@@ -25,11 +25,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.papers.steps import first_step
 from tests.support.plan_configs import BASE, FILE
 from tests.support.settings import engine_of
-from zero_tp.config import RunConfig
 from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
 from zero_tp.engine.zero.ops import disable_shared_memory_collectives
 from zero_tp.parallel.parameter import SeededInit
 from zero_tp.planning.memory import rank_memory
+from zero_tp.run.config import RunConfig
 
 
 def tensors_alive() -> list[torch.Tensor]:

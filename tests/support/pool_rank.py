@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from zero_tp.process.node import die_with
+from zero_tp.run.process.node import die_with
 
 T = TypeVar("T")
 

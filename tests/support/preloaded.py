@@ -17,10 +17,10 @@ import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
 import transformers.trainer_utils
 
-import zero_tp.checkpoint.convert
-import zero_tp.checkpoint.resume
-import zero_tp.checkpoint.save
 import zero_tp.engine.engine
+import zero_tp.run.checkpoint.convert
+import zero_tp.run.checkpoint.resume
+import zero_tp.run.checkpoint.save
 
 # A collection in a rank would write to every object, and so copy those pages: 0.45 s of processor time a rank.
 gc.collect()

@@ -10,10 +10,10 @@ from datetime import timedelta
 from pathlib import Path
 
 from zero_tp.base.errors import UserError
-from zero_tp.process.environment import RankEnvironment
-from zero_tp.process.lifecycle import run_rank
-from zero_tp.process.signals import Requests
-from zero_tp.process.watch import Watchdog
+from zero_tp.run.process.environment import RankEnvironment
+from zero_tp.run.process.lifecycle import run_rank
+from zero_tp.run.process.signals import Requests
+from zero_tp.run.process.watch import Watchdog
 
 CASE = sys.argv[sys.argv.index("--case") + 1]
 LIMITS = {"hang": 2.0}
@@ -28,7 +28,7 @@ def main() -> int:
         raise UserError("zero_tp.training.steps is -1: it must be at least 1")
     environment.export()
     if CASE == "writer" and rank == 0:
-        from zero_tp.checkpoint.run_directory import run_directory
+        from zero_tp.run.checkpoint.run_directory import run_directory
 
         with run_directory(Path("run")):
             raise AssertionError("the test holds it")

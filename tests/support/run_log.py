@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from zero_tp.training.callback import Metrics, TrainState
-from zero_tp.training.metrics_file import MetricsFile
-from zero_tp.training.run_callbacks import Validation
-from zero_tp.training.step_logger import RunProgress, StepLogger
+from zero_tp.run.callback import Metrics, TrainState
+from zero_tp.run.metrics_file import MetricsFile
+from zero_tp.run.run_callbacks import Validation
+from zero_tp.run.step_logger import RunProgress, StepLogger
 
 
 def train_state(directory: Path, *, rank: int = 0, steps: int = 4, step: int = 0, figures: Sequence[str] = ()) -> Any:

@@ -11,8 +11,8 @@ import torch
 from transformers import GPT2Config
 
 from tests.support.compare import grid
-from zero_tp.config import RunConfig
 from zero_tp.parallel.topology import Topology
+from zero_tp.run.config import RunConfig
 
 
 def deepspeed_settings(

@@ -30,7 +30,7 @@ from zero_tp.parallel.topology import Topology
 from zero_tp.planning import dryrun, simulated_accelerator
 from zero_tp.planning.plan_settings import Workload
 from zero_tp.planning.tracking import DryRunPart, measure
-from zero_tp.process.signals import Requests
+from zero_tp.run.process.signals import Requests
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
 """Operations that give the host a value of the device."""

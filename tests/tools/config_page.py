@@ -24,13 +24,13 @@ from zero_tp.base.settings.resolve import AUTO, BATCH_FIELDS
 from zero_tp.base.settings.schedule import DEEPSPEED_SCHEDULES, REFUSED_SCHEDULES, SCHEDULES, TRANSFORMERS_SCHEDULES
 from zero_tp.base.settings.schema import MaskedObjective, RecomputePolicy, Spike, Timeouts, ZeroTP
 from zero_tp.base.validation import fields_by_name, nested_model
-from zero_tp.config import RunConfig
 from zero_tp.engine.settings.config_file import ConfigFile
 from zero_tp.engine.settings.rules import rules
 from zero_tp.engine.settings.typed import TypedConfig
 from zero_tp.model.architectures import ARCHITECTURES
 from zero_tp.model.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG
 from zero_tp.model.architectures.rotary import ROPE_KEYS
+from zero_tp.run.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEED_DOCS = "https://www.deepspeed.ai/docs/config-json/"

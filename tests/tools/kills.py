@@ -7,8 +7,8 @@ step, in a save or in the pruning after one: one rank, or all of them as when th
 has its final name must be complete. At the end the run is started until it is done: every logged loss and the last
 checkpoint must equal those of an undisturbed run bit for bit, and so must the outputs of the other commands. The run
 skips every fifth step, its last one included. A kill takes about 5 seconds on an idle machine. Not covered here: kills
-under real launchers (tests/process/test_promises.py), starts with another accumulation
-(tests/checkpoint/test_reshape.py).
+under real launchers (tests/run/process/test_promises.py), starts with another accumulation
+(tests/run/checkpoint/test_reshape.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from tests.support.launched import environment, free_port, furnish, metrics_of
 from tests.support.skipping_rank import EVERY
 from tests.support.waits import patience, wait_until
 from tests.tools.fuzz import commands
-from zero_tp.checkpoint.directory import (
+from zero_tp.data.indexed import content_path
+from zero_tp.data.show import SPLITS
+from zero_tp.run.checkpoint.directory import (
     TEMPORARY,
     check_content,
     checkpoints_directory,
@@ -43,8 +45,6 @@ from zero_tp.checkpoint.directory import (
     read_manifest,
     step_directory,
 )
-from zero_tp.data.indexed import content_path
-from zero_tp.data.show import SPLITS
 
 WORLD, AIM = 2, 3
 MOMENTS = ("start", "step", "save", "prune")

@@ -22,9 +22,9 @@ from tests.support.settings import gpt2_config
 from tests.support.tiny_models import bert_fields, speeches, tiny_gpt2
 from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
-from zero_tp.checkpoint.resume_point import ResumePoint
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.topology import Topology
+from zero_tp.run.checkpoint.resume_point import ResumePoint
 from zero_tp.trainer import TensorParallel, ZeroTPTrainer, checkpoints
 from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator, _sharded_optimizer, finalized_config
 from zero_tp.trainer.trainer import REFUSED, _check_arguments, _check_batch
@@ -147,7 +147,7 @@ def test_a_global_batch_that_counts_tensor_parallel_ranks_is_refused(total: int 
         _check_batch(args, Topology(2, world=4))
 
 
-# One of each kind; tests/config/test_config_refusals.py has all refusals of a Trainer's config.
+# One of each kind; tests/run/config/test_config_refusals.py has all refusals of a Trainer's config.
 REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     (
         {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}},

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from zero_tp.base import cli
-from zero_tp.process.quiet import quiet_libraries
+from zero_tp.run.process.quiet import quiet_libraries
 
 
 @dataclass(frozen=True)

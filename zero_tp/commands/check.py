@@ -20,8 +20,8 @@ from zero_tp.base.errors import BAD_INPUT, UserError, error_line
 from zero_tp.base.shipped import find_config
 
 if TYPE_CHECKING:
-    from zero_tp.config import RunConfig
-    from zero_tp.training.run_inputs import RunInputs
+    from zero_tp.run.config import RunConfig
+    from zero_tp.run.run_inputs import RunInputs
 
 MISSING = 1
 """The exit status if the config is valid but a file or directory that the run reads is missing."""
@@ -81,8 +81,8 @@ def _check(options: argparse.Namespace) -> int:
 
     from zero_tp.base.validation import ConfigErrors
     from zero_tp.base.weight_files import find_weights, resolve
-    from zero_tp.config import RunConfig, check_accelerator
     from zero_tp.monitors.trackers import check_installed
+    from zero_tp.run.config import RunConfig, check_accelerator
 
     try:
         config = RunConfig.load(options.file, options.set, options.world_size)
@@ -99,11 +99,11 @@ def _check(options: argparse.Namespace) -> int:
     if not existing.is_dir():
         raise UserError(f"{directory}: cannot be a run's directory ({existing} is a file); give another --output-dir")
     if not absent:
-        from zero_tp.training.run_inputs import RunInputs
+        from zero_tp.run.run_inputs import RunInputs
 
         inputs = RunInputs(config, directory, allow_pickle=options.allow_pickle)
         if options.parent is not None:
-            from zero_tp.checkpoint.parent import find_parent
+            from zero_tp.run.checkpoint.parent import find_parent
 
             parent = find_parent(options.parent, config, inputs.model_config, inputs.fingerprint)
             inputs.notes += parent.notes
@@ -217,7 +217,7 @@ def _schedule(config: RunConfig) -> str:
 
 
 def _initial_weights(config: RunConfig, directory: Path, parent: Path | None) -> str:
-    from zero_tp.checkpoint.directory import complete_steps
+    from zero_tp.run.checkpoint.directory import complete_steps
 
     if steps := complete_steps(directory):
         return f"of {directory}, which the run resumes from step {steps[-1]:,}"

@@ -37,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def to_hf(options: argparse.Namespace) -> None:
-    from zero_tp.checkpoint.directory import find_checkpoint, read_manifest
+    from zero_tp.run.checkpoint.directory import find_checkpoint, read_manifest
 
     read_manifest(find_checkpoint(options.source))  # report a wrong path before torch is imported
     import torch
 
-    from zero_tp.checkpoint.convert import to_huggingface
     from zero_tp.report.card import model_card
+    from zero_tp.run.checkpoint.convert import to_huggingface
 
     try:
         converted = to_huggingface(

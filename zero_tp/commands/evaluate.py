@@ -12,8 +12,8 @@ from typing import NoReturn
 from zero_tp.base import cli
 from zero_tp.base.errors import UserError, visible
 from zero_tp.base.files import write_named
-from zero_tp.process.environment import RankEnvironment
-from zero_tp.process.lifecycle import run_rank
+from zero_tp.run.process.environment import RankEnvironment
+from zero_tp.run.process.lifecycle import run_rank
 
 EPILOG = """\
 examples:

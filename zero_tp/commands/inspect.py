@@ -19,6 +19,6 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    from zero_tp.checkpoint.inspect import inspect
+    from zero_tp.run.checkpoint.inspect import inspect
 
     print(inspect(options.source, verify=options.verify))

@@ -70,8 +70,8 @@ def check(options: argparse.Namespace) -> None:
 def main(options: argparse.Namespace) -> None:
     check(options)
     os.environ.update(WITHOUT_DEVICES)  # if this process saw one, each dry run would need another process
-    from zero_tp.config import RunConfig
     from zero_tp.planning.plan import plan
+    from zero_tp.run.config import RunConfig
 
     config = RunConfig.load(options.file, options.set, options.world_size)
     device = named_device(options.device, options.world_size)

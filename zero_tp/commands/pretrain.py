@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from zero_tp.commands import check
-from zero_tp.process.environment import RankEnvironment
-from zero_tp.process.heap import keep_freed_memory
-from zero_tp.process.lifecycle import run_rank
-from zero_tp.process.signals import Requests
-from zero_tp.process.watch import Watchdog
+from zero_tp.run.process.environment import RankEnvironment
+from zero_tp.run.process.heap import keep_freed_memory
+from zero_tp.run.process.lifecycle import run_rank
+from zero_tp.run.process.signals import Requests
+from zero_tp.run.process.watch import Watchdog
 
 if TYPE_CHECKING:
-    from zero_tp.config import RunConfig
     from zero_tp.model.parallel_model import ParallelModel
-    from zero_tp.training.callback import Callback
+    from zero_tp.run.callback import Callback
+    from zero_tp.run.config import RunConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,9 +54,9 @@ def pretrain(
     watch: Watchdog,
     callbacks: Sequence[Callback],
 ) -> None:
-    from zero_tp.checkpoint.run_directory import saved_start
-    from zero_tp.config import RunConfig
     from zero_tp.monitors.trackers import check_installed
+    from zero_tp.run.checkpoint.run_directory import saved_start
+    from zero_tp.run.config import RunConfig
 
     output = options.output_dir or Path("runs") / options.deepspeed_config.stem
     # Report a mistake in the file before heavy imports.
@@ -66,10 +66,10 @@ def pretrain(
 
     from deepspeed.accelerator import get_accelerator
 
-    from zero_tp.training.loop import train
-    from zero_tp.training.run_callbacks import run_callbacks
-    from zero_tp.training.run_inputs import RunInputs
-    from zero_tp.training.start import start_training
+    from zero_tp.run.loop import train
+    from zero_tp.run.run_callbacks import run_callbacks
+    from zero_tp.run.run_inputs import RunInputs
+    from zero_tp.run.start import start_training
 
     if get_accelerator().device_name() == "cpu" and config.zero_tp.training.keep_freed_memory:
         keep_freed_memory()
@@ -108,7 +108,7 @@ def _chosen_callbacks(options: argparse.Namespace, config: RunConfig, environmen
 
         chosen.insert(0, MemoryForecast())
     if options.profile_steps:
-        from zero_tp.training.profiler import StepProfiler, step_range
+        from zero_tp.run.profiler import StepProfiler, step_range
 
         chosen.append(StepProfiler(*step_range(options.profile_steps, config.zero_tp.training.steps)))
     return chosen

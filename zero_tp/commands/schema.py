@@ -14,6 +14,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    from zero_tp.config.json_schema import json_schema
+    from zero_tp.run.config.json_schema import json_schema
 
     print(json.dumps(json_schema(), indent=1))

@@ -185,7 +185,7 @@ class TrainingEngine:
             guarded: number of a guarded step, else None. It runs `guards.check_expert_choices` in its first micro-batch
                 and `guards.check_duplicates` before its update.
             guard_gradients: a guarded step also runs its first micro-batch twice. On CUDA a script without
-                `connect_deepspeed` calls `zero_tp.process.connect.use_deterministic_cublas` first.
+                `connect_deepspeed` calls `zero_tp.run.process.connect.use_deterministic_cublas` first.
 
         Raises:
             UserError: batches of the other objective; another number of micro-batches than

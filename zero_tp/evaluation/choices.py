@@ -11,7 +11,7 @@ from zero_tp.data.documents import file_format, read_objects
 from zero_tp.data.formats import import_optional
 from zero_tp.data.records import location
 from zero_tp.evaluation.task import CHOICE_FIELDS, MULTIPLE_CHOICE, require_fields
-from zero_tp.process.quiet import suppress_output
+from zero_tp.run.process.quiet import suppress_output
 
 WITHOUT_LISTS = ("csv", "txt")
 """Formats that can't store the list of choices."""

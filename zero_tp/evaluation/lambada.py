@@ -16,7 +16,7 @@ from zero_tp.data.documents import file_format, read_documents, read_objects
 from zero_tp.data.records import text_of
 from zero_tp.evaluation.rows import check_continuations, continuation_rows, encode_pair
 from zero_tp.evaluation.task import Origin, Task, TaskOptions, file_origin, read_hub_test_split
-from zero_tp.training.metrics import perplexity
+from zero_tp.run.metrics import perplexity
 
 if TYPE_CHECKING:
     from zero_tp.evaluation.eval_model import EvalModel

@@ -13,8 +13,8 @@ from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
 from zero_tp.evaluation.model_directory import check_tokenizer
 from zero_tp.evaluation.task import TaskOptions
 from zero_tp.evaluation.zero_shot import make_tasks
-from zero_tp.training.callback import Callback, TrainState
-from zero_tp.training.step_logger import format_number
+from zero_tp.run.callback import Callback, TrainState
+from zero_tp.run.step_logger import format_number
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -48,7 +48,7 @@ from zero_tp.evaluation.task import (
     hash_records,
     require_fields,
 )
-from zero_tp.process.quiet import suppress_output
+from zero_tp.run.process.quiet import suppress_output
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zero_tp.base.errors import UserError, first_line
 from zero_tp.base.weight_files import find_weights, resolve, resolve_tokenizer
-from zero_tp.checkpoint.directory import check_sizes, find_checkpoint, incomplete_after, is_run, read_manifest
-from zero_tp.checkpoint.run_tokenizer import REMEDY, check_run_tokenizer, find_run_tokenizer, uncompared_tokenizer
 from zero_tp.data.tokenizer_fingerprint import read_fingerprint
 from zero_tp.parallel.topology import Topology
+from zero_tp.run.checkpoint.directory import check_sizes, find_checkpoint, incomplete_after, is_run, read_manifest
+from zero_tp.run.checkpoint.run_tokenizer import REMEDY, check_run_tokenizer, find_run_tokenizer, uncompared_tokenizer
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from zero_tp.checkpoint.manifest import Manifest
     from zero_tp.evaluation.eval_model import EvalModel
+    from zero_tp.run.checkpoint.manifest import Manifest
 
 
 FIRST_POSITION_AFTER_PADDING = {
@@ -95,9 +95,9 @@ class ModelDirectory:
     @cached_property
     def config(self) -> PretrainedConfig:
         """Return the config of the model, which must be a causal language model."""
-        from zero_tp.checkpoint.convert import config_of
         from zero_tp.model.architectures import ARCHITECTURES
         from zero_tp.model.weights.load import open_config
+        from zero_tp.run.checkpoint.convert import config_of
 
         config = open_config(self.path) if self.manifest is None else config_of(self.manifest)
         architecture = ARCHITECTURES.get(config.model_type)
@@ -182,9 +182,9 @@ class ModelDirectory:
         import torch
         from transformers import GenerationConfig
 
-        from zero_tp.checkpoint.reader import CheckpointReader
-        from zero_tp.checkpoint.resume_point import verify_checkpoint
         from zero_tp.model.huggingface import ZeroTPForCausalLM
+        from zero_tp.run.checkpoint.reader import CheckpointReader
+        from zero_tp.run.checkpoint.resume_point import verify_checkpoint
 
         dtype = torch.float32 if dtype == "auto" else dtype
         if self.manifest is None:

@@ -20,7 +20,7 @@ import numpy as np
 from zero_tp.base.errors import UserError
 from zero_tp.evaluation.rows import Row, Tokens, prefix_token
 from zero_tp.evaluation.task import Origin, Task, TaskOptions, read_hub_test_split, read_texts, require_lm_eval
-from zero_tp.training import metrics
+from zero_tp.run import metrics
 
 if TYPE_CHECKING:
     from zero_tp.evaluation.eval_model import EvalModel

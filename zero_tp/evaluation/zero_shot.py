@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from zero_tp.base.constants import DTYPES
 from zero_tp.base.errors import UserError, first_line
-from zero_tp.checkpoint.manifest import versions
 from zero_tp.data.documents import check_files
 from zero_tp.evaluation.choices import check_choice_file
 from zero_tp.evaluation.lambada import LambadaTask
@@ -31,13 +30,14 @@ from zero_tp.evaluation.task import (
     require_lm_eval,
 )
 from zero_tp.parallel.topology import Topology
+from zero_tp.run.checkpoint.manifest import versions
 
 if TYPE_CHECKING:
     from torch import nn
 
     from zero_tp.evaluation.eval_model import EvalModel
     from zero_tp.evaluation.lm_eval_tasks import TaskManager
-    from zero_tp.process.environment import RankEnvironment
+    from zero_tp.run.process.environment import RankEnvironment
 
 
 def multiple_choice(file: Path | None, options: TaskOptions) -> Task:
@@ -198,7 +198,7 @@ def evaluate(
         each.check(length, directory.tokenizer)
     topology, device = Topology(), _choose_device(settings.device, world)
     if environment is not None and world > 1:
-        from zero_tp.process.connect import connect
+        from zero_tp.run.process.connect import connect
 
         # No sequence parallelism: without gradients it saves little memory.
         environment.export()

@@ -26,9 +26,9 @@ from zero_tp.base.errors import ConfigError, UserError, first_line, one_line
 from zero_tp.base.files import write_atomically
 from zero_tp.base.settings.resolve import leaves
 from zero_tp.base.strict_json import read_json
-from zero_tp.config import RunConfig
-from zero_tp.training.callback import Callback, Metrics, TrainState
-from zero_tp.training.metrics_file import append_line
+from zero_tp.run.callback import Callback, Metrics, TrainState
+from zero_tp.run.config import RunConfig
+from zero_tp.run.metrics_file import append_line
 
 RUN_IDS = "monitors.json"
 """File in the run directory with the id that each service gave the run. A resumed run continues under this id."""

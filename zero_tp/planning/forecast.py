@@ -6,12 +6,12 @@ import torch
 
 from zero_tp.base.constants import in_gib
 from zero_tp.base.errors import first_line
-from zero_tp.config import RunConfig
 from zero_tp.parallel.devices import runs_varlen
 from zero_tp.planning.memory import rank_memory
 from zero_tp.planning.plan_report import PHASES
-from zero_tp.training.callback import Callback, TrainState
-from zero_tp.training.metrics import memory_gib, resident_gib
+from zero_tp.run.callback import Callback, TrainState
+from zero_tp.run.config import RunConfig
+from zero_tp.run.metrics import memory_gib, resident_gib
 
 
 class MemoryForecast(Callback):

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
-from zero_tp.config import RunConfig
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.model_class import model_class
@@ -20,6 +19,7 @@ from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.plan_settings import Workload, ZeroSettings, workload_of
 from zero_tp.planning.tracking import MemorySample
 from zero_tp.planning.zero import RankParameters, StateBytes, ZeroMemory
+from zero_tp.run.config import RunConfig
 
 STATE_CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers")
 CATEGORIES = (*STATE_CATEGORIES, "activations", "transients")

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 from zero_tp.base.constants import GIB
-from zero_tp.config import RunConfig
 from zero_tp.model.flops import model_flops, utilisation
 from zero_tp.parallel.devices import Device
 from zero_tp.planning import formulas
@@ -17,6 +16,7 @@ from zero_tp.planning.memory import ModelSize, PaperMemory, Point, RankMemory, r
 from zero_tp.planning.plan_settings import Workload, ZeroSettings, workload_of
 from zero_tp.planning.rates import matrix_flops
 from zero_tp.planning.timing import StepTime, StepTimeEstimator
+from zero_tp.run.config import RunConfig
 
 HOUR, DAY = 3600, 86400  # seconds
 

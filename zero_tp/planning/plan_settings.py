@@ -9,7 +9,7 @@ from typing import Any
 
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.base.settings.resolve import copies_gradients
-from zero_tp.config import RunConfig
+from zero_tp.run.config import RunConfig
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 

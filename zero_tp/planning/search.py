@@ -21,7 +21,6 @@ from zero_tp.base.errors import ConfigError, UserError
 from zero_tp.base.settings.recompute import RecomputeMode, RecomputePolicy
 from zero_tp.base.settings.resolve import apply_overrides
 from zero_tp.base.strict_json import read_json
-from zero_tp.config import RunConfig
 from zero_tp.parallel.devices import Device
 from zero_tp.parallel.loss import accumulates_in_fp32, block_positions
 from zero_tp.planning.dryrun import dry_run
@@ -30,6 +29,7 @@ from zero_tp.planning.plan import Estimate
 from zero_tp.planning.plan_settings import Workload, ZeroSettings, workload_of
 from zero_tp.planning.tracking import MemorySample
 from zero_tp.planning.zero import ZeroMemory
+from zero_tp.run.config import RunConfig
 
 NEAREST = 8
 """Number of candidates that do not fit by formulas and still get a dry run."""

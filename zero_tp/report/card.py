@@ -9,8 +9,8 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from zero_tp.base.errors import UserError
-from zero_tp.checkpoint.manifest import Manifest, Parallelism
 from zero_tp.report.runs import read_runs
+from zero_tp.run.checkpoint.manifest import Manifest, Parallelism
 
 LOSSES = {"loss": "loss", "validation_loss": "validation loss"}
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from zero_tp.base import page
 from zero_tp.base.errors import UserError
-from zero_tp.checkpoint.run_directory import CONFIG
 from zero_tp.report.curves import draw_runs, equals_mfu, is_evaluation
 from zero_tp.report.runs import VALIDATION, Run, Series, config_differences, read_runs
-from zero_tp.training.metrics_file import METRICS_FILE
+from zero_tp.run.checkpoint.run_directory import CONFIG
+from zero_tp.run.metrics_file import METRICS_FILE
 
 STEPS = "zero_tp.training.steps"
 

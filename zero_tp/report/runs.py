@@ -13,8 +13,8 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.files import open_regular
 from zero_tp.base.settings.resolve import leaves, look_up
 from zero_tp.base.strict_json import InvalidJson, read_object
-from zero_tp.checkpoint.run_directory import CONFIG
-from zero_tp.training.metrics_file import METRICS_FILE, read_line
+from zero_tp.run.checkpoint.run_directory import CONFIG
+from zero_tp.run.metrics_file import METRICS_FILE, read_line
 
 VALIDATION = "validation_"
 Series = dict[int, float]

@@ -15,16 +15,16 @@ import torch.distributed as dist
 
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.resolve import dtype_name
-from zero_tp.checkpoint.manifest import Parallelism
-from zero_tp.checkpoint.resume import resume
-from zero_tp.checkpoint.resume_point import broadcast_resume_point, open_checkpoint
-from zero_tp.checkpoint.save import Saver, describe_model
 from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.model.weights.load import PretrainedSource
 from zero_tp.parallel.agreement import on_rank_zero
 from zero_tp.parallel.layout import layout_of, whole_shape
 from zero_tp.parallel.parameter import ConstantInit
+from zero_tp.run.checkpoint.manifest import Parallelism
+from zero_tp.run.checkpoint.resume import resume
+from zero_tp.run.checkpoint.resume_point import broadcast_resume_point, open_checkpoint
+from zero_tp.run.checkpoint.save import Saver, describe_model
 
 STATES = ("checkpoints", "optimizer*", "scheduler*", "global_step*")
 """Files of an optimizer's states in a checkpoint: ours, plain Trainer's and DeepSpeed's."""

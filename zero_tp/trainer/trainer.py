@@ -31,7 +31,7 @@ from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.model.huggingface import parallel_model
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.parallel.topology import Topology
-from zero_tp.process.quiet import ignore_deprecated_collectives
+from zero_tp.run.process.quiet import ignore_deprecated_collectives
 from zero_tp.trainer.batches import SampleComparison, count_labels, pad_for_sequence_parallelism
 from zero_tp.trainer.checkpoints import has_only_weights, load_weights, resume_states, save_states
 from zero_tp.trainer.deepspeed_arguments import fill_left_out_keys

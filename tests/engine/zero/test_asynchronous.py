@@ -17,15 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoint.test_checkpoint import batch_of, build, masters_of, write_config
+from tests.run.checkpoint.test_checkpoint import batch_of, build, masters_of, write_config
 from tests.support.asynchronous_accelerator import AsynchronousAccelerator, asynchronous
 from tests.support.pools import Pools
 from tests.support.stream_checker import READ, RecordingStream
 from tests.tiers import THOROUGH, in_tiers
 from tests.trainer.test_trainer import on_ranks, saved_model
-from zero_tp.checkpoint.resume import resume
-from zero_tp.checkpoint.resume_point import find_resume_point
-from zero_tp.checkpoint.save import run_saver
+from zero_tp.run.checkpoint.resume import resume
+from zero_tp.run.checkpoint.resume_point import find_resume_point
+from zero_tp.run.checkpoint.save import run_saver
 
 STOP, STEPS, ACCUMULATION = 3, 5, 2
 SMALL = {"stage3_prefetch_bucket_size": 3000, "reduce_bucket_size": 3000}

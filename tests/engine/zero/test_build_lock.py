@@ -12,7 +12,7 @@ from torch.utils.file_baton import FileBaton
 
 from zero_tp.engine import engine
 from zero_tp.engine.zero.build_lock import report_build_locks
-from zero_tp.process import connect
+from zero_tp.run.process import connect
 
 
 @pytest.fixture(autouse=True)

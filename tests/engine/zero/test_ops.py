@@ -19,11 +19,11 @@ from tests.support.mistakes import Mistake
 from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.optimizer import builder_name, choose_implementation
-from zero_tp.config import RunConfig
 from zero_tp.engine.zero import ops
-from zero_tp.process import connect
-from zero_tp.process.environment import RankEnvironment
-from zero_tp.process.job_store import JobStore
+from zero_tp.run.config import RunConfig
+from zero_tp.run.process import connect
+from zero_tp.run.process.environment import RankEnvironment
+from zero_tp.run.process.job_store import JobStore
 
 
 def test_init_distributed_compiles_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +63,7 @@ def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch: pytest.Monke
 FAULTS = """
 import resource, sys, torch
 from concurrent.futures import ThreadPoolExecutor
-from zero_tp.process.heap import can_keep_freed_memory, keep_freed_memory
+from zero_tp.run.process.heap import can_keep_freed_memory, keep_freed_memory
 print(can_keep_freed_memory())
 if sys.argv[1] == "keep":
     keep_freed_memory()

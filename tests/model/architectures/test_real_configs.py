@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.native import our_class
 from zero_tp.base.errors import UserError
-from zero_tp.config.model_block import ignored_fields
 from zero_tp.model.architectures.configs import config_from_block, config_from_directory, describe_ignored_fields
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.huggingface.parallelize import parallel_model
 from zero_tp.parallel.topology import Topology
+from zero_tp.run.config.model_block import ignored_fields
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     model["name"]: model

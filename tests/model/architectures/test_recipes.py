@@ -11,13 +11,13 @@ import torch
 from deepspeed.runtime import lr_schedules
 from torch import nn
 
-from zero_tp.config import RunConfig
 from zero_tp.engine.engine import parameter_groups
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.attention import AttentionCore
 from zero_tp.model.model_class import model_class
 from zero_tp.parallel.random import Dropout
 from zero_tp.parallel.topology import Topology
+from zero_tp.run.config import RunConfig
 
 CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 GPT2 = {"gpt2_355m": 8, "gpt2_2.5b": 16, "gpt2_8.3b": 512, "papers/gpt2_1.2b": 64, "papers/gpt2_4.2b": 256}

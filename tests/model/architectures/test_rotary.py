@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.model.architectures.test_fields import tiny
-from zero_tp.config import ConfigError
 from zero_tp.model.architectures import ARCHITECTURES, architecture_of
 from zero_tp.model.architectures.configs import config_from_block
 from zero_tp.model.architectures.rotary import ROPE_KEYS
 from zero_tp.model.position import compute_cos_sin
+from zero_tp.run.config import ConfigError
 
 ROTARY = [name for name, found in ARCHITECTURES.items() if "rope_parameters" in found.fields.read]
 SCALED = [name for name in ROTARY if name != "phi3"]  # whose class refuses all but "default" and "longrope" itself

@@ -15,18 +15,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from tests.checkpoint.test_checkpoint import OFFLOADS, build
 from tests.model.test_model import NO_DROPOUT
+from tests.run.checkpoint.test_checkpoint import OFFLOADS, build
 from tests.support.compare import grid
 from tests.support.launched import pretrain, run, script
 from tests.support.native import native_tensors, perturbed
 from tests.support.pools import Pools
 from tests.support.settings import gpt2_config
 from tests.tiers import THOROUGH, in_tiers
-from zero_tp.checkpoint.convert import to_huggingface
-from zero_tp.checkpoint.directory import read_manifest, step_directory
-from zero_tp.checkpoint.inspect import inspect
 from zero_tp.model.huggingface import ZeroTPForCausalLM
+from zero_tp.run.checkpoint.convert import to_huggingface
+from zero_tp.run.checkpoint.directory import read_manifest, step_directory
+from zero_tp.run.checkpoint.inspect import inspect
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -89,8 +89,8 @@ def move(directory: Path) -> None:
     from transformers import AutoConfig
 
     from tests.support.checkpoints import rewritten, write_checkpoint
-    from zero_tp.checkpoint.directory import MANIFEST, read_manifest, step_directory
-    from zero_tp.checkpoint.reader import CheckpointReader
+    from zero_tp.run.checkpoint.directory import MANIFEST, read_manifest, step_directory
+    from zero_tp.run.checkpoint.reader import CheckpointReader
 
     torch.set_num_threads(1)
     for step in SAVED:

@@ -31,7 +31,7 @@ from zero_tp.evaluation.perplexity import perplexity
 from zero_tp.evaluation.model_directory import check_tokenizer
 from zero_tp.evaluation.eval_model import ParallelScorer, EvalModel
 from zero_tp.model.huggingface import ZeroTPForCausalLM
-from zero_tp.process.quiet import quiet_libraries
+from zero_tp.run.process.quiet import quiet_libraries
 
 def main():
     import torch
@@ -49,7 +49,7 @@ cli.run(main)
 CONSUMERS: dict[str, list[str]] = {
     "eval/zero_shot.py": ["--model", "model", *PERPLEXITY],
     "launch/sample.py": ["--model", "model", "--prompt", "some words", "--tokens", "6", "--temperature", "0"],
-    "training.py": [],
+    "run.py": [],
 }
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32},
@@ -91,17 +91,17 @@ def base() -> Path:
 def make_workplace(workplace: Path, name: str) -> Path:
     shutil.copytree(base() / name, workplace / "model")
     (workplace / "text.txt").write_text(TEXT)
-    (workplace / "training.py").write_text(TRAINING)
+    (workplace / "run.py").write_text(TRAINING)
     return workplace / "model"
 
 
 def compute(consumer: str, workplace: Path, description: str) -> Any:
     """Return what a command computes of the model: a loss, or a sample; None where it refuses."""
-    script = str(workplace / consumer) if consumer == "training.py" else consumer
+    script = str(workplace / consumer) if consumer == "run.py" else consumer
     ended = attempt(description, script, CONSUMERS[consumer], workplace, limit=60)
     if ended is None or consumer == "launch/sample.py":
         return ended and ended.out
-    if consumer == "training.py":
+    if consumer == "run.py":
         return float(ended.out)
     return json.loads((workplace / "report.json").read_text())["tasks"]["perplexity"]["nll"]
 
@@ -238,9 +238,7 @@ def case(draw: random.Random, directory: Path) -> str:
     description = f"{name}: {draw.choice(OTHERS)(model, draw)}"
     if draw.random() < 0.3:
         return "refused" if compute("launch/sample.py", directory, description) is None else "sampled"
-    evaluated, trained = (
-        compute(consumer, directory, description) for consumer in ("eval/zero_shot.py", "training.py")
-    )
+    evaluated, trained = (compute(consumer, directory, description) for consumer in ("eval/zero_shot.py", "run.py"))
     if evaluated is None or trained is None:
         return "refused" if evaluated is None and trained is None else "refused by one"
     same = math.isclose(evaluated, trained, rel_tol=1e-4)

@@ -1,0 +1,283 @@
+"""The promises of a run under `deepspeed` and `torchrun`: each section below tests the promise of its number.
+
+Every case launches two CPU ranks of tests/support/promise_rank.py. Tests without a launcher: test_lifecycle.py,
+test_watchdog.py, and test_hang_report.py for NCCL's flight recorder. tests/run/test_pretrain.py has a resumed
+run's samples.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.launched import ROOT, default_interrupts, environment, free_port, launch, said
+from tests.support.waits import patience, wait_until
+from tests.tiers import in_tiers
+from zero_tp.run.checkpoint.run_directory import OwnerChanged, RunOwner, run_directory
+from zero_tp.run.process.environment import is_alive
+
+SCRIPT = "tests/support/promise_rank.py"
+LAUNCHERS = ["launch.py", "torchrun"]
+"""DeepSpeed's and torch's launchers of one machine's ranks."""
+HOST = socket.gethostname()
+LIMIT_SECONDS = 120.0  # of an idle machine
+LAUNCHER_SECONDS = 20.0  # from a launcher's end to that of its ranks
+
+
+def command_of(launcher: str) -> list[str]:
+    """Return the command that starts promise_rank.py.
+
+    "launch.py" is the process that DeepSpeed's runner starts: the runner's imports take as long as all the rest.
+    """
+    if launcher != "launch.py":
+        return launch(2, launcher, SCRIPT)
+    ranks = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
+    start = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={ranks}", "--master_addr=127.0.0.1"]
+    return [*start, f"--master_port={free_port()}", str(ROOT / SCRIPT)]
+
+
+class Job:
+    """One launched job; its processes are known by a word in their command lines."""
+
+    def __init__(self, directory: Path, case: str, launcher: str, *options: str) -> None:
+        self.marker, self.log = uuid.uuid4().hex, directory / "output.txt"
+        *start, script = command_of(launcher)
+        restarts = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if "--max-restarts" in options else {}
+        with self.log.open("w") as stream:
+            self.launcher = subprocess.Popen(
+                [*start, *options, script, "--case", case, "--marker", self.marker],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment() | restarts,
+                cwd=directory,
+                start_new_session=True,
+                preexec_fn=default_interrupts,
+            )
+
+    def processes(self) -> list[psutil.Process]:
+        found = psutil.process_iter(["cmdline"])
+        return [process for process in found if self.marker in (process.info["cmdline"] or []) and is_alive(process)]
+
+    def rank(self, number: int) -> psutil.Process:
+        return next(process for process in self.processes() if process.environ().get("RANK") == str(number))
+
+    def wait_for(self, text: str) -> None:
+        def is_there() -> bool:
+            ended = self.launcher.poll() is not None  # then one more look
+            there = text in self.log.read_text()
+            assert there or not ended, self.log.read_text()
+            return there
+
+        wait_until(is_there, LIMIT_SECONDS, lambda: f"no {text!r} in:\n{self.log.read_text()}", 0.05)
+
+    def end(self, seconds: float = LIMIT_SECONDS) -> tuple[int, list[str]]:
+        """Wait until every process has gone → the launcher's status, and the ranks' lines without torchrun's own."""
+        wait_until(lambda: not self.processes(), seconds, lambda: f"{self.processes()}:\n{self.log.read_text()}", 0.1)
+        status = self.launcher.wait(patience(10))
+        begins = ("rank ", "error: ", "five steps", "saved", "stopped", "interrupted")
+        return status, [line for line in said(self.log.read_text()) if line.startswith(begins)]
+
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    jobs: list[Job] = []
+
+    def start_job(case: str, launcher: str, *options: str) -> Job:
+        jobs.append(Job(tmp_path, case, launcher, *options))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        for process in job.processes():
+            process.kill()
+        job.launcher.wait()
+
+
+# --- 1. wrong input --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", in_tiers(["deepspeed", *LAUNCHERS], LAUNCHERS))
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("wrong input", "zero_tp.training.steps is -1: it must be at least 1"),
+        ("wrong input on one rank", "local rank 1 has no device"),  # it ends all ranks before they connect
+    ],
+)
+def test_wrong_input_is_one_line_and_status_2(case: str, line: str, launcher: str, start: Start) -> None:
+    job = start(case, launcher)
+    status, lines = job.end()
+    assert status == (1 if launcher == "torchrun" else 2), "torchrun's own status is 1"
+    assert lines == [f"error: {line}"]
+    if launcher == "torchrun":
+        assert "exitcode  : 2" in job.log.read_text() and "error_file: <N/A>" in job.log.read_text()
+
+
+# --- 2. a rank that fails --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_failing_rank_prints_its_traceback_and_last_line(launcher: str, start: Start, tmp_path: Path) -> None:
+    job = start("exception", launcher, *(["--log-dir", "logs"] if launcher == "torchrun" else []))
+    status, (first, *lines, last) = job.end()
+    assert status == 1
+    assert first == "five steps" and "rank 1: Traceback (most recent call last):" in lines
+    assert all(line.startswith("rank 1: ") for line in lines)
+    assert last == f"rank 1 ({HOST}): ArithmeticError: the loss is not finite at step 10"
+    if launcher == "torchrun":
+        files = list((tmp_path / "logs").rglob("error.json"))
+        [message] = [json.loads(file.read_text())["message"]["message"] for file in files]
+        assert message.startswith("ArithmeticError: the loss is not finite")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("number", in_tiers([signal.SIGKILL, signal.SIGSEGV], [signal.SIGKILL]))
+def test_a_killed_rank_is_named_by_a_survivor(number: signal.Signals, launcher: str, start: Start) -> None:
+    job = start("loop", launcher)
+    job.wait_for("five steps")
+    job.rank(1).send_signal(number)
+    status, (first, line) = job.end()
+    assert status != 0
+    assert first == "five steps" and line.startswith(f"error: rank 1 ({HOST}) ") and "killed" in line
+
+
+# --- 3. signals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_sigusr1_saves_and_sigterm_saves_and_stops(launcher: str, start: Start) -> None:
+    job = start("loop", launcher)
+    job.wait_for("five steps")
+    job.rank(1).send_signal(signal.SIGUSR1)
+    job.wait_for("saved at step")
+    job.rank(1).send_signal(signal.SIGTERM)
+    status, lines = job.end()
+    assert status == 0
+    assert [line.split(" at ")[0] for line in lines] == ["five steps", "saved", "stopped"]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_sigterm_after_another_ranks_end_ends_at_once(launcher: str, start: Start) -> None:
+    """Rank 0 would handle a request at the end of its step, which takes minutes."""
+    job = start("exception during a long step", launcher)
+    status, (first, *lines) = job.end(LAUNCHER_SECONDS)
+    assert status != 0 and first == "five steps"
+    assert lines[-1] == f"rank 1 ({HOST}): ArithmeticError: the loss is not finite at step 10"
+    assert all(line.startswith("rank 1") for line in lines)
+
+
+@pytest.mark.parametrize("launcher", in_tiers(LAUNCHERS, ["torchrun"]))
+def test_a_second_sigterm_ends_at_once(launcher: str, start: Start) -> None:
+    job = start("stuck", launcher)
+    job.wait_for("five steps")
+    time.sleep(0.5)  # rank 0 waits in a collective now
+    first = job.rank(0)
+    first.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert is_alive(first), "it waits for the step to end"
+    first.send_signal(signal.SIGTERM)
+    wait_until(lambda: not is_alive(first), 5, "it goes on", 0.05)
+    status, lines = job.end(LAUNCHER_SECONDS)
+    assert status != 0 and lines[1:] == [f"rank 0 ({HOST}): ended by SIGTERM"]
+
+
+@pytest.mark.parametrize("launcher", in_tiers(LAUNCHERS, ["launch.py"]))
+def test_ctrl_c_ends_at_once(launcher: str, start: Start) -> None:
+    job = start("stuck", launcher)
+    job.wait_for("five steps")
+    os.killpg(job.launcher.pid, signal.SIGINT)
+    status, lines = job.end(LAUNCHER_SECONDS)
+    assert status != 0 and lines[1:] == ["interrupted"]
+
+
+# --- 4. ranks end with their launcher --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", *LAUNCHERS])
+def test_ranks_end_with_their_launcher(launcher: str, start: Start) -> None:
+    job = start("stuck", launcher)
+    job.wait_for("five steps")
+    job.launcher.kill()
+    _, lines = job.end(LAUNCHER_SECONDS)
+    deepspeed_gone = f"error: the deepspeed command that started rank 0 ({HOST}) has ended"
+    assert lines[1:] == ([deepspeed_gone] if launcher == "deepspeed" else [])
+
+
+# --- 5. hangs and silence --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_hangs_is_named_with_its_frame(launcher: str, start: Start) -> None:
+    job = start("hang", launcher)
+    status, (_, *positions, error) = job.end()
+    assert status == 1
+    assert [line.split(" in step 10 for ")[0] for line in positions[1:]] == [f"rank 1 ({HOST})"], positions
+    assert re.match(rf"rank 0 \({HOST}\) in step 11 for \d+ s, at all_reduce", positions[0])
+    assert "at fail_or_hang, called by _run_main (zero_tp/run/process/lifecycle.py:" in positions[1]
+    limit = r"0\.0333 minutes \(the limit: zero_tp\.training\.timeout_minutes\)"
+    assert re.fullmatch(rf"error: no progress in step 1[01] for {limit}: rank 0 waits for rank 1", error)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "silent", "error"),
+    [
+        ("launch.py", 1, "error: no heartbeat from rank 1"),
+        ("torchrun", 1, "error: no heartbeat from rank 1"),
+        ("torchrun", 0, "error: no heartbeat from rank 0"),  # the agent serves the store
+        ("launch.py", 0, f"error: {HOST} has had no answer from the job's store"),  # rank 0 serves the store
+    ],
+)
+def test_silence_of_a_rank_or_of_the_store_ends_the_job(launcher: str, silent: int, error: str, start: Start) -> None:
+    job = start("silence", launcher)
+    job.wait_for("five steps")
+    stopped = job.rank(silent)
+    stopped.suspend()
+    job.wait_for(error)
+    stopped.kill()  # the launcher would wait for 30 s
+    assert job.end()[0] != 0
+
+
+# --- 6. restarts -----------------------------------------------------------------------------------------------------
+
+
+def test_torchrun_restarts_a_job(start: Start) -> None:
+    job = start("restart", "torchrun", "--standalone", "--max-restarts", "1")
+    job.wait_for(f"rank 1 ({HOST}): ArithmeticError")
+    wait_until(lambda: job.log.read_text().count("five steps") == 2, 60, "it was not started again", 0.1)
+    job.rank(0).send_signal(signal.SIGTERM)
+    assert job.end()[0] == 0
+
+
+# --- 7. one writer ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_second_launch_on_a_machine_is_refused(launcher: str, start: Start, tmp_path: Path) -> None:
+    with run_directory(tmp_path / "run"):
+        status, lines = start("writer", launcher).end()
+    assert status == (1 if launcher == "torchrun" else 2)
+    assert lines == ["error: run: another run is writing there; wait for it, or give another --output-dir"]
+
+
+def test_a_launch_on_another_machine_takes_the_run_over(tmp_path: Path) -> None:
+    with run_directory(tmp_path) as owner:
+        owner.check()
+        RunOwner(tmp_path)  # a launch on another machine, where the lock does nothing
+        with pytest.raises(OwnerChanged, match="has taken the run over"):
+            owner.check()

@@ -1,0 +1,290 @@
+"""The directory of a run's checkpoints: each checkpoint is complete or absent.
+
+Ranks write into a temporary directory. Rank 0 writes the manifest there, renames the directory and replaces `latest`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from zero_tp.base.errors import ConfigError, UserError
+from zero_tp.base.files import read_regular, remove, sync, wait_until_visible, write_atomically
+from zero_tp.base.strict_json import InvalidJson, parse_json, parse_object
+from zero_tp.run.checkpoint.manifest import FORMAT, OWN_HASH, Manifest, ManifestFile, content_hash, parse_manifest
+
+if TYPE_CHECKING:
+    from zero_tp.parallel.safetensors_files import FileDigest
+
+MANIFEST, LATEST, TEMPORARY = "manifest.json", "latest", ".writing"
+DAMAGE_ERRNOS = (errno.EBADMSG, errno.EFBIG, errno.EINVAL, errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN)
+"""Errors of reading that mean damage. Others, such as a lost file server or no permission, may be temporary."""
+_STEP = re.compile(r"step_(\d{8,})")
+
+
+class Damaged(UserError):
+    """A file of a checkpoint is missing or has changed since it was written."""
+
+    def __init__(self, file: Path, problem: str):
+        super().__init__(f"{file}: {problem}; the checkpoint is damaged: use another one")
+        self.file, self.problem, self.checkpoint = file, problem, file.parent
+
+    def __reduce__(self) -> Any:
+        return Damaged, (self.file, self.problem)
+
+
+def checkpoints_directory(run: Path) -> Path:
+    return run / "checkpoints"
+
+
+def step_directory(run: Path, step: int) -> Path:
+    return checkpoints_directory(run) / _name(step)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def complete_steps(run: Path) -> list[int]:
+    """Return the steps that have a complete checkpoint, ascending."""
+    return [step for step in _steps(run) if (step_directory(run, step) / MANIFEST).is_file()]
+
+
+def refresh_view(run: Path) -> None:
+    """Make this machine see checkpoints that other machines have written to a network file system.
+
+    An NFS client may cache a directory for `files.NFS_VIEW_SECONDS`; creating a file there makes it ask the server.
+    """
+    if checkpoints_directory(run).is_dir():
+        tempfile.NamedTemporaryFile(dir=checkpoints_directory(run), prefix=".probe.").close()
+
+
+def incomplete_after(source: Path, step: int) -> tuple[str, ...]:
+    """Describe each incomplete checkpoint of the run `source` that is newer than `step`."""
+    newer = [step_directory(source, number) for number in _steps(source) if number > step]
+    incomplete = [path for path in newer if not (path / MANIFEST).is_file()]
+    return tuple(f"{path}: not a checkpoint (no {MANIFEST})" for path in incomplete)
+
+
+def _steps(run: Path) -> list[int]:
+    matches = [_STEP.fullmatch(path.name) for path in checkpoints_directory(run).glob("step_*")]
+    return sorted(int(match[1]) for match in matches if match and match[0] == _name(int(match[1])))
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Return the manifest, checked against its own hash; `check_sizes` and `check_content` check the listed files."""
+    path = checkpoint / MANIFEST
+    try:
+        manifest = parse_manifest(parse_object(read_regular(path)))
+    except FileNotFoundError:
+        raise UserError(f"{checkpoint}: not a checkpoint (no {MANIFEST})") from None
+    except ConfigError as error:
+        if error.key == "format":
+            raise UserError(f"{path}: {error.problem}; use the version that wrote it") from None
+        raise Damaged(path, f"{error.key}: {error.problem}") from error
+    except InvalidJson as error:
+        raise Damaged(path, str(error)) from error
+    except OSError as error:
+        raise _read_error(path, error) from error
+    if _STEP.fullmatch(checkpoint.name) and checkpoint.name != _name(manifest.step):
+        raise Damaged(path, f"step is {manifest.step}, but the directory is {checkpoint.name}")
+    return manifest
+
+
+def check_sizes(checkpoint: Path, files: Mapping[str, ManifestFile]) -> None:
+    """Check that the files exist with the sizes that the manifest lists; one stat per file."""
+    for name, listed in files.items():
+        file = checkpoint / name
+        try:
+            status = file.stat()
+        except OSError as error:
+            raise _read_error(file, error) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise Damaged(file, "is missing")
+        if status.st_size != listed.bytes:
+            raise Damaged(file, f"has {status.st_size} bytes, not {listed.bytes}")
+
+
+def check_content(checkpoint: Path, files: Mapping[str, ManifestFile], *, progress: bool = True) -> None:
+    """Check sizes, then read the files and compare their SHA-256s with the manifest's.
+
+    Raises:
+        Damaged: a file is missing, cannot be read, or has another size or content.
+    """
+    from zero_tp.parallel.safetensors_files import hash_file
+
+    check_sizes(checkpoint, files)
+    total = sum(listed.bytes for listed in files.values())
+    disable = None if progress else True  # tqdm's None: show the bar on a terminal only
+    with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=disable, leave=False) as bar:
+        for name, listed in sorted(files.items()):
+            file = checkpoint / name
+            try:
+                sha256 = hash_file(file).sha256
+            except OSError as error:
+                raise _read_error(file, error) from error
+            if sha256 != listed.sha256:
+                raise Damaged(file, f"SHA-256 is {sha256[:12]}…, not {listed.sha256[:12]}…")
+            bar.update(listed.bytes)
+
+
+def _read_error(file: Path, error: OSError) -> UserError:
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return Damaged(file, "is missing")
+    if error.errno in DAMAGE_ERRNOS:
+        return Damaged(file, f"cannot be read ({error.strerror})")
+    return UserError(f"{file}: cannot be read now ({error.strerror}); the file may be intact, start again")
+
+
+def begin(run: Path) -> Path:
+    """Begin a save: remove the files of a killed one and make a temporary directory for the ranks. Rank 0 calls it.
+
+    The name is random: another machine's cache may resolve an old name to the previous save's directory.
+    """
+    remove(checkpoints_directory(run) / TEMPORARY)
+    temporary = checkpoints_directory(run) / TEMPORARY / secrets.token_hex(8)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def commit(
+    run: Path,
+    temporary: Path,
+    step: int,
+    manifest: dict[str, Any],
+    files: dict[str, FileDigest],
+    check_owner: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """Write the manifest and rename the temporary directory. Rank 0 calls it, after all ranks have written.
+
+    Args:
+        files: every file that the ranks wrote and flushed.
+        check_owner: called before the checkpoint and `latest` are renamed; raises if another launch owns the run.
+
+    Returns:
+        Notes for the log: failures after the rename, when the checkpoint is already complete.
+    """
+    for name, written in files.items():
+        path = temporary / name
+        if not wait_until_visible(partial(_has_size, path, written.size), run):
+            raise UserError(
+                f"{path}: missing or incomplete on rank 0's node; put the run directory on storage that all nodes share"
+            )
+    listed = {
+        name: {"bytes": written.size, "sha256": written.sha256, "parts": list(written.parts)}
+        for name, written in files.items()
+    }
+    content = {"format": FORMAT, "step": step, **manifest, "files": listed}
+    text = json.dumps({**content, OWN_HASH: content_hash(content)}, indent=1)
+    parse_manifest(parse_json(text))  # a manifest that cannot be read back fails the save
+    write_atomically(temporary / MANIFEST, text)
+    sync(temporary, below=False)
+    final = step_directory(run, step)
+    check_owner()
+    if (final / MANIFEST).is_file():
+        set_aside(final, "replaced")
+    elif final.exists():
+        _remove(final)
+    os.replace(temporary, final)
+    check_owner()
+    try:
+        temporary.parent.rmdir()
+        sync(checkpoints_directory(run), below=False)
+        write_atomically(checkpoints_directory(run) / LATEST, final.name + "\n")
+    except OSError as error:
+        return [f"{final} is complete, but {error.filename or run}: {error.strerror}"]
+    return []
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def abandon(temporary: Path) -> None:
+    """Remove the files of a failed save."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        temporary.parent.rmdir()
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint: rename it into the directory that the next `begin` clears, then delete it there."""
+    renamed = checkpoint.parent / TEMPORARY / secrets.token_hex(8)
+    renamed.parent.mkdir(exist_ok=True)
+    os.replace(checkpoint, renamed)
+    remove(renamed)
+    with contextlib.suppress(OSError):  # not empty while a save is being written
+        renamed.parent.rmdir()
+
+
+def prune(run: Path, keep: int, keep_every: int | None = None) -> list[int]:
+    """Remove all checkpoints but the newest `keep` and multiples of `keep_every`; return the removed steps."""
+    sync(checkpoints_directory(run), below=False)  # flush the names of the remaining checkpoints first
+    removed = []
+    for step in complete_steps(run)[:-keep]:
+        if keep_every is None or step % keep_every:
+            _remove(step_directory(run, step))
+            removed.append(step)
+    return removed
+
+
+def start_branch(run: Path, step: int) -> list[str]:
+    """Set aside the checkpoints that are newer than `step`, from which the run resumes; return a line on each.
+
+    Rank 0 calls it before the run's logs are truncated at `step`. The newest is moved last, so a run that is killed in
+    between still resumes from it.
+    """
+    notes = []
+    for newer in complete_steps(run):
+        if newer > step:
+            aside = set_aside(step_directory(run, newer), "abandoned")
+            notes.append(f"step {newer} belongs to the branch abandoned at step {step}: set aside as {aside}")
+    return notes
+
+
+def set_aside(checkpoint: Path, reason: str = "damaged") -> Path:
+    """Rename a checkpoint to an unused name that no run resumes from; return the new path.
+
+    `latest` then names the newest remaining checkpoint; it is removed if none remains.
+    """
+    run = checkpoint.parent.parent
+    others = [step for step in complete_steps(run) if step_directory(run, step) != checkpoint]
+    if others:
+        write_atomically(checkpoints_directory(run) / LATEST, _name(others[-1]) + "\n")
+    else:
+        (checkpoints_directory(run) / LATEST).unlink(missing_ok=True)
+    aside, count = checkpoint.with_name(f"{reason}_{checkpoint.name}"), 1
+    while os.path.lexists(aside):
+        count += 1
+        aside = checkpoint.with_name(f"{reason}_{checkpoint.name}.{count}")
+    os.replace(checkpoint, aside)
+    sync(checkpoint.parent, below=False)
+    return aside
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a directory is a run or a complete checkpoint."""
+    return checkpoints_directory(path).is_dir() or (path / MANIFEST).is_file()
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return `path` itself if it is a checkpoint, else the newest checkpoint of the run `path`."""
+    if (path / MANIFEST).is_file():
+        return path
+    steps = complete_steps(path)
+    if not steps:
+        raise UserError(f"{path}: no complete checkpoint there; give a run directory or RUN/checkpoints/step_N")
+    return step_directory(path, steps[-1])

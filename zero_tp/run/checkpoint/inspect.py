@@ -1,0 +1,61 @@
+"""Describe a checkpoint by its manifest and its files' sizes; only `--verify` reads the files."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from zero_tp.base.errors import UserError, one_line
+from zero_tp.run.checkpoint.directory import (
+    check_content,
+    check_sizes,
+    complete_steps,
+    find_checkpoint,
+    incomplete_after,
+    read_manifest,
+)
+from zero_tp.run.checkpoint.manifest import Parallelism
+
+SIZES = (
+    *("n_layer", "n_embd", "n_head", "n_positions"),
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("max_position_embeddings", "vocab_size"),
+)
+
+
+def inspect(source: Path, *, verify: bool = False) -> str:
+    """Describe `source`, a run (its newest checkpoint) or a checkpoint, as a table.
+
+    Args:
+        verify: also compare every file's checksum, and refuse a run with a newer directory that is no checkpoint.
+    """
+    checkpoint = find_checkpoint(source)
+    manifest = read_manifest(checkpoint)
+    steps, incomplete, parent = complete_steps(source), incomplete_after(source, manifest.step), manifest.parent
+    if verify and incomplete:
+        raise UserError(incomplete[-1])
+    check = check_content if verify else check_sizes
+    check(checkpoint, manifest.files)
+    model, files = manifest.model, manifest.files
+    rows = [
+        ("checkpoint", str(checkpoint)),
+        *([("complete", "steps " + ", ".join(f"{step:,}" for step in steps))] if steps else []),
+        ("step", f"{manifest.step:,}"),
+        ("saved at", str(Parallelism.from_manifest(manifest))),
+        *([("parent", f"{parent.checkpoint}, trained on {parent.tokens:,} tokens")] if parent else []),
+        ("model", f"{model['model_type']}: " + ", ".join(f"{name} {model[name]:,}" for name in SIZES if name in model)),
+        ("parameters", f"{sum(math.prod(entry.shape) for entry in manifest.parameters.values()):,}"),
+        ("states", ", ".join(manifest.kinds)),
+        ("tokenizer", manifest.tokenizer or "none"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
+        ("files", f"{len(files)}, {_size(sum(file.bytes for file in files.values()))}"),
+        *(("", f"{name}  {_size(file.bytes)}") for name, file in sorted(files.items())),
+        *(("skipped", line) for line in incomplete),
+        *([("verified", "every checksum OK")] if verify else []),
+    ]
+    return "\n".join(f"{name:<11} {one_line(text)}" for name, text in rows)
+
+
+def _size(count: int) -> str:
+    """Write bytes in MB or GB, powers of ten."""
+    return f"{count / 1e9:,.3f} GB" if count >= 1e9 else f"{count / 1e6:,.3f} MB"

@@ -1,0 +1,290 @@
+"""The manifest of a checkpoint: one JSON file with a schema and the hash of its own content.
+
+It records the keys that no resume may change (`fixed_settings`) and the parallelism, which any resume may change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from zero_tp.base.constants import MODEL_KEY
+from zero_tp.base.errors import ConfigError, UserError, shown
+from zero_tp.base.settings.optimizer import IMPLEMENTATION
+from zero_tp.base.validation import ConfigModel, Count, Positive, validate
+from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
+
+if TYPE_CHECKING:
+    from zero_tp.run.config import RunConfig
+
+FORMAT = 4
+OWN_HASH = "sha256"
+PARALLELISM_KEYS = ("zero_tp.parallel", "zero_optimization.stage", "bf16.enabled", "fp16.enabled")
+"""Keys of a config that `Parallelism` covers."""
+
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+def states_file(tensor_rank: int, data_rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"states_tp{tensor_rank:02d}_dp{data_rank:04d}.safetensors"
+
+
+class ManifestFile(ConfigModel):
+    """A file's size and hash: the SHA-256 of the SHA-256s of its 8 MiB `parts` (`safetensors_files.py`)."""
+
+    bytes: Count
+    sha256: Digest
+    parts: list[Digest] = Field(default_factory=list)
+
+
+class ShardedParameter(ConfigModel):
+    """A parameter split over TP (`parallel.layout.Sharded`); `shape` is that of the whole parameter."""
+
+    layout: Literal["Sharded"]
+    dim: Count
+    parts: list[Count]
+    padded: bool
+    shape: list[Count]
+
+
+class ReplicatedParameter(ConfigModel):
+    """A parameter that is equal on every TP rank (`parallel.layout.Replicated`)."""
+
+    layout: Literal["Replicated"]
+    gradient: Literal["identical", "partial"]
+    shape: list[Count]
+
+
+class Progress(ConfigModel):
+    """A run's counts, schedule and loss scale (see `ZeroEngine.progress`)."""
+
+    optimizer_steps: Count | None
+    counters: dict[str, Count]
+    schedule: dict[str, Any] | None
+    learning_rates: list[float]
+    loss_scale: dict[str, Any]
+    recent: list[list[float]] = Field(default_factory=list)
+
+
+class Parent(ConfigModel):
+    """The checkpoint of another run that a run was started from (see parent.py).
+
+    Attributes:
+        sha256: the manifest's.
+        tokens: number of tokens that its weights were trained on, its own parents' included.
+    """
+
+    checkpoint: str
+    sha256: Digest
+    step: Count
+    tokens: Count
+    parent: Parent | None = None
+
+    @classmethod
+    def of(cls, checkpoint: Path, manifest: Manifest) -> Parent:
+        """Return the record of a checkpoint for the runs that start from it."""
+        samples = manifest.step * int(manifest.fixed["train_batch_size"])
+        tokens = samples * int(manifest.fixed["zero_tp.data.sequence_length"])
+        return cls(
+            checkpoint=str(checkpoint.resolve()),
+            sha256=manifest.sha256,
+            step=manifest.step,
+            tokens=tokens + (0 if manifest.parent is None else manifest.parent.tokens),
+            parent=manifest.parent,
+        )
+
+
+class Manifest(ConfigModel):
+    """The description of one checkpoint.
+
+    Attributes:
+        tensor … dtype: see `Parallelism`.
+        model, generation: Hugging Face's configs.
+        kinds: names of each parameter's tensors: the master and the optimizer's states.
+        fixed, corpora: the keys and corpora that no resume may change (see `fixed_settings`).
+        tokenizer, tokenizer_from_run: the tokenizer's hub name, or its path and the path relative to the run.
+        tokenizer_fingerprint: of the tokenizer or, in a run without one, of the corpora's.
+        config: the resolved config that the run was started with.
+        sha256: of the manifest's content (see `content_hash`).
+    """
+
+    format: Literal[4]
+    step: Count
+    tensor: Positive
+    data: Positive
+    sequence: bool
+    zero_stage: Literal[0, 1, 2, 3]
+    dtype: Literal["fp32", "bf16", "fp16"]
+    model: dict[str, Any]
+    generation: dict[str, Any] | None = None
+    parameters: dict[str, ShardedParameter | ReplicatedParameter]
+    kinds: Annotated[list[str], Field(min_length=1)]
+    progress: Progress
+    fixed: dict[str, Any]
+    corpora: dict[str, dict[str, Any]]
+    validation: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    tokenizer: str | None
+    tokenizer_from_run: str | None = None
+    tokenizer_fingerprint: TokenizerFingerprint | None = None
+    versions: dict[str, str]
+    parent: Parent | None = None
+    config: dict[str, Any]
+    files: dict[str, ManifestFile]
+    sha256: Digest
+
+
+def content_hash(manifest: dict[str, Any]) -> str:
+    """Return the SHA-256 of a manifest's compact JSON with sorted keys, without its own hash."""
+    content = {key: value for key, value in manifest.items() if key != OWN_HASH}
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    ).hexdigest()
+
+
+def parse_manifest(raw: dict[str, Any]) -> Manifest:
+    """Parse the JSON object of a manifest. A ConfigError names the wrong key: "format" if another version wrote it."""
+    if OWN_HASH in raw and raw[OWN_HASH] != (sha256 := content_hash(raw)):
+        raise ConfigError(OWN_HASH, f"the content has {sha256[:12]}…, the manifest says {shown(raw[OWN_HASH])[1:13]}…")
+    if raw.get("format") != FORMAT:
+        raise ConfigError("format", f"format {shown(raw.get('format'))}, this version reads {FORMAT}")
+    manifest = validate(Manifest, raw, "")
+    ranks = len(manifest.files)
+    files = {states_file(*divmod(rank, manifest.data)) for rank in range(ranks)}
+    if ranks != manifest.tensor * manifest.data or manifest.files.keys() != files:
+        raise ConfigError("files", f"not those of tensor {manifest.tensor} × data {manifest.data} ranks")
+    return manifest
+
+
+class Parallelism(NamedTuple):
+    """The parallelism and dtype of a run; a resume may change all of it."""
+
+    tensor: int
+    data: int
+    sequence: bool
+    zero_stage: int
+    dtype: str
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Parallelism:
+        parallel = config.zero_tp.parallel
+        return cls(parallel.tensor, config.data_parallel, parallel.sequence, config.zero_stage, config.dtype)
+
+    @classmethod
+    def from_manifest(cls, manifest: Manifest) -> Parallelism:
+        return cls(*(getattr(manifest, name) for name in cls._fields))
+
+    def __str__(self) -> str:
+        """Return it as `TP 2 × DP 2, SP, ZeRO-2, bf16`."""
+        sequence = ", SP" if self.sequence else ""
+        return f"TP {self.tensor} × DP {self.data}{sequence}, ZeRO-{self.zero_stage}, {self.dtype}"
+
+
+def fixed_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the keys of a config that no resume may change."""
+    block, optimizer = config.zero_tp, config.deepspeed_config()["optimizer"]
+    params = optimizer["params"]
+    return {
+        "zero_tp.model": {key: block.model[key] for key in sorted(block.model)},
+        "zero_tp.training.seed": block.training.seed,
+        # A list, because the order of the corpora decides which samples a step sees.
+        "zero_tp.data.train": [[prefix, weight] for prefix, weight in block.data.train.items()],
+        "zero_tp.data.sequence_length": block.data.sequence_length,
+        "zero_tp.data.document_attention": block.data.document_attention,
+        "train_batch_size": config.global_batch,
+        # The optimizer's implementation may change, like offload.
+        "optimizer": {**optimizer, "params": {key: params[key] for key in params if key not in IMPLEMENTATION}},
+        **({} if block.masked is None else {"zero_tp.objective": block.masked.model_dump()}),
+    }
+
+
+def versions(packages: Sequence[str] = ("torch", "deepspeed", "transformers")) -> dict[str, str]:
+    """Return the versions of installed packages."""
+    installed = {}
+    for package in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            installed[package] = version(package)
+    return installed
+
+
+def differences(manifest: Manifest, config: RunConfig, validation: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a line on each config key, library and validation corpus that changed since the checkpoint.
+
+    Keys of `Parallelism` are omitted: `describe_parent` and the line "resuming step …" show them.
+
+    Args:
+        validation: identities of the validation corpora by prefix.
+    """
+    saved = f"when step {manifest.step} was saved"
+    changed = [prefix for prefix, old in manifest.validation.items() if validation.get(prefix, old) != old]
+    before = {**manifest.config, **{f"{name}'s version": version for name, version in manifest.versions.items()}}
+    now = {**config.resolved(), **{f"{name}'s version": version for name, version in versions().items()}}
+    return [
+        *(f"{key}: {value}, was {old} {saved}" for key, value, old in _differing("", now, before)),
+        *(f"zero_tp.data.validation: {prefix} holds other documents or tokens than {saved}" for prefix in changed),
+    ]
+
+
+def _differing(path: str, now: Any, before: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, value now, value before) of each difference, at the deepest key that has one."""
+    if path in PARALLELISM_KEYS:
+        return
+    if isinstance(now, dict) and isinstance(before, dict):
+        for key in (*before, *(key for key in now if key not in before)):
+            yield from _differing(f"{path}.{key}" if path else key, now.get(key), before.get(key))
+    elif now != before:
+        yield path, "not set" if now is None else shown(now), "not set" if before is None else shown(before)
+
+
+def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> None:
+    """Check that a run of this config can resume from the checkpoint.
+
+    Corpora may have moved; `RunInputs.check_resumed` compares their content.
+    """
+    check_states(checkpoint, manifest, config)
+    check_saved_by_run(checkpoint, manifest)
+    train = config.zero_tp.data.train
+    for key, value in fixed_settings(config).items():
+        if key not in manifest.fixed:
+            raise UserError(f"{checkpoint}: its manifest lacks fixed.{key}; the checkpoint is damaged")
+        before = manifest.fixed[key]
+        # Corpora may have moved: only their number, order and weights are compared.
+        moved = [[prefix, weight] for prefix, weight in zip(manifest.corpora, train.values(), strict=False)]
+        has_moved = key == "zero_tp.data.train" and len(moved) == len(train) and before == moved
+        if before != value and not has_moved:
+            # `_differing` finds nothing if a key of the model is null in one and absent in the other.
+            key, now, old = next(_differing(key, value, before), (key, shown(value), shown(before)))
+            raise UserError(
+                f"{key}: {now}, but the run of {checkpoint} was started with {old}; "
+                f"set it back, or start a new run from these weights with --from {checkpoint} and another --output-dir"
+            )
+
+
+def check_saved_by_run(checkpoint: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint of a Trainer: its manifest lacks the optimizer and the batch size, which a run compares."""
+    if "optimizer" not in manifest.fixed:
+        raise UserError(
+            f"{checkpoint}: saved by a Trainer, without optimizer and batch in its manifest; export it, and start from "
+            f"the weights with {MODEL_KEY}.from_pretrained"
+        )
+
+
+def check_states(checkpoint: Path, manifest: Manifest, config: RunConfig) -> None:
+    """Check that the optimizer's states were saved and can be restored. SGD may have no states."""
+    if "offload_optimizer" in config.nvme_paths:
+        raise UserError(
+            "zero_optimization.offload_optimizer.device: a run cannot be resumed or started from a checkpoint with its "
+            'optimizer on NVMe, where DeepSpeed does not restore its states; use "cpu"'
+        )
+    if len(manifest.kinds) == 1 and manifest.progress.optimizer_steps is not None:
+        raise UserError(
+            f"{checkpoint}: saved with the optimizer on NVMe, without its states, so it cannot be resumed; export it "
+            "with zero-tp convert to-hf, or give another --output-dir"
+        )

@@ -1,0 +1,144 @@
+"""Start a new run from another run's checkpoint: weights, moments and update count; its config sets everything else."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero_tp.base.constants import MODEL_KEY
+from zero_tp.base.errors import ConfigError, UserError, shown
+from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
+from zero_tp.engine.zero.zero_engine import ZeroEngine
+from zero_tp.model.architectures.configs import TOKEN_IDS, fields_of
+from zero_tp.model.architectures.rotary import ROPE
+from zero_tp.run.checkpoint.manifest import Manifest, Parallelism, Parent, check_saved_by_run, check_states, differences
+from zero_tp.run.checkpoint.resume import restore_states
+from zero_tp.run.checkpoint.resume_point import ResumePoint, open_checkpoint
+from zero_tp.run.config import RunConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+SAMPLE_ORDER = ("training.seed", "data.sequence_length")
+"""With the corpora and their weights, these keys decide the order of the samples."""
+MAX_CHANGE_LINES = 5
+"""Most lines that a new run prints on differences from its parent."""
+INHERITED = "kept: weights, moments, the optimizer's count of updates, and in fp16 the loss scale"
+RESTARTED = "restarted: the schedule, the samples and dropout, from step 1"
+
+
+def find_parent(
+    source: Path, config: RunConfig, model: PretrainedConfig, fingerprint: TokenizerFingerprint | None = None
+) -> ResumePoint:
+    """Find the checkpoint that a new run starts from. No communication.
+
+    Args:
+        source: a checkpoint, or a run (its newest checkpoint).
+        model: config of the new run's model.
+        fingerprint: of the new run's tokenizer, or of its corpora's.
+    """
+    parent = open_checkpoint(source)
+    assert parent.checkpoint is not None and parent.manifest is not None
+    check_states(parent.checkpoint, parent.manifest, config)
+    notes = _check_tokenizer(parent.checkpoint, parent.manifest, fingerprint)
+    _check_model(parent.checkpoint, parent.manifest, model)
+    _check_optimizer(parent.checkpoint, parent.manifest, config)
+    return replace(parent, notes=parent.notes + notes)
+
+
+def _check_tokenizer(checkpoint: Path, manifest: Manifest, fingerprint: TokenizerFingerprint | None) -> tuple[str, ...]:
+    """Check that the new run's tokenizer gives the ids that the weights were trained on; return a note."""
+    if fingerprint is None:
+        return ()
+    saved = manifest.tokenizer_fingerprint
+    if saved is None:
+        return (f"{checkpoint} has no fingerprint of its tokenizer, so the data's tokenizer was not compared with it",)
+    remedy = "prepare the data with the tokenizer of the checkpoint"
+    remedy += f", --tokenizer {manifest.tokenizer}" if manifest.tokenizer is not None else ""
+    fingerprint.require_same(saved, "the data's tokenizer", f"the one of --from {checkpoint}", remedy)
+    return ()
+
+
+def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) -> None:
+    """Check that the fields that differ do not change what a weight means."""
+    saved, fields = manifest.model, fields_of(model.model_type)
+    rotary = "rope_parameters" in fields.names()
+    may_differ = {*fields.dropouts, *fields.irrelevant, *TOKEN_IDS, *ROPE, *WINDOWS, "initializer_range"}
+    may_differ |= {"max_position_embeddings"} if rotary else set()
+    names = ("model_type", *inspect.get_annotations(type(model)), *fields.undeclared)
+    for name in names:
+        value, before = getattr(model, name, None), saved.get(name)
+        if name not in may_differ and value != before:
+            allowed = ["dropout", *(["rope", "max_position_embeddings", "windows"] if rotary else [])]
+            problem = f"{shown(value)}, but the model of {checkpoint} has {shown(before)}"
+            raise ConfigError(f"{MODEL_KEY}.{name}", problem, f"--from allows changes of {', '.join(allowed)}")
+
+
+def _check_optimizer(checkpoint: Path, manifest: Manifest, config: RunConfig) -> None:
+    """Check that the new optimizer has the states that were saved. Its hyperparameters may differ."""
+    check_saved_by_run(checkpoint, manifest)
+    now, before = config.resolved()["optimizer"]["type"], manifest.fixed["optimizer"]["type"]
+    if len({str(name).lower().replace("adamw", "adam") for name in (now, before)}) > 1:
+        problem = f"{shown(now)} has other states than {shown(before)}, with which {checkpoint} was saved"
+        raise ConfigError("optimizer.type", problem, "--from keeps the moments; use the same optimizer")
+    optimizers = config.resolved()["optimizer"], manifest.fixed["optimizer"]
+    amsgrad, saved = (bool(optimizer.get("params", {}).get("amsgrad")) for optimizer in optimizers)
+    if amsgrad != saved:
+        problem = f"{shown(amsgrad)} has other states than {shown(saved)}, with which {checkpoint} was saved"
+        raise ConfigError("optimizer.params.amsgrad", problem, "--from keeps the moments; use the same value")
+
+
+def check_child(source: Path, run: Path, manifest: Manifest) -> None:
+    """Check that a run that resumes with `--from source` was started from that source."""
+    if manifest.parent is None:
+        raise UserError(
+            f"--from {source}: {run} is already at step {manifest.step} and was not started from it; give another "
+            "--output-dir to start a new run"
+        )
+    checkpoint, requested = Path(manifest.parent.checkpoint), source.resolve()
+    if requested not in (checkpoint, checkpoint.parent.parent):
+        raise UserError(
+            f"--from {source}: {run} was started from {checkpoint}; give another --output-dir to start a new run"
+        )
+
+
+def init_from_parent(zero: ZeroEngine, checkpoint: Path) -> None:
+    """Load masters, moments and their update counts; everything else stays as in a new run. Collective."""
+    manifest = restore_states(zero, checkpoint)
+    zero.restore_update_count(manifest.progress.model_dump())
+
+
+def describe_parent(
+    parent: ResumePoint, config: RunConfig, corpora: Mapping[str, Any], validation: dict[str, dict[str, Any]]
+) -> list[str]:
+    """Return lines on what a run inherits from its parent, and on each config key that differs.
+
+    Args:
+        corpora, validation: of the new run, by prefix.
+    """
+    checkpoint, manifest = parent.checkpoint, parent.manifest
+    assert checkpoint is not None and manifest is not None
+    before, now = Parallelism.from_manifest(manifest), Parallelism.of(config)
+    tokens = Parent.of(checkpoint, manifest).tokens
+    moved = "" if before == now else f", saved at {before} → {now}"
+    lines = [f"started from {checkpoint}, {tokens:,} tokens{moved}", *parent.notes, INHERITED, RESTARTED]
+    lines += _shorten(differences(manifest, config, validation))
+    block, fixed = config.zero_tp, manifest.fixed
+    weights = [weight for _, weight in fixed.get("zero_tp.data.train", [])]
+    order_before = (list(manifest.corpora.values()), weights, *(fixed.get(f"zero_tp.{key}") for key in SAMPLE_ORDER))
+    order_now = (list(corpora.values()), [*block.data.train.values()], block.training.seed, block.data.sequence_length)
+    if order_before == order_now:
+        lines.append("the parent's samples repeat in the same order; another zero_tp.training.seed changes it")
+    return lines
+
+
+def _shorten(changes: list[str]) -> list[str]:
+    """Return at most `MAX_CHANGE_LINES` lines; the last one names the keys of the changes that it replaces."""
+    if len(changes) <= MAX_CHANGE_LINES:
+        return changes
+    others = ", ".join(change.partition(": ")[0] for change in changes[MAX_CHANGE_LINES - 1 :])
+    return [*changes[: MAX_CHANGE_LINES - 1], f"also changed (config.json of both runs has the values): {others}"]

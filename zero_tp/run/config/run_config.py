@@ -1,0 +1,302 @@
+"""The typed, validated view of one JSON file."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero_tp.base.constants import MODEL_KEY
+from zero_tp.base.errors import ConfigError, did_you_mean
+from zero_tp.base.settings.deepspeed import MONITORS, use_current_names
+from zero_tp.base.settings.optimizer import choose_implementation
+from zero_tp.base.settings.resolve import (
+    BATCH_FIELDS,
+    BatchSizes,
+    SavedStart,
+    apply_overrides,
+    check_leaves,
+    fill,
+    look_up,
+    pop_autos,
+    resolve_batch,
+    unresolvable_autos,
+)
+from zero_tp.base.settings.schema import ZeroTP
+from zero_tp.base.shipped import config_names
+from zero_tp.base.strict_json import read_json
+from zero_tp.base.validation import ErrorCollector, validate
+from zero_tp.base.weight_files import is_cached, is_hub_name, pin_commit, pin_to_first_start
+from zero_tp.engine.settings.checks import notes, refuse
+from zero_tp.engine.settings.typed import TypedConfig, check_types
+from zero_tp.parallel.topology import data_parallel_size
+from zero_tp.run.config.model_block import FROM_PRETRAINED, check_model, ignored_fields, model_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+SCHEMA, TOKENIZER_KEY = "$schema", "zero_tp.tokenizer"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """A DeepSpeed config with a `zero_tp` block, checked as a whole. Create it by `load`.
+
+    Attributes:
+        path: the JSON file.
+        world_size: number of ranks, or None when the config was checked without one.
+        batch: the batch sizes; a size that depends on an unknown world size is None.
+        typed: every value with its type.
+    """
+
+    path: Path
+    world_size: int | None
+    batch: BatchSizes
+    typed: TypedConfig = dataclasses.field(repr=False)
+    _hf_config: PreTrainedConfig = dataclasses.field(repr=False)
+    _schedule_lines: Sequence[str] = ()
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        overrides: Sequence[str] = (),
+        world_size: int | None = None,
+        saved: SavedStart | None = None,
+    ) -> RunConfig:
+        """Read a config file, check its types, fill in defaults and check combinations.
+
+        Args:
+            path: the JSON file.
+            overrides: `KEY=VALUE` with a dotted KEY and VALUE in JSON, or else a string.
+            world_size: number of ranks; without it, what depends on it is not checked.
+            saved: the state that a resumed run continues from.
+
+        Raises:
+            ConfigError: the file can't be read.
+            ConfigErrors: all keys that are wrong by themselves or, if there are none, all refused combinations.
+        """
+        path = Path(path)
+        suggestion = "" if path.exists() else did_you_mean(str(path), config_names())  # lists them if none is similar
+        remedy = "give the path of a JSON config, or a name of ds_configs"
+        remedy += f": {suggestion}" if "?" in suggestion else ""
+        values = read_json(path, remedy)
+        apply_overrides(values, overrides)
+        check_leaves(values)
+        if not isinstance(values.pop(SCHEMA, ""), str):  # for editors
+            raise ConfigError(SCHEMA, "expected a string", "give the path of the schema, or leave it out")
+        use_current_names(values)
+        auto_keys = pop_autos(values)
+        choose_implementation(values)
+
+        # 1. Types: errors of single keys. An "auto" has no value yet.
+        block = values.pop("zero_tp", None)
+        zero_tp, hf_config, batch = _check_keys(values, block, auto_keys, world_size, saved)
+
+        # 2. Fill in defaults, "auto" and batch sizes.
+        zero_tp = _fill_steps(zero_tp, batch.total)
+        lines = fill(values, auto_keys, batch, zero_tp.training.steps, hf_config.hidden_size, saved)
+        typed = TypedConfig(values, check_types(values), zero_tp, layers=hf_config.num_hidden_layers)
+
+        # 3. Refuse: combinations that would train another model, or cannot be trained.
+        refuse(typed)
+        return cls(path, world_size, batch, typed, hf_config, lines)
+
+    def with_pinned_tokenizer(self) -> RunConfig:
+        """Return the config with the commit of its tokenizer. The hub is asked if the tokenizer is a name there."""
+        if self.zero_tp.tokenizer is None:
+            return self
+        zero_tp = self.zero_tp.model_copy(update={"tokenizer": pin_commit(self.zero_tp.tokenizer, TOKENIZER_KEY)})
+        return dataclasses.replace(self, typed=dataclasses.replace(self.typed, zero_tp=zero_tp))
+
+    @property
+    def zero_tp(self) -> ZeroTP:
+        return self.typed.zero_tp
+
+    @property
+    def name(self) -> str:
+        """Return the file's name without its ending: the run directory's default name."""
+        return self.path.stem
+
+    @property
+    def data_parallel(self) -> int:
+        """Return the number of replicas: world size / tensor. Needs a world size."""
+        return _required(self.batch.data_parallel)
+
+    @property
+    def micro_batch(self) -> int:
+        """Return the samples of one forward on one replica. Needs a world size."""
+        return _required(self.batch.micro)
+
+    @property
+    def accumulation(self) -> int:
+        """Return the forwards of one optimizer step on one replica. Needs a world size."""
+        return _required(self.batch.accumulation)
+
+    @property
+    def global_batch(self) -> int:
+        """Return the samples of one optimizer step. Needs a world size."""
+        return _required(self.batch.total)
+
+    @property
+    def zero_stage(self) -> int:
+        return self.typed.stage
+
+    @property
+    def nvme_paths(self) -> dict[str, Path]:
+        """Return the directories of the offload blocks whose device is "nvme", by the block's name."""
+        return self.typed.nvme_paths
+
+    def missing_files(self) -> list[Path]:
+        """Return the files and directories that the run reads but that are missing here and in the hub's cache."""
+        data, evaluation = self.zero_tp.data, self.zero_tp.evaluation
+        corpora = [*data.train, *(data.validation or {})]
+        named = [Path(f"{prefix}.{ending}") for prefix in corpora for ending in ("bin", "idx")]
+        others = (self.zero_tp.tokenizer, evaluation.task_include_path, *evaluation.task_data.values())
+        named += [Path(name) for name in others if name is not None and name not in self.hub_names]
+        named += [Path(name) for name, weights in self.hub_names.items() if not is_cached(name, weights=weights)]
+        return [path for path in (*named, *self.nvme_paths.values()) if not os.path.exists(path)]
+
+    @property
+    def hub_names(self) -> dict[str, bool]:
+        """Return the hub names that a run reads, and whether it reads their weights."""
+        names = {self.zero_tp.tokenizer: False, self.zero_tp.model.get(FROM_PRETRAINED): True}
+        return {name: weights for name, weights in names.items() if name is not None and is_hub_name(name)}
+
+    @property
+    def dtype(self) -> str:
+        """Return "fp32", "bf16" or "fp16": the dtype of the model's weights and activations."""
+        return self.typed.dtype
+
+    def deepspeed_config(self) -> dict[str, Any]:
+        """Return a new dict for `deepspeed.initialize`, without `zero_tp` and monitors. Needs a world size."""
+        _required(self.world_size)
+        return copy.deepcopy({key: value for key, value in self.typed.values.items() if key not in MONITORS})
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the whole config with every default of `zero_tp` and every "auto" filled in, as a loadable dict."""
+        return {**copy.deepcopy(self.typed.values), "zero_tp": self.zero_tp.model_dump(mode="json", by_alias=True)}
+
+    @property
+    def label_fraction(self) -> float:
+        """Return the share of a sample's tokens that have labels."""
+        masked = self.zero_tp.masked
+        return 1.0 if masked is None else masked.mask_probability
+
+    def without_effect(self) -> list[str]:
+        """Return a line for each setting that changes nothing in this run."""
+        return notes(self.typed, "no effect")
+
+    def cautions(self) -> list[str]:
+        """Return a line for each unusual setting."""
+        return [*self._schedule_lines, *notes(self.typed, "note"), *ignored_fields(self.zero_tp.model)]
+
+    @property
+    def pretrained(self) -> Path | None:
+        """Return the initial weights' Hugging Face directory, or hub name with commit; None for random weights."""
+        return Path(self.zero_tp.model[FROM_PRETRAINED]) if FROM_PRETRAINED in self.zero_tp.model else None
+
+    def hf_config(self) -> PreTrainedConfig:
+        """Return a new Hugging Face config of `zero_tp.model` with `zero_tp.attention`.
+
+        For an encoder without a sentence head, `architectures` names the class without one.
+        """
+        config = copy.deepcopy(self._hf_config)
+        config._attn_implementation = self.zero_tp.attention
+        masked = self.zero_tp.masked
+        if masked is not None and not masked.sentence_order:
+            from zero_tp.model.architectures import architecture_of
+
+            config.architectures = [str(architecture_of(config).masked_lm_class)]
+        return config
+
+
+def _required(size: int | None) -> int:
+    assert size is not None, "RunConfig.load needs a world_size for this"
+    return size
+
+
+def _check_keys(
+    values: dict[str, Any], block: Any, auto_keys: Sequence[str], world_size: int | None, saved: SavedStart | None
+) -> tuple[ZeroTP, PreTrainedConfig, BatchSizes]:
+    """Check every key by itself; return the `zero_tp` block, the model's config and the batch sizes.
+
+    Args:
+        values: DeepSpeed's part.
+        block: the `zero_tp` block.
+    """
+    collector, zero_tp, hf_config, batch, data = ErrorCollector(), None, None, None, None
+    with collector:
+        check_types(values, auto_keys=auto_keys)
+    with collector:
+        zero_tp = _check_block(block)
+    if zero_tp is not None and world_size is not None:
+        with collector:
+            data = data_parallel_size(world_size, zero_tp.parallel.tensor)
+    if not any(error.key.partition(".")[0] in BATCH_FIELDS for error in collector.errors):
+        with collector:
+            batch = resolve_batch(values, data)
+    model = look_up(block, "model")
+    from_hub = isinstance(model, dict) and is_hub_name(model.get(FROM_PRETRAINED, ""))
+    if not (collector.errors and from_hub):  # with other errors, a download would be in vain
+        with collector:
+            if zero_tp is not None:
+                zero_tp, hf_config = _pin_and_check_model(zero_tp, saved)
+            elif isinstance(model, dict):
+                model_config(model)
+    collector.raise_all()
+    assert zero_tp is not None and hf_config is not None and batch is not None
+    return zero_tp, hf_config, batch
+
+
+def _check_block(block: Any) -> ZeroTP:
+    """Return the `zero_tp` block of a file, typed."""
+    if block is None:
+        raise ConfigError("zero_tp", "required, but not given", "add the block that docs/config.md describes")
+    zero_tp = validate(ZeroTP, block, "zero_tp", unresolvable_autos(block, "zero_tp"))
+    steps, tokens = zero_tp.training.steps, zero_tp.training.tokens
+    if (steps is None) == (tokens is None):
+        problem = "required, but not given" if steps is None else "given with zero_tp.training.tokens"
+        raise ConfigError("zero_tp.training.steps", problem, "give the steps or the tokens of the whole run")
+    return zero_tp
+
+
+def _pin_and_check_model(zero_tp: ZeroTP, saved: SavedStart | None) -> tuple[ZeroTP, PreTrainedConfig]:
+    """Pin hub names to the commits of the run's first start; return the block and the model's config."""
+    model, key = zero_tp.model, f"{MODEL_KEY}.{FROM_PRETRAINED}"
+    earlier = None if saved is None else saved.config
+    if FROM_PRETRAINED in model:
+        model[FROM_PRETRAINED] = pin_to_first_start(model[FROM_PRETRAINED], look_up(earlier, key))
+    hf_config = check_model(zero_tp, None if saved is None else saved.model)
+    if FROM_PRETRAINED in model:
+        model[FROM_PRETRAINED] = pin_commit(model[FROM_PRETRAINED], key)
+    if zero_tp.tokenizer is not None:
+        tokenizer = pin_to_first_start(zero_tp.tokenizer, look_up(earlier, TOKENIZER_KEY))
+        zero_tp = zero_tp.model_copy(update={"tokenizer": tokenizer})
+    return zero_tp, hf_config
+
+
+def _fill_steps(zero_tp: ZeroTP, samples: int | None) -> ZeroTP:
+    """Replace `training.tokens` by the number of steps, of `samples` samples each, that train on them."""
+    training = zero_tp.training
+    if training.tokens is None:
+        return zero_tp
+    if samples is None:
+        problem = "needs the global batch, which the number of ranks decides"
+        raise ConfigError("zero_tp.training.tokens", problem, "give --world-size N, or train_batch_size")
+    steps = math.ceil(training.tokens / (samples * zero_tp.data.sequence_length))
+    return zero_tp.model_copy(update={"training": training.model_copy(update={"steps": steps, "tokens": None})})
+
+
+def check_accelerator(dtype: str, accelerator: Any) -> None:
+    """Check that this machine's accelerator (DeepSpeed's object) supports a dtype: "fp32", "bf16" or "fp16"."""
+    supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
+    if dtype != "fp32" and not supported[dtype]():
+        others = " or ".join(other for other in supported if other != dtype and supported[other]())
+        problem = f"the accelerator of this machine ({accelerator.device_name()}) does not support {dtype}"
+        raise ConfigError(f"{dtype}.enabled", problem, f"use {others or 'fp32'}, or a machine that supports it")

@@ -1,0 +1,130 @@
+"""Connect a rank: choose its device, join the process group and create the topology's groups."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from zero_tp.base.errors import UserError
+from zero_tp.engine.zero import ops
+from zero_tp.engine.zero.build_lock import report_build_locks
+from zero_tp.parallel.fused_products import enable_fused_products
+from zero_tp.parallel.topology import Topology
+from zero_tp.run.process.environment import RankEnvironment
+
+if TYPE_CHECKING:
+    from zero_tp.run.config import RunConfig
+
+TIMEOUT = timedelta(minutes=30)
+START_TIMEOUT = timedelta(days=7)
+"""The first start of a run reads all of its corpora, on one rank of each machine."""
+WATCHDOG_MARGIN_SECONDS = 30
+"""A collective times out that much later than the watchdog, whose report says more."""
+
+
+def connect(
+    environment: RankEnvironment,
+    device_type: str,
+    tensor: int = 1,
+    sequence: bool = False,
+    *,
+    timeout: timedelta = TIMEOUT,
+    start_timeout: timedelta = TIMEOUT,
+) -> tuple[Topology, torch.device]:
+    """Join the process group, which DeepSpeed later adopts, and create the topology's groups. Collective.
+
+    Call it after `environment.export`.
+
+    Args:
+        device_type: torch's name of it: `cuda` or `cpu`.
+        tensor, sequence: the TP degree, and whether SP is on.
+        timeout: limit of one collective.
+        start_timeout: limit of the wait for ranks that still read their inputs.
+
+    Returns:
+        The topology of this rank, and its device, which is now the current one.
+
+    Raises:
+        UserError: this rank has no such device, or another rank has refused.
+    """
+    if environment.world > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(environment.cores)  # by default each rank would start a thread for each core
+    device, bound_device = torch.device("cpu"), None
+    if device_type != "cpu":
+        device = rank_device(environment, device_type)
+        torch.get_device_module(device_type).set_device(device.index)
+        for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+            if name in os.environ:  # DeepSpeed takes it for the device's index
+                os.environ[name] = str(device.index)
+    if environment.world > 1:
+        environment.store.wait_until_all_ready(start_timeout)
+        if device_type != "cpu":
+            bound_device = device  # NCCL then creates groups by splitting the world's communicator
+    dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout, device_id=bound_device)
+    return Topology(tensor, sequence, timeout=timeout), device
+
+
+def rank_device(environment: RankEnvironment, device_type: str) -> torch.device:
+    """Return this rank's device: the one with its local rank's index, or the only one that it can see."""
+    from deepspeed.accelerator import get_accelerator
+
+    index, count = environment.local_rank, torch.get_device_module(device_type).device_count()
+    if index is None and environment.world > 1:
+        raise UserError(
+            f"LOCAL_RANK is not set, so the {device_type} device of rank {environment.rank} is unknown; use a "
+            "launcher, or set it to the rank's number on its machine"
+        )
+    if count == 1 and any(os.environ.get(name) for name in get_accelerator().visible_devices_envs()):
+        return torch.device(device_type, 0)  # srun --gpus-per-task=1 hides the devices of the other ranks
+    if (index or 0) >= count:
+        raise UserError(f"local rank {index} has no {device_type} device: this machine has {count}")
+    return torch.device(device_type, index or 0)
+
+
+def connect_deepspeed(config: RunConfig, environment: RankEnvironment) -> tuple[Topology, torch.device]:
+    """Check that this machine has what the config uses, then `connect` on DeepSpeed's accelerator. Collective."""
+    from deepspeed.accelerator import get_accelerator
+
+    from zero_tp.run.config import check_accelerator
+
+    accelerator = get_accelerator()
+    device_type = accelerator.device_name()
+    if device_type == "cuda" and config.zero_tp.training.guard_gradients:
+        use_deterministic_cublas()
+    check_accelerator(config.dtype, accelerator)
+    ops.check_nvme(config.nvme_paths)
+    ops.disable_shared_memory_collectives()
+    report_build_locks()
+    message = ops.compilation_note(config.deepspeed_config(), accelerator)
+    if message is not None and environment.rank == 0:
+        print(message, flush=True)
+    limits, margin = config.zero_tp.training.timeouts, timedelta(seconds=WATCHDOG_MARGIN_SECONDS)
+    parallel = config.zero_tp.parallel
+    topology, device = connect(
+        environment,
+        device_type,
+        parallel.tensor,
+        parallel.sequence,
+        timeout=timedelta(minutes=limits.longest) + margin,
+        start_timeout=START_TIMEOUT if limits.start is None else timedelta(minutes=limits.start) + margin,
+    )
+    if parallel.fused_products:
+        enable_fused_products(topology, device)
+    return topology, device
+
+
+def use_deterministic_cublas() -> None:
+    """Make cuBLAS deterministic, as `guards.check_reproducible` requires. Call it before this process uses CUDA.
+
+    torch reads the variable at its first product (`Context::alertCuBLASConfigNotDeterministic`).
+    """
+    value = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if value not in (":4096:8", ":16:8"):
+        raise UserError(
+            f"CUBLAS_WORKSPACE_CONFIG is {value!r}, with which zero_tp.training.guard_gradients cannot compare "
+            "gradients: cuBLAS is not deterministic; unset it, or set it to :4096:8"
+        )

@@ -1,0 +1,202 @@
+"""Start a run: connect its ranks, find its checkpoint, build its engine and restore it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from zero_tp.base.files import wait_until_visible
+from zero_tp.base.settings.schema import Timeouts
+from zero_tp.engine.engine import TrainingEngine
+from zero_tp.model.parallel_model import ParallelModel
+from zero_tp.model.weights.load import PretrainedSource
+from zero_tp.parallel.agreement import on_rank_zero, require_same_on_all_ranks
+from zero_tp.parallel.devices import describe_devices
+from zero_tp.parallel.parameter import Zeros
+from zero_tp.parallel.topology import Topology
+from zero_tp.run.callback import TrainState
+from zero_tp.run.checkpoint.directory import start_branch
+from zero_tp.run.checkpoint.manifest import Parallelism, Parent, differences
+from zero_tp.run.checkpoint.parent import check_child, describe_parent, find_parent, init_from_parent
+from zero_tp.run.checkpoint.resume import resume
+from zero_tp.run.checkpoint.resume_point import ResumePoint, broadcast_resume_point, find_intact_resume_point
+from zero_tp.run.checkpoint.run_directory import RunOwner, read_owner, run_directory, write_config
+from zero_tp.run.process.connect import connect_deepspeed
+from zero_tp.run.process.environment import RankEnvironment
+from zero_tp.run.process.quiet import suppress_output
+from zero_tp.run.process.watch import Watchdog
+from zero_tp.run.run_inputs import RunInputs
+
+SAVE_SLACK_SECONDS = 15.0
+
+
+@contextmanager
+def start_training(
+    inputs: RunInputs,
+    environment: RankEnvironment,
+    watch: Watchdog,
+    *,
+    verbose: bool = False,
+    init_from: Path | None = None,
+    model: type[ParallelModel] | None = None,
+    resume_from: Path | None = None,
+) -> Iterator[TrainState]:
+    """Connect the ranks, build the engine and restore its checkpoint. Collective.
+
+    The run directory belongs to this run while the block runs.
+
+    Args:
+        watch: ends this rank when it hangs.
+        init_from: another run or its checkpoint, which a new run starts from.
+        model: class of the model; by default that of the objective.
+        resume_from: the checkpoint to resume from, instead of the newest.
+
+    Raises:
+        UserError: MASTER_ADDR or MASTER_PORT is unset, a setting does not work here, or a checkpoint cannot be resumed.
+    """
+    environment.export()  # before anything is written
+    is_rank_zero, config, block = environment.rank == 0, inputs.config, inputs.config.zero_tp
+    _start_watchdog(watch, block.training.timeouts, environment)
+    with run_directory(inputs.directory) if is_rank_zero else nullcontext() as owner:
+        topology, device = connect_deepspeed(config, environment)
+        if environment.world > 1:
+            watch.connect(environment.store.join())
+        _check_shared_directory(inputs.directory, owner)
+        fingerprints = inputs.fingerprints().items()
+        require_same_on_all_ranks({f"the ranks do not read the same {name}": value for name, value in fingerprints})
+        check_owner = owner.check if owner is not None else lambda: None
+        point = find_intact_resume_point(inputs.directory, config, resume_from, inputs.check_resumed, check_owner)
+        parent = _parent_of_new_run(inputs, init_from, point)
+        is_new = point.checkpoint is None and parent.checkpoint is None
+        source = inputs.pretrained() if is_new else Zeros()
+        with suppress_output(verbose):
+            engine = _build_engine(inputs, topology, device, source, model)
+            if point.checkpoint is not None:
+                resume(engine.zero, point.checkpoint, block.training.seed)
+            elif parent.checkpoint is not None:
+                init_from_parent(engine.zero, parent.checkpoint)
+        if is_rank_zero:
+            print(*_describe_run(inputs, engine, point, source), sep="\n")
+            if parent.checkpoint is not None:
+                print(*describe_parent(parent, config, inputs.corpora, inputs.validation_corpora), sep="\n")
+            if point.step < block.training.steps:
+                check_owner()  # reading a checkpoint may have taken minutes
+                write_config(inputs.directory, config.resolved())
+                for line in start_branch(inputs.directory, point.step):  # before logs are cut at that step
+                    print(line)
+        lineage = None if point.manifest is None else point.manifest.parent
+        if parent.checkpoint is not None and parent.manifest is not None:
+            lineage = Parent.of(parent.checkpoint, parent.manifest)
+        yield TrainState(inputs, engine, point.step, lineage, check_owner)
+        watch.leave()
+
+
+def _parent_of_new_run(inputs: RunInputs, init_from: Path | None, point: ResumePoint) -> ResumePoint:
+    """Return the checkpoint that a new run starts from; check that a resumed run was started from it. Collective."""
+    if init_from is None:
+        return ResumePoint()
+    if point.manifest is not None:
+        check_child(init_from, inputs.directory, point.manifest)
+        return ResumePoint()
+    return broadcast_resume_point(
+        partial(find_parent, init_from, inputs.config, inputs.model_config, inputs.fingerprint)
+    )
+
+
+def _build_engine(
+    inputs: RunInputs,
+    topology: Topology,
+    device: torch.device,
+    source: PretrainedSource | Zeros | None,
+    model: type[ParallelModel] | None,
+) -> TrainingEngine:
+    config, block = inputs.config, inputs.config.zero_tp
+    return TrainingEngine(
+        inputs.model_config,
+        topology,
+        config.deepspeed_config(),
+        seed=block.training.seed,
+        device=device,
+        source=source,
+        model=model,
+        recompute=block.recompute_policy,
+        spike=block.training.spike,
+        compiled=block.compile,
+    )
+
+
+def _start_watchdog(watch: Watchdog, timeouts: Timeouts, environment: RankEnvironment) -> None:
+    """Start the watchdog. A save fails by itself within twice its limit, so the watchdog allows it more."""
+    limits = {
+        "start": 60 * timeouts.start if timeouts.start is not None else None,
+        "step": 60 * timeouts.step,
+        "save": 2 * 60 * timeouts.save + SAVE_SLACK_SECONDS,
+        "evaluation": 60 * timeouts.evaluation,
+    }
+    heartbeat = None if timeouts.heartbeat is None else 60 * timeouts.heartbeat
+    watch.begin(limits, environment.rank, environment.world, heartbeat)
+
+
+def _check_shared_directory(directory: Path, owner: RunOwner | None) -> None:
+    """Check that all ranks see rank 0's run directory: each machine may have one of that name. Collective.
+
+    Args:
+        owner: of the directory, on rank 0.
+    """
+    token = on_rank_zero(lambda: owner.token if owner is not None else "")
+
+    def is_visible() -> bool:
+        seen = read_owner(directory)
+        return seen is not None and seen.get("token") == token
+
+    seen = token if wait_until_visible(is_visible, directory) else "nothing"
+    require_same_on_all_ranks({f"{directory}: the ranks do not see the same directory": seen})
+
+
+def _describe_run(
+    inputs: RunInputs, engine: TrainingEngine, point: ResumePoint, source: PretrainedSource | Zeros | None
+) -> Iterator[str]:
+    """Yield lines on what will be trained, how, and from where.
+
+    Args:
+        source: of the weights; None if they are drawn, `Zeros` if a checkpoint has them.
+    """
+    config, manifest, step = inputs.config, point.manifest, point.step
+    steps = config.zero_tp.training.steps
+    yield from point.notes
+    yield (
+        f"{inputs.model_config.model_type}: {engine.model.num_parameters():,} parameters, {config.dtype}, "
+        f"{engine.topology.describe()}, ZeRO-{config.zero_stage}, "
+        f"{config.global_batch} × {config.zero_tp.data.sequence_length} tokens a step, in {inputs.directory}"
+    )
+    if isinstance(source, PretrainedSource):
+        yield f"weights: loaded from {config.pretrained}"
+        if source.new_heads:
+            yield source.describe_new_heads()
+    elif source is None:
+        yield f"weights: drawn from the seed {config.zero_tp.training.seed}"
+    yield f"devices: {describe_devices(engine.device, engine.topology.world)}"
+    if engine.device.type == "cpu" and os.path.exists("/dev/nvidia0"):
+        causes = f"DS_ACCELERATOR is {os.environ.get('DS_ACCELERATOR', 'not set')}, torch is {torch.__version__}"
+        yield f"warning: this machine has /dev/nvidia0, but the run is on CPU: {causes}; look at nvidia-smi, too"
+    yield f"attention: {engine.model.spec.attention}"
+    yield from (*engine.zero.notes, *engine.activations.notes)
+    yield from (f"without effect: {line}" for line in config.without_effect())
+    yield from (f"note: {line}" for line in (*config.cautions(), *inputs.notes))
+    auto = ' ("auto")' if config.zero_tp.compile == "auto" else ""
+    if engine.compiled:
+        yield f"compile: on{auto}; the first step waits for torch's compiler, about a minute with an empty cache"
+    else:
+        yield f"compile: off{auto}"
+    if step >= steps:
+        yield f"the run is at step {step}, zero_tp.training.steps is {steps}: nothing to do; raise it to train on"
+        return
+    if manifest is not None:
+        before, now = Parallelism.from_manifest(manifest), Parallelism.of(config)
+        yield f"resuming step {step}" + ("" if before == now else f" saved at {before} → {now}")
+        yield from differences(manifest, config, inputs.validation_corpora)

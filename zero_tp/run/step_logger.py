@@ -1,0 +1,200 @@
+"""Measure each step and log it: loss, gradient norm, learning rate, speed and memory.
+
+"Device" is one rank: one accelerator, or one CPU process.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from tqdm import tqdm
+
+from zero_tp.base.errors import write_stderr
+from zero_tp.model.flops import hardware_flops, model_flops, utilisation
+from zero_tp.parallel.devices import peak_flops
+from zero_tp.run.callback import Callback, Metrics, TrainState
+from zero_tp.run.metrics import memory_gib
+
+WINDOW = 50  # the last steps, whose median predicts the time left
+
+
+class StepTimer:
+    """Times steps. Work between `stop` and the next `start` (validation, saving) counts for no step.
+
+    Attributes:
+        elapsed: seconds from this object's creation to the end of the last step, with all work between steps.
+    """
+
+    def __init__(self, window: int = WINDOW, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self.elapsed = clock, 0.0
+        self._first = self._begin = clock()
+        self._unread, self._recent = list[float](), deque[float](maxlen=window)
+
+    def start(self) -> None:
+        self._begin = self._clock()
+
+    def stop(self) -> None:
+        end = self._clock()
+        self.elapsed = end - self._first
+        self._unread.append(end - self._begin)
+        self._recent.append(end - self._begin)
+
+    def read(self) -> float:
+        """Return the mean seconds of the steps since the last reading."""
+        seconds = statistics.fmean(self._unread)
+        self._unread.clear()
+        return seconds
+
+    def estimate(self, steps: int) -> float:
+        """Estimate the seconds of further steps. The median of the last ones ignores a first step that compiles."""
+        return steps * statistics.median(self._recent)
+
+
+class RunProgress(NamedTuple):
+    """What the console shows in addition to metrics.jsonl: tokens of all steps, devices, and times in seconds."""
+
+    tokens: int
+    devices: int
+    elapsed: float
+    left: float
+
+
+class StepLogger(Callback):
+    """Log a step every `logging.interval` steps and each step that was skipped; show a progress bar on terminals."""
+
+    def __init__(self) -> None:
+        self._header = ""
+
+    def on_start(self, state: TrainState) -> None:
+        config, engine = state.config, state.engine
+        spec, length, batch = engine.model.spec, config.zero_tp.data.sequence_length, config.global_batch
+        recomputed = config.zero_tp.recompute_policy.recomputed_layers_and_cores(spec.layers, config.accumulation)
+        self._model_flops = model_flops(spec, batch, length, config.label_fraction)
+        self._hardware_flops = hardware_flops(spec, batch, length, config.label_fraction, recomputed)
+        self._peak = None
+        if engine.device.type == "cuda":
+            allow_tf32 = torch.backends.cuda.matmul.allow_tf32
+            self._peak = peak_flops(torch.cuda.get_device_name(), engine.dtype, allow_tf32)
+        self._timer = StepTimer()
+        self.open_bar(state)
+
+    def open_bar(self, state: TrainState) -> None:
+        """Show a progress bar if stdout and stderr are terminals."""
+        total, step = state.total_steps, state.step
+        hidden = not (state.is_rank_zero and sys.stdout.isatty() and sys.stderr.isatty())
+        self.bar: tqdm[NoReturn] = tqdm(
+            total=total, initial=step, unit="step", dynamic_ncols=True, leave=False, disable=hidden
+        )
+
+    def on_step_begin(self, state: TrainState) -> None:
+        self._learning_rate = state.engine.learning_rate
+        self._timer.start()
+
+    def on_step_end(self, state: TrainState) -> None:
+        engine, step, block = state.engine, state.step, state.config.zero_tp
+        skipped = engine.skipped or bool(engine.spike)
+        logged = skipped or state.is_due(block.logging.interval) or step == state.total_steps
+        intervals = (block.training.guard_interval, block.evaluation.interval, block.checkpoint.interval)
+        # Reading the loss synchronises with the device. Steps that log, evaluate or save read it before the clock
+        # stops: then the device's work counts as the step's.
+        reads_loss = logged or state.is_last_step or any(map(state.is_due, intervals))
+        loss = engine.loss if reads_loss else math.nan
+        self._timer.stop()
+        self.bar.update()
+        if logged:
+            self._log(state, loss)
+        if engine.spike:
+            state.print(f"step {step} was skipped as a spike: {engine.spike}")
+
+    def _log(self, state: TrainState, loss: float) -> None:
+        """Measure the steps since the last line, and log this one."""
+        engine, config, seconds, world = state.engine, state.config, self._timer.read(), state.topology.world
+        samples = state.step * config.global_batch
+        length = config.zero_tp.data.sequence_length
+        values = {
+            "step": state.step,
+            "consumed_samples": samples,
+            "loss": loss,
+            "learning_rate": self._learning_rate,
+            "grad_norm": engine.gradient_norm,
+            "tokens_per_second": config.global_batch * length / seconds,
+            "model_tflops": self._model_flops / seconds / world / 1e12,
+            "mfu": utilisation(self._model_flops, seconds, world, self._peak),
+            "hfu": utilisation(self._hardware_flops, seconds, world, self._peak),
+            "memory_gib": memory_gib(engine.device.type),
+            "seconds": seconds,
+            "loss_scale": engine.loss_scale,
+            "skipped_steps": engine.skipped_steps,
+        }
+        left = self._timer.estimate(state.total_steps - state.step)
+        self.log(state, values | engine.figures, RunProgress(samples * length, world, self._timer.elapsed, left))
+
+    def log(self, state: TrainState, values: Metrics, progress: RunProgress) -> None:
+        """Print the step's line, the first below its header, and add it to metrics.jsonl."""
+        header, line = format_step(values, progress, state.total_steps)
+        if header != self._header:
+            self._header = header
+            state.print(header)
+        state.print(line)
+        state.log(values)
+
+    def on_end(self, state: TrainState) -> None:
+        self.bar.close()
+        for target, count in state.lost_writes.items():
+            write_stderr(f"{target}: {count} {'writes were' if count > 1 else 'write was'} lost")
+
+
+def format_number(value: float) -> str:
+    """Format a loss or norm with four decimals, very small or large ones in scientific form."""
+    is_plain = value == 0 or 1e-2 <= abs(value) < 1e3 or not math.isfinite(value)
+    return f"{value:.4f}" if is_plain else f"{value:.2e}"
+
+
+def format_rate(value: float) -> str:
+    """Format a rate in few characters: 0.0123, 4.567, 732.1, 98.8k, 1.23M."""
+    return f"{value:.4g}" if abs(value) < 1e4 else tqdm.format_sizeof(value)
+
+
+def format_figure(name: str, value: float) -> str:
+    if name.endswith("accuracy"):
+        return f"{value:.1%}"
+    return f"{value:.2f}" if name == "perplexity" else f"{value:.4f}"
+
+
+def format_step(values: Mapping[str, Any], progress: RunProgress, total_steps: int) -> tuple[str, str]:
+    """Format a step's line of metrics.jsonl for the console; return the names of its columns, and the line below them.
+
+    "dev" is one device: an accelerator, or a CPU rank. MFU has a column where the device's peak is known, HFU where
+    backward also computes some of forward again.
+    """
+    step, speed = values["step"], values["tokens_per_second"]
+    cells = {"step": f"{step:>{len(str(total_steps))}}/{total_steps}", "loss": format_number(values["loss"])}
+    for name, value in values.items():
+        if name.endswith("_accuracy"):
+            cells[name.replace("_accuracy", " right")] = f"{value:.1%}"
+        elif name == "aux_loss":
+            cells["aux loss"] = format_number(value)
+    cells |= {
+        "lr": f"{values['learning_rate']:.2e}",
+        "grad norm": format_number(values["grad_norm"]),
+        "tokens": format_rate(progress.tokens),
+        "tok/s/dev": format_rate(speed / progress.devices),
+        "tok/s": format_rate(speed),
+        "TFLOP/s/dev": format_rate(values["model_tflops"]),
+    }
+    if values["mfu"] is not None:
+        cells["MFU"] = f"{values['mfu']:.1%}"
+        if values["hfu"] not in (None, values["mfu"]):
+            cells["HFU"] = f"{values['hfu']:.1%}"
+    cells["peak GiB"] = f"{values['memory_gib']:.2f}"
+    cells |= {"elapsed": tqdm.format_interval(progress.elapsed), "left": tqdm.format_interval(progress.left)}
+    widths = [max(8, len(title), len(text)) for title, text in cells.items()]
+    header = "  ".join(title.rjust(width) for title, width in zip(cells, widths, strict=True))
+    return header, "  ".join(text.rjust(width) for text, width in zip(cells.values(), widths, strict=True))
