@@ -51,7 +51,7 @@ def truly(sets: Sequence[set[str]], threshold: float) -> set[int]:
 
 
 def by_rensa(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[int], dict[str, float]]:
-    from zero_tp.data.similarity import near_duplicates, sketches
+    from zero_tp.tools.corpus.similarity import near_duplicates, sketches
 
     start_time = time.process_time()
     all_sketches = [sketch for at in range(0, len(texts), 500) for sketch in sketches(texts[at : at + 500])]
@@ -63,7 +63,7 @@ def by_rensa(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[int], 
 def by_datasketch(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[int], dict[str, float]]:
     from datasketch import MinHash, MinHashLSH  # type: ignore[import-not-found, unused-ignore]
 
-    from zero_tp.data.similarity import shingles
+    from zero_tp.tools.corpus.similarity import shingles
 
     start_time = time.process_time()
     shingled = [[shingle.encode() for shingle in shingles(text)] for text in texts]
@@ -108,7 +108,7 @@ def by_datatrove(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[in
 def duplicates(options: argparse.Namespace) -> dict[str, Any]:
     import psutil
 
-    from zero_tp.data.similarity import shingles
+    from zero_tp.tools.corpus.similarity import shingles
 
     texts = planted(random.Random(options.seed), 4000)
     sets = [set(shingles(text)) for text in texts]

@@ -190,9 +190,9 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
     import zstandard
 
     from zero_tp.data import PrepareSettings, prepare
-    from zero_tp.data.blocks import BlockProcessor
     from zero_tp.data.documents import find_sources, read_blocks
     from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
+    from zero_tp.tools.corpus.blocks import BlockProcessor
 
     parts, clock = defaultdict[str, float](float), time.process_time
 

@@ -29,13 +29,13 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from zero_tp.base import cli
-from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
-from zero_tp.evaluation.lm_eval_model import LMEvalModel
-from zero_tp.evaluation.lm_eval_tasks import lm_eval_settings
-from zero_tp.evaluation.model_directory import open_directory
-from zero_tp.evaluation.perplexity import WIKITEXT_OVERLAP, detokenize, sliding_windows, wikitext_split
-from zero_tp.evaluation.rows import prefix_token
 from zero_tp.model.huggingface import ZeroTPForCausalLM
+from zero_tp.tools.evaluation.eval_model import EvalModel, ParallelScorer
+from zero_tp.tools.evaluation.lm_eval_model import LMEvalModel
+from zero_tp.tools.evaluation.lm_eval_tasks import lm_eval_settings
+from zero_tp.tools.evaluation.model_directory import open_directory
+from zero_tp.tools.evaluation.perplexity import WIKITEXT_OVERLAP, detokenize, sliding_windows, wikitext_split
+from zero_tp.tools.evaluation.rows import prefix_token
 
 Contenders = dict[str, Callable[[], object]]
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from zero_tp.base.errors import UserError
 from zero_tp.model.flops import model_flops, utilisation
 from zero_tp.parallel.devices import named_device
-from zero_tp.planning.plan import Estimate
-from zero_tp.planning.search import Search
 from zero_tp.run.config import RunConfig
+from zero_tp.tools.planning.plan import Estimate
+from zero_tp.tools.planning.search import Search
 
 CONFIGS = Path(__file__).resolve().parent.parent / "ds_configs"
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

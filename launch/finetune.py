@@ -30,9 +30,9 @@ from zero_tp.base.strict_json import read_object
 from zero_tp.data.documents import read_objects
 from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.engine.zero.ops import disable_shared_memory_collectives
-from zero_tp.evaluation.model_directory import usable_positions
 from zero_tp.run.process.node import die_with
 from zero_tp.run.process.quiet import quiet_libraries
+from zero_tp.tools.evaluation.model_directory import usable_positions
 
 Record = dict[str, Any]  # one example of a file, or one tokenized row
 Split = tuple[list[Record], list[Record]]  # examples, rows; Trainer drops the fields that `forward` does not take

@@ -26,14 +26,14 @@ from zero_tp.base import cli
 from zero_tp.base.errors import UserError
 from zero_tp.base.files import check_replaceable
 from zero_tp.base.strict_json import InvalidJson, parse_object
-from zero_tp.data.corpus import TOKENIZER
 from zero_tp.data.documents import HUB
-from zero_tp.data.settings import check_validation_size, find_reusable
-from zero_tp.data.similarity import SHINGLE
 from zero_tp.data.tokenizer import DocumentEncoder
+from zero_tp.tools.corpus.corpus import TOKENIZER
+from zero_tp.tools.corpus.settings import check_validation_size, find_reusable
+from zero_tp.tools.corpus.similarity import SHINGLE
 
 try:
-    from zero_tp.data.datatrove import CorpusReader, TokenizedCorpus
+    from zero_tp.tools.corpus.datatrove import CorpusReader, TokenizedCorpus
 except UserError as error:  # datatrove is not installed
     sys.exit(f"error: {error}")
 
@@ -102,7 +102,7 @@ class Words(WhitespaceTokenizer):
     """Split words as `zero-tp prepare --deduplicate near` does; datatrove's tokenizer for English needs spaCy."""
 
     def word_tokenize(self, text: str) -> list[str]:
-        from zero_tp.data.similarity import words
+        from zero_tp.tools.corpus.similarity import words
 
         return words(text)
 
@@ -178,7 +178,7 @@ def run_stage(name: str, stage: PipelineExecutor, logs: Path) -> None:
 
 def merge_parts(parts: Path, output: Path, validation: float, *_: Any) -> None:
     """Write the output. datatrove adds (data, rank, number of tasks) to the arguments."""
-    from zero_tp.data.parts import merge
+    from zero_tp.tools.corpus.parts import merge
 
     merged = merge(parts, output, validation, overwrite=True)
     print(f"{'up to date:' if merged.reused else 'wrote'} {output}: {merged.report['documents']['kept']:,} documents")

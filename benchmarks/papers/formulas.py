@@ -1,4 +1,4 @@
-"""The papers' printed formulas of sizes and FLOPs that plans do not use; the others are in planning/formulas.py.
+"""The papers' printed formulas of sizes and FLOPs that plans do not use; the others are in tools/planning/formulas.py.
 
 Letters: s sequence, b micro-batch, h hidden, L layers, v vocabulary, B global batch, Ψ parameters.
 """

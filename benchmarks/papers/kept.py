@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zero_tp.model.context import ForwardInputs
 from zero_tp.model.huggingface import ZeroTPForCausalLM
-from zero_tp.planning.tracking import Allocation, Allocations
+from zero_tp.tools.planning.tracking import Allocation, Allocations
 
 
 def kept_by_backward(function: Callable[..., Tensor], *inputs: Tensor) -> list[Allocation]:

@@ -14,8 +14,8 @@ from benchmarks.papers.engines import CPU, built, topology_of
 from benchmarks.papers.kept import kept_by_layer
 from benchmarks.papers.published import TECHNIQUES
 from zero_tp.model.context import ForwardInputs
-from zero_tp.planning.formulas import Layer
 from zero_tp.run.config import RunConfig
+from zero_tp.tools.planning.formulas import Layer
 
 Times = dict[str, list[tuple[float, float]]]
 """Seconds of forward and of backward in each round, by technique."""

@@ -20,9 +20,9 @@ from benchmarks.papers.steps import step_seconds
 from zero_tp.base.shipped import CONFIGS, shipped_path
 from zero_tp.model.architectures import native_class_of
 from zero_tp.parallel.devices import named_device
-from zero_tp.planning.memory import run_model_size
-from zero_tp.planning.plan import plan
 from zero_tp.run.config import RunConfig
+from zero_tp.tools.planning.memory import run_model_size
+from zero_tp.tools.planning.plan import plan
 
 __all__ = ["learning", "norm_order", "same_model", "scaling", "sizes"]
 

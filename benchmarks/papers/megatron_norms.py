@@ -15,8 +15,8 @@ from benchmarks.papers.rows import Row, Table
 from benchmarks.papers.runs import changes_of, metrics_of, trained
 from zero_tp.base.shipped import CONFIGS, shipped_path
 from zero_tp.data import PrepareSettings, prepare
-from zero_tp.planning.memory import run_model_size
 from zero_tp.run.config import RunConfig
+from zero_tp.tools.planning.memory import run_model_size
 
 ORDERS = {"original": "bert", "rearranged": "megatron-bert"}
 """Post-norm and pre-norm."""

@@ -17,9 +17,9 @@ from benchmarks.papers.steps import Steps
 from benchmarks.papers.studied import CORES, GPT2, Case, cases
 from zero_tp.base.constants import MIB
 from zero_tp.parallel.topology import Topology
-from zero_tp.planning.memory import Point, run_model_size
-from zero_tp.planning.pictures import memory_over_time
 from zero_tp.run.config import RunConfig
+from zero_tp.tools.planning.memory import Point, run_model_size
+from zero_tp.tools.planning.pictures import memory_over_time
 
 STATES = ("parameters", "gradients", "optimizer")
 RECOMPUTED = ("none", "selective", "full")

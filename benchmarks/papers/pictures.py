@@ -8,9 +8,9 @@ from typing import Any
 from benchmarks.papers.rows import Table
 from zero_tp.base.constants import GIB
 from zero_tp.base.page import legend, new_figure, style_axes
-from zero_tp.planning.memory import CATEGORIES
-from zero_tp.planning.pictures import COLOURS as KINDS
-from zero_tp.planning.plan_report import TITLES
+from zero_tp.tools.planning.memory import CATEGORIES
+from zero_tp.tools.planning.pictures import COLOURS as KINDS
+from zero_tp.tools.planning.plan_report import TITLES
 
 # Paul Tol's "bright" scheme, which colour-blind people can tell apart.
 COLOURS = {"measured": "#4477AA", "planned": "#EE6677", "formula": "#CCBB44", "published": "#BBBBBB"}

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zero_tp.planning.formulas import Layer
-from zero_tp.planning.memory import PaperMemory
-from zero_tp.planning.timing import StepTime, StepTimeEstimator
+from zero_tp.tools.planning.formulas import Layer
+from zero_tp.tools.planning.memory import PaperMemory
+from zero_tp.tools.planning.timing import StepTime, StepTimeEstimator
 
 
 def activation_factor(p: int, m: int = 1) -> float:

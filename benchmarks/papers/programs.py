@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_tp.planning.timing import StepTimeEstimator, Traffic
+from zero_tp.tools.planning.timing import StepTimeEstimator, Traffic
 
 
 class Megatron2019Synchronous(StepTimeEstimator):

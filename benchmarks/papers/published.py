@@ -13,11 +13,11 @@ from benchmarks.papers.programs import Megatron2019, Megatron2022
 from zero_tp.base.shipped import CONFIGS, shipped_path
 from zero_tp.model.flops import model_flops
 from zero_tp.parallel.devices import Device, named_device
-from zero_tp.planning.memory import ModelSize, run_model_size
-from zero_tp.planning.plan_settings import ZeroSettings, workload_of
-from zero_tp.planning.rates import matrix_flops
-from zero_tp.planning.timing import StepTimeEstimator
 from zero_tp.run.config import RunConfig
+from zero_tp.tools.planning.memory import ModelSize, run_model_size
+from zero_tp.tools.planning.plan_settings import ZeroSettings, workload_of
+from zero_tp.tools.planning.rates import matrix_flops
+from zero_tp.tools.planning.timing import StepTimeEstimator
 
 # 16 V100 at 450 W a node, of which 39 TFLOP/s are 30 %; NVSwitch; 8 InfiniBand ports of 100 Gb/s, half a port each.
 DGX_2H = named_device("v100-32gb").model_copy(

@@ -13,10 +13,10 @@ from benchmarks.papers.reproduction import Reproduction
 from benchmarks.papers.rows import Columns, Row, Table, rows
 from benchmarks.papers.steps import after_forward, measured_steps, planned_steps, step_seconds
 from zero_tp.base.constants import GIB, MIB
-from zero_tp.planning.dryrun import dry_run
-from zero_tp.planning.formulas import Layer
-from zero_tp.planning.plan_settings import workload_of
 from zero_tp.run.config import RunConfig
+from zero_tp.tools.planning.dryrun import dry_run
+from zero_tp.tools.planning.formulas import Layer
+from zero_tp.tools.planning.plan_settings import workload_of
 
 RANKS = 2
 TIMED = Layer(s=512, b=2, h=768, a=12)

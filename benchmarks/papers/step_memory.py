@@ -11,8 +11,8 @@ from torch import Tensor
 
 from zero_tp.engine.engine import TrainingEngine
 from zero_tp.engine.zero.states import partition_of
-from zero_tp.planning.memory import CATEGORIES, Point
-from zero_tp.planning.tracking import Allocation, Allocations
+from zero_tp.tools.planning.memory import CATEGORIES, Point
+from zero_tp.tools.planning.tracking import Allocation, Allocations
 
 
 class MarkedAllocations(Allocations):

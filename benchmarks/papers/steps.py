@@ -13,10 +13,10 @@ from benchmarks.papers.allocator import Event
 from benchmarks.papers.engines import drawn, engine_of
 from benchmarks.papers.ranks import on_ranks
 from benchmarks.papers.step_memory import followed, points
-from zero_tp.planning.memory import CATEGORIES, Point, RankMemory, rank_memory
-from zero_tp.planning.tracking import Allocations
 from zero_tp.run.config import RunConfig
 from zero_tp.run.process.quiet import suppress_output
+from zero_tp.tools.planning.memory import CATEGORIES, Point, RankMemory, rank_memory
+from zero_tp.tools.planning.tracking import Allocations
 
 Steps = dict[str, Sequence[Point]]
 """The memory points of a new run's first step, and of a later one."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from benchmarks.papers.steps import Steps, measured_steps, planned_steps
 from zero_tp.base.shipped import CONFIGS, shipped_path
-from zero_tp.planning.memory import Point
 from zero_tp.run.config import RunConfig
+from zero_tp.tools.planning.memory import Point
 
 
 @dataclass(frozen=True)

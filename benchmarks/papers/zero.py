@@ -19,13 +19,13 @@ from benchmarks.papers.steps import followed_steps, most_in_backward
 from benchmarks.papers.zero_residual import residual
 from zero_tp.base.constants import GIB, MIB
 from zero_tp.parallel.devices import Device, named_device
-from zero_tp.planning import formulas
-from zero_tp.planning.dryrun import dry_run
-from zero_tp.planning.memory import ModelSize, RankMemory, rank_memory, run_model_size
-from zero_tp.planning.plan import Estimate
-from zero_tp.planning.plan_settings import ZeroSettings, workload_of
-from zero_tp.planning.zero import ZeroMemory
 from zero_tp.run.config import RunConfig
+from zero_tp.tools.planning import formulas
+from zero_tp.tools.planning.dryrun import dry_run
+from zero_tp.tools.planning.memory import ModelSize, RankMemory, rank_memory, run_model_size
+from zero_tp.tools.planning.plan import Estimate
+from zero_tp.tools.planning.plan_settings import ZeroSettings, workload_of
+from zero_tp.tools.planning.zero import ZeroMemory
 
 __all__ = ["largest_model", "model_states", "residual", "volume"]
 

@@ -13,12 +13,12 @@ from benchmarks.papers.reproduction import Reproduction
 from benchmarks.papers.rows import Row, Table, rows
 from benchmarks.papers.steps import after_forward, events, followed_steps, most_in_backward
 from zero_tp.base.constants import MIB
-from zero_tp.planning import formulas
-from zero_tp.planning.dryrun import fake_micro_batch
-from zero_tp.planning.memory import ModelSize, run_model_size
-from zero_tp.planning.plan_settings import ZeroSettings, workload_of
-from zero_tp.planning.tracking import Allocations
-from zero_tp.planning.zero import ZeroMemory
+from zero_tp.tools.planning import formulas
+from zero_tp.tools.planning.dryrun import fake_micro_batch
+from zero_tp.tools.planning.memory import ModelSize, run_model_size
+from zero_tp.tools.planning.plan_settings import ZeroSettings, workload_of
+from zero_tp.tools.planning.tracking import Allocations
+from zero_tp.tools.planning.zero import ZeroMemory
 
 GB = 1e9
 # Of 1.5 B parameters, b 32, s 1024 (section 3) [GB].

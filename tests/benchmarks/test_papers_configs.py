@@ -10,9 +10,9 @@ from benchmarks.papers.formulas import gpt_parameters
 from benchmarks.papers.pipelines import StageView
 from tests.tiers import THOROUGH
 from zero_tp.parallel.devices import named_device
-from zero_tp.planning.memory import model_size
-from zero_tp.planning.plan_settings import workload_of
 from zero_tp.run.config import RunConfig
+from zero_tp.tools.planning.memory import model_size
+from zero_tp.tools.planning.plan_settings import workload_of
 
 # What the benchmarks publish.
 pytestmark = THOROUGH

@@ -51,13 +51,13 @@ def test_importing_the_package_imports_no_library() -> None:
 
 def test_the_public_names_are_what_they_say() -> None:
     import zero_tp.data
-    import zero_tp.planning.plan  # the modules of the functions don't take their place
+    import zero_tp.tools.planning.plan  # the modules of the functions don't take their place
 
     public = {name: getattr(zero_tp, name) for name in zero_tp.__all__}
     functions = {"parallel_model", "plan", "prepare", "stream"}
     assert all(value.__name__ == name for name, value in public.items())
     assert {name for name, value in public.items() if not isinstance(value, type)} == functions
-    assert public["plan"] is zero_tp.planning.plan.plan
+    assert public["plan"] is zero_tp.tools.planning.plan.plan
     assert {name: getattr(zero_tp.data, name) for name in zero_tp.data.__all__}.items() <= public.items()
     with pytest.raises(AttributeError, match="has no attribute 'plam'"):
         _ = zero_tp.plam

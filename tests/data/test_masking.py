@@ -17,7 +17,7 @@ from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.data.masked import Masking, ngrams
 from zero_tp.data.permutation import uniforms
 from zero_tp.data.tokenizer import MaskingVocabulary
-from zero_tp.data.tokenizer_training import train_wordpiece
+from zero_tp.tools.corpus.tokenizer_training import train_wordpiece
 
 
 @settings(deadline=None, max_examples=60)

@@ -18,11 +18,11 @@ from tests.support.corpora import TEXTS, run, texts_of, trained_tokenizer, write
 from zero_tp.base.errors import UserError
 from zero_tp.base.files import check_replaceable, hidden_sibling, partial_directory
 from zero_tp.data import PrepareSettings, prepare
-from zero_tp.data.corpus import Preparation
-from zero_tp.data.datatrove import CorpusReader, TokenizedCorpus
-from zero_tp.data.parts import merge
-from zero_tp.data.spool import COMMITTED
 from zero_tp.run.checkpoint.convert import check_target
+from zero_tp.tools.corpus.corpus import Preparation
+from zero_tp.tools.corpus.datatrove import CorpusReader, TokenizedCorpus
+from zero_tp.tools.corpus.parts import merge
+from zero_tp.tools.corpus.spool import COMMITTED
 
 REASONS = {
     errno.EBUSY: "it is a mount point",
@@ -150,7 +150,7 @@ def test_what_a_kill_after_the_last_rename_leaves_is_removed(
     if left == "not committed":
         (progress / COMMITTED).unlink()
     if left == "other versions":
-        monkeypatch.setattr("zero_tp.data.settings.library_versions", dict)
+        monkeypatch.setattr("zero_tp.tools.corpus.settings.library_versions", dict)
     with partial_directory(output):  # of a process that writes the output again
         assert prepare([source], output, settings).reused and progress.exists()
     assert prepare([source], output, settings).reused

@@ -21,13 +21,13 @@ from tests.support.launched import ROOT
 from tests.support.tiny_models import speeches
 from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
-from zero_tp.data import corpus as corpus_module
 from zero_tp.data import tokenizer as tokenizer_module
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.tokenizer import DocumentEncoder, MaskingVocabulary, corpus_fingerprint, vocabulary_size
 from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
-from zero_tp.data.tokenizer_training import train_bpe, train_wordpiece
+from zero_tp.tools.corpus import corpus as corpus_module
+from zero_tp.tools.corpus.tokenizer_training import train_bpe, train_wordpiece
 
 SPEECHES = speeches(12, 20_000)
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 from tests.support.launched import ROOT, script
 from tests.support.tiny_models import speeches, tiny_gpt2
 from zero_tp.data.documents import read_documents
-from zero_tp.data.tokenizer_training import train_wordpiece
+from zero_tp.tools.corpus.tokenizer_training import train_wordpiece
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
 

@@ -17,7 +17,7 @@ from launch.finetune import TASKS, load_splits, score_answer
 from tests.support.tiny_models import tiny_gpt2
 from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
-from zero_tp.data.tokenizer_training import EOS, train_wordpiece
+from zero_tp.tools.corpus.tokenizer_training import EOS, train_wordpiece
 
 CONTEXT = "The University of Chicago's library opened in 1892. It holds eleven million volumes, and it is well lit."
 MNLI = (

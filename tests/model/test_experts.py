@@ -27,9 +27,9 @@ from zero_tp.model.flops import model_flops
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import audit
 from zero_tp.parallel.topology import Topology
-from zero_tp.planning.memory import model_size
 from zero_tp.run.checkpoint.convert import to_huggingface
 from zero_tp.run.config.model_block import check_model
+from zero_tp.tools.planning.memory import model_size
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((model_type, {}) for model_type in OWN),

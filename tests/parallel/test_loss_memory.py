@@ -15,7 +15,7 @@ from tests.support.compare import leaf
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.parallel import loss as module
 from zero_tp.parallel.loss import vocab_parallel_cross_entropy
-from zero_tp.planning.tracking import Allocations
+from zero_tp.tools.planning.tracking import Allocations
 
 BLOCK = 2**23
 """Logits of a block, at most, before blocks became as large as the weight's gradient, and in evaluation."""

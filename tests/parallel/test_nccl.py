@@ -26,8 +26,8 @@ from zero_tp.parallel.collectives import all_gather, start_all_gather, start_all
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.host_copy import HostCopy
 from zero_tp.parallel.topology import Topology
-from zero_tp.planning.dryrun import UninitializedSource
-from zero_tp.trainer.batches import SampleComparison
+from zero_tp.tools.planning.dryrun import UninitializedSource
+from zero_tp.tools.trainer.batches import SampleComparison
 
 WORLD = 4
 LAYERS, LENGTH = 2, 8

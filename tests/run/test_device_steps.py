@@ -28,12 +28,12 @@ from zero_tp.model import transformer
 from zero_tp.parallel import collectives
 from zero_tp.parallel.host_copy import HostCopy
 from zero_tp.parallel.safetensors_files import Entry
-from zero_tp.planning import simulated_accelerator
-from zero_tp.planning.plan_settings import Workload
 from zero_tp.run.checkpoint.save import _copy_to_host
 from zero_tp.run.process.signals import Requests
-from zero_tp.trainer.batches import SampleComparison, count_labels
-from zero_tp.trainer.trainer import TensorParallel
+from zero_tp.tools.planning import simulated_accelerator
+from zero_tp.tools.planning.plan_settings import Workload
+from zero_tp.tools.trainer.batches import SampleComparison, count_labels
+from zero_tp.tools.trainer.trainer import TensorParallel
 
 WORKLOAD = Workload(length=32, batch=2, tensor=2)
 GRIDS: dict[str, dict[str, Any]] = {"TP 1": {"tensor": 1}, "TP 2": {}, "SP": {"sequence": True}}

@@ -27,7 +27,7 @@ METRICS = {
 SLOW_TO_IMPORT = {
     *("datasets", "lm_eval", "matplotlib", "pandas", "scipy", "sklearn"),
     *("torch._inductor.compile_fx", "transformers.generation.utils", "transformers.modeling_utils"),
-    *("zero_tp.evaluation.eval_model", "zero_tp.model.huggingface", "zero_tp.run.profiler"),
+    *("zero_tp.tools.evaluation.eval_model", "zero_tp.model.huggingface", "zero_tp.run.profiler"),
 }
 """What a plain run of pretraining has no use for."""
 

@@ -24,14 +24,14 @@ from tests.support.tiny_models import write_corpus
 from zero_tp.base.errors import UserError
 from zero_tp.data.indexed import IndexedCorpus, bin_path, content_path
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
-from zero_tp.data.tokenizer_training import train_bpe
-from zero_tp.planning.forecast import MemoryForecast
 from zero_tp.run.checkpoint.manifest import check_same_run, fixed_settings
 from zero_tp.run.config import RunConfig
 from zero_tp.run.process.environment import RankEnvironment
 from zero_tp.run.process.watch import Watchdog
 from zero_tp.run.run_inputs import RunInputs
 from zero_tp.run.start import start_training
+from zero_tp.tools.corpus.tokenizer_training import train_bpe
+from zero_tp.tools.planning.forecast import MemoryForecast
 
 SIZES: dict[str, Any] = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 300}
 GPT2 = {"model_type": "gpt2", **SIZES}
@@ -61,7 +61,7 @@ def test_a_run_goes_on_where_its_forecast_fails(
     def fails(config: RunConfig, **options: bool) -> Any:
         raise ZeroDivisionError("no such shape\nand more")
 
-    monkeypatch.setattr("zero_tp.planning.forecast.rank_memory", fails)
+    monkeypatch.setattr("zero_tp.tools.planning.forecast.rank_memory", fails)
     state = train_state(tmp_path)
     state.engine.device = torch.device("cpu")
     forecast = MemoryForecast()

@@ -12,11 +12,11 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.lm_eval_tasks import answers
-from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
-from zero_tp.evaluation.lm_eval_model import LMEvalModel
-from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.topology import Topology
+from zero_tp.tools.evaluation.eval_model import EvalModel, ParallelScorer
+from zero_tp.tools.evaluation.lm_eval_model import LMEvalModel
+from zero_tp.tools.evaluation.model_directory import open_directory
 
 Results = dict[str, tuple[dict[str, Any], list[Any]]]
 """By task: lm-eval's metrics, and the answer to every request."""

@@ -28,8 +28,8 @@ from tests.support.settings import engine_of
 from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
 from zero_tp.engine.zero.ops import disable_shared_memory_collectives
 from zero_tp.parallel.parameter import SeededInit
-from zero_tp.planning.memory import rank_memory
 from zero_tp.run.config import RunConfig
+from zero_tp.tools.planning.memory import rank_memory
 
 
 def tensors_alive() -> list[torch.Tensor]:

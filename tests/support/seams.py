@@ -29,13 +29,13 @@ from tests.support.tiny_models import speeches
 from tests.support.tokenizers import MAKES, OTHER_SCRIPTS, VOCABULARY
 from zero_tp.base.errors import UserError
 from zero_tp.data import PrepareSettings, prepare
-from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint.convert import to_huggingface
 from zero_tp.run.checkpoint.directory import read_manifest
 from zero_tp.run.checkpoint.parent import find_parent
 from zero_tp.run.config import RunConfig
 from zero_tp.run.run_inputs import RunInputs
+from zero_tp.tools.evaluation.model_directory import open_directory
 
 PAGES = [f"{text} {OTHER_SCRIPTS}" for text in speeches(6, 160)]
 LENGTH = 48

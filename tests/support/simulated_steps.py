@@ -1,6 +1,6 @@
 """What a step on a simulated accelerator asks of the host, and what it gives its process group.
 
-Forward, backward and our part of the step run on fake tensors (zero_tp/planning/simulated_accelerator.py), and every
+Forward, backward and our part of the step run on fake tensors (zero_tp/tools/planning/simulated_accelerator.py), and every
 operation is looked at. DeepSpeed's engine does not run on fake tensors: a stub has its place.
 """
 
@@ -27,10 +27,10 @@ from zero_tp.engine.engine import TrainingEngine
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.parallel.gradients import gradient_norm
 from zero_tp.parallel.topology import Topology
-from zero_tp.planning import dryrun, simulated_accelerator
-from zero_tp.planning.plan_settings import Workload
-from zero_tp.planning.tracking import DryRunPart, measure
 from zero_tp.run.process.signals import Requests
+from zero_tp.tools.planning import dryrun, simulated_accelerator
+from zero_tp.tools.planning.plan_settings import Workload
+from zero_tp.tools.planning.tracking import DryRunPart, measure
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
 """Operations that give the host a value of the device."""

@@ -1,6 +1,6 @@
 """A simulated accelerator that computes: work that nothing orders runs as late as possible, or as early.
 
-It builds on zero_tp/planning/simulated_accelerator.py, whose tensors are fake. Here each storage has memory on the
+It builds on zero_tp/tools/planning/simulated_accelerator.py, whose tensors are fake. Here each storage has memory on the
 host, filled with NaN until something writes it, and every operation waits in the queue of its stream. A queue runs when
 another stream waits for one of its events, or when the host reads. With copies "late" computation runs at once, and the
 other streams only run when somebody waits for them. With copies "early" it is the reverse. So work without an order
@@ -32,8 +32,8 @@ from transformers import AutoConfig
 
 from tests.support.nccl import Collectives
 from zero_tp.model.huggingface import ZeroTPForCausalLM
-from zero_tp.planning.dryrun import UninitializedSource
-from zero_tp.planning.simulated_accelerator import simulated_accelerator
+from zero_tp.tools.planning.dryrun import UninitializedSource
+from zero_tp.tools.planning.simulated_accelerator import simulated_accelerator
 
 Work = Callable[[], None]
 BATCH, HIDDEN, VOCABULARY = 2, 24, 50

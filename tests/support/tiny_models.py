@@ -15,7 +15,7 @@ from tests.support.settings import gpt2_config
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
 from zero_tp.data.indexed import IndexedWriter
-from zero_tp.data.tokenizer_training import train_bpe
+from zero_tp.tools.corpus.tokenizer_training import train_bpe
 
 CORPUS = Path(__file__).parents[2] / "launch" / "corpus" / "sotu.jsonl.gz"
 

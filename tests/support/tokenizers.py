@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.tiny_models import speeches
-from zero_tp.data.tokenizer_training import train_bpe
+from zero_tp.tools.corpus.tokenizer_training import train_bpe
 
 OTHER_SCRIPTS = "你好 世界 नमस्ते दुनिया हिन्दी привет мир 12345 67 € cafe\u0301 It's we'll I'M"
 LLAMA_3_WORDS = (

@@ -36,7 +36,6 @@ from tests.support.skipping_rank import EVERY
 from tests.support.waits import patience, wait_until
 from tests.tools.fuzz import commands
 from zero_tp.data.indexed import content_path
-from zero_tp.data.show import SPLITS
 from zero_tp.run.checkpoint.directory import (
     TEMPORARY,
     check_content,
@@ -45,6 +44,7 @@ from zero_tp.run.checkpoint.directory import (
     read_manifest,
     step_directory,
 )
+from zero_tp.tools.corpus.show import SPLITS
 
 WORLD, AIM = 2, 3
 MOMENTS = ("start", "step", "save", "prune")

@@ -81,8 +81,8 @@ def _check(options: argparse.Namespace) -> int:
 
     from zero_tp.base.validation import ConfigErrors
     from zero_tp.base.weight_files import find_weights, resolve
-    from zero_tp.monitors.trackers import check_installed
     from zero_tp.run.config import RunConfig, check_accelerator
+    from zero_tp.tools.monitors.trackers import check_installed
 
     try:
         config = RunConfig.load(options.file, options.set, options.world_size)
@@ -158,7 +158,7 @@ def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None
         inputs: None if something that the run reads is missing.
         parent: the run or checkpoint that the run starts from.
     """
-    from zero_tp.planning.memory import run_model_size
+    from zero_tp.tools.planning.memory import run_model_size
 
     absent = config.missing_files()
     missing = ", ".join(str(path) for path in absent if str(path) not in config.hub_names)
@@ -228,7 +228,7 @@ def _initial_weights(config: RunConfig, directory: Path, parent: Path | None) ->
 
 def _model_states(config: RunConfig, parameters: int) -> Lines:
     """Describe a rank's memory for weights, gradients and optimizer, by ZeRO's formula."""
-    from zero_tp.planning.formulas import model_states
+    from zero_tp.tools.planning.formulas import model_states
 
     data, values = config.batch.data_parallel, config.typed
     if data is None:

@@ -42,8 +42,8 @@ def to_hf(options: argparse.Namespace) -> None:
     read_manifest(find_checkpoint(options.source))  # report a wrong path before torch is imported
     import torch
 
-    from zero_tp.report.card import model_card
     from zero_tp.run.checkpoint.convert import to_huggingface
+    from zero_tp.tools.report.card import model_card
 
     try:
         converted = to_huggingface(

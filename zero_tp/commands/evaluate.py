@@ -100,8 +100,8 @@ def _add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
-    from zero_tp.evaluation.evaluation_report import table, write_samples
-    from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, parse_data, parse_tasks
+    from zero_tp.tools.evaluation.evaluation_report import table, write_samples
+    from zero_tp.tools.evaluation.zero_shot import EvaluationSettings, evaluate, parse_data, parse_tasks
 
     if options.log_samples and options.output is None:
         raise UserError("--log-samples: the samples are written next to --output JSON; give it too")

@@ -70,14 +70,14 @@ def check(options: argparse.Namespace) -> None:
 def main(options: argparse.Namespace) -> None:
     check(options)
     os.environ.update(WITHOUT_DEVICES)  # if this process saw one, each dry run would need another process
-    from zero_tp.planning.plan import plan
     from zero_tp.run.config import RunConfig
+    from zero_tp.tools.planning.plan import plan
 
     config = RunConfig.load(options.file, options.set, options.world_size)
     device = named_device(options.device, options.world_size)
     run_plan = plan(config, device, options.tokens and int(options.tokens))
-    from zero_tp.planning import plan_report as report
-    from zero_tp.planning.search import Search
+    from zero_tp.tools.planning import plan_report as report
+    from zero_tp.tools.planning.search import Search
 
     result: dict[str, Any] = run_plan.as_json()
     lines = [report.describe(run_plan)]
@@ -100,7 +100,7 @@ def main(options: argparse.Namespace) -> None:
             write_named(options.write, json.dumps(best, indent=2) + "\n")
             lines.append(f"wrote {options.write}")
     if options.html:
-        from zero_tp.planning.pictures import write_page
+        from zero_tp.tools.planning.pictures import write_page
 
         lines += [f"wrote {path}" for path in write_page(run_plan, options.html, advice, fastest)]
     print(json.dumps(result, indent=1) if options.json else visible("\n".join(lines)))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from zero_tp.base.errors import UserError, visible
 
 if TYPE_CHECKING:
-    from zero_tp.data.settings import Prepared
+    from zero_tp.tools.corpus.settings import Prepared
 
 EPILOG = """\
 example:
@@ -137,7 +137,7 @@ def _add_step_arguments(steps: argparse._ArgumentGroup) -> None:
 
 def main(options: argparse.Namespace) -> None:
     if options.show is not None:
-        from zero_tp.data.show import show_corpus
+        from zero_tp.tools.corpus.show import show_corpus
 
         for text in show_corpus(options.show, options.sample, options.sequence_length):
             print(text)
@@ -165,7 +165,7 @@ def _prepare(options: argparse.Namespace) -> Prepared:
 
 def _merge(options: argparse.Namespace) -> Prepared:
     from zero_tp.data import PrepareSettings
-    from zero_tp.data.parts import merge
+    from zero_tp.tools.corpus.parts import merge
 
     defaults = {OPTIONS.get(field.name, field.name): field.default for field in fields(PrepareSettings)}
     defaults |= {"input": None, "tokenizer": None, "strict": False, "processes": None, "decontaminate": []}
@@ -178,7 +178,7 @@ def _merge(options: argparse.Namespace) -> Prepared:
 
 def _summary(prepared: Prepared) -> Iterator[str]:
     """Yield the lines that describe a prepared corpus."""
-    from zero_tp.data.tokenizer_training import suggested_size
+    from zero_tp.tools.corpus.tokenizer_training import suggested_size
 
     report = prepared.report
     if prepared.reused:

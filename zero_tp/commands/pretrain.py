@@ -54,9 +54,9 @@ def pretrain(
     watch: Watchdog,
     callbacks: Sequence[Callback],
 ) -> None:
-    from zero_tp.monitors.trackers import check_installed
     from zero_tp.run.checkpoint.run_directory import saved_start
     from zero_tp.run.config import RunConfig
+    from zero_tp.tools.monitors.trackers import check_installed
 
     output = options.output_dir or Path("runs") / options.deepspeed_config.stem
     # Report a mistake in the file before heavy imports.
@@ -80,8 +80,8 @@ def pretrain(
     model: type[ParallelModel] | None = None
     inputs = RunInputs(config, output, allow_pickle=options.allow_pickle, hash_tokens=environment.is_local_rank_zero)
     if config.zero_tp.evaluation.tasks:
-        from zero_tp.evaluation.live_tasks import LiveTasks
         from zero_tp.model.huggingface import ZeroTPForCausalLM
+        from zero_tp.tools.evaluation.live_tasks import LiveTasks
 
         model = ZeroTPForCausalLM  # it can generate
         length = config.zero_tp.data.sequence_length
@@ -100,11 +100,11 @@ def pretrain(
 
 def _chosen_callbacks(options: argparse.Namespace, config: RunConfig, environment: RankEnvironment) -> list[Callback]:
     """Return the trackers and the callbacks of the options, importing only what this rank needs."""
-    from zero_tp.monitors.trackers import Trackers
+    from zero_tp.tools.monitors.trackers import Trackers
 
     chosen: list[Callback] = [Trackers()]
     if environment.rank == 0:
-        from zero_tp.planning.forecast import MemoryForecast
+        from zero_tp.tools.planning.forecast import MemoryForecast
 
         chosen.insert(0, MemoryForecast())
     if options.profile_steps:

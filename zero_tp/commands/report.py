@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    from zero_tp.report.run_page import write_report
+    from zero_tp.tools.report.run_page import write_report
 
     for path in write_report(options.runs, options.output, options.against):
         print(visible(f"wrote {path}"))

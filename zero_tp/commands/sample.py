@@ -37,8 +37,8 @@ def check(options: argparse.Namespace) -> None:
 
 def continue_prompt(options: argparse.Namespace) -> str:
     """Return the prompt and its continuation."""
-    from zero_tp.evaluation.model_directory import open_directory
     from zero_tp.parallel.topology import Topology
+    from zero_tp.tools.evaluation.model_directory import open_directory
 
     directory = open_directory(options.model)  # before torch and transformers are imported
     if directory.note:

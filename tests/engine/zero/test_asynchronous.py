@@ -22,7 +22,7 @@ from tests.support.asynchronous_accelerator import AsynchronousAccelerator, asyn
 from tests.support.pools import Pools
 from tests.support.stream_checker import READ, RecordingStream
 from tests.tiers import THOROUGH, in_tiers
-from tests.trainer.test_trainer import on_ranks, saved_model
+from tests.tools.trainer.test_trainer import on_ranks, saved_model
 from zero_tp.run.checkpoint.resume import resume
 from zero_tp.run.checkpoint.resume_point import find_resume_point
 from zero_tp.run.checkpoint.save import run_saver

@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.papers.engines import drawn, engine_of, run_model_size, small_config
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
-from zero_tp.planning.plan_settings import ZeroSettings, page_locked
-from zero_tp.planning.zero import ZeroMemory
+from zero_tp.tools.planning.plan_settings import ZeroSettings, page_locked
+from zero_tp.tools.planning.zero import ZeroMemory
 
 RANKS = 2
 OPTIMIZER = 'zero_optimization.offload_optimizer={"device":"cpu"}'

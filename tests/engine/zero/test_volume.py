@@ -11,7 +11,7 @@ from benchmarks.papers.collectives import counted
 from benchmarks.papers.engines import drawn, engine_of, run_model_size, small_config
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
-from zero_tp.planning.plan_settings import ZeroSettings
+from zero_tp.tools.planning.plan_settings import ZeroSettings
 
 RANKS = 2
 CASES = [(stage, owners, micro) for stage in (1, 2) for owners in (False, True) for micro in (1, 2)]

@@ -22,7 +22,7 @@ from zero_tp.base.errors import ConfigError, UserError
 from zero_tp.model.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.model.huggingface import model as huggingface_model
 from zero_tp.parallel.topology import Topology
-from zero_tp.planning.simulated_accelerator import simulated_accelerator
+from zero_tp.tools.planning.simulated_accelerator import simulated_accelerator
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 DECODER: dict[str, Any] = {**SIZES, "model_type": "llama", "vocab_size": 31, "pad_token_id": None}
@@ -148,7 +148,7 @@ def test_options_that_are_not_built_are_refused_by_name(tmp_path: Path) -> None:
 def test_trainers_with_a_loss_of_their_own_are_refused() -> None:
     from transformers import Trainer
 
-    from zero_tp.trainer import TensorParallel
+    from zero_tp.tools.trainer import TensorParallel
 
     theirs = type("SFTTrainer", (Trainer,), {"__module__": "trl.trainer.sft_trainer"})
     with pytest.raises(UserError, match="trl's trainers"):

@@ -24,7 +24,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.model.huggingface import ZeroTPForCausalLM, parallel_model
 from zero_tp.parallel.layout import audit
 from zero_tp.parallel.topology import Topology
-from zero_tp.trainer import ZeroTPTrainer
+from zero_tp.tools.trainer import ZeroTPTrainer
 
 ONE_PROCESS = Topology(world=1)
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -23,8 +23,8 @@ from zero_tp.model.context import ForwardInputs
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.topology import Topology
-from zero_tp.planning.formulas import Layer, eager_core, saved, saved_full, saved_selective, sdpa_fused_core
-from zero_tp.planning.tracking import Allocation
+from zero_tp.tools.planning.formulas import Layer, eager_core, saved, saved_full, saved_selective, sdpa_fused_core
+from zero_tp.tools.planning.tracking import Allocation
 
 
 def sdpa_maths_core(layer: Layer) -> float:

@@ -19,13 +19,13 @@ from tests.support.native import native_model, our_class, perturbed, to_theirs
 from tests.support.settings import gpt2_config
 from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
-from zero_tp.data.tokenizer_training import train_bpe
-from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.model.architectures.configs import config_from_directory
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.weights.load import PretrainedSource
 from zero_tp.parallel.layout import Sharded, layout_of
 from zero_tp.parallel.topology import Topology
+from zero_tp.tools.corpus.tokenizer_training import train_bpe
+from zero_tp.tools.evaluation.model_directory import open_directory
 
 ROOT = Path(__file__).parents[2]
 

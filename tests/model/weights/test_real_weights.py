@@ -22,11 +22,11 @@ from tests.support.smollm2 import with_heads
 from tests.support.tiny_models import speeches
 from tests.tiers import THOROUGH
 from zero_tp.base.constants import IGNORE_INDEX
-from zero_tp.evaluation import zero_shot
-from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
-from zero_tp.evaluation.perplexity import perplexity
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.topology import Topology
+from zero_tp.tools.evaluation import zero_shot
+from zero_tp.tools.evaluation.eval_model import EvalModel, ParallelScorer
+from zero_tp.tools.evaluation.perplexity import perplexity
 
 LENGTH = 96  # tokens; 2 and 3 divide it
 GREATEST = 1e-4  # difference of any logit; they reach 30

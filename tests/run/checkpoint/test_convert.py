@@ -22,12 +22,12 @@ from tests.support.native import to_ours, to_theirs
 from tests.support.settings import gpt2_config
 from zero_tp import commands
 from zero_tp.base.errors import UserError
-from zero_tp.evaluation import model_directory
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.run.checkpoint.convert import to_huggingface
 from zero_tp.run.checkpoint.directory import MANIFEST, find_checkpoint, incomplete_after
 from zero_tp.run.checkpoint.inspect import inspect
 from zero_tp.run.checkpoint.resume_point import open_checkpoint
+from zero_tp.tools.evaluation import model_directory
 
 
 def config(**changes: Any) -> GPT2Config:

@@ -19,9 +19,9 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.weight_files import ID_FILES
 from zero_tp.data import tokenizer_files
 from zero_tp.data.tokenizer_fingerprint import FINGERPRINT, TokenizerFingerprint
-from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.run.checkpoint.convert import to_huggingface
 from zero_tp.run.checkpoint.directory import read_manifest
+from zero_tp.tools.evaluation.model_directory import open_directory
 
 CONFIG = tiny_config("qwen2", VOCABULARY)
 

@@ -195,7 +195,7 @@ def test_a_checkpoint_that_is_complete_is_saved_whatever_fails_after(ranks: Pool
 def trainers_full_disk(path: str, folder: str, full_rank: int) -> str:
     """Return the error of saving a checkpoint of transformers' Trainer while a rank's disk is full."""
     from zero_tp.base.errors import UserError
-    from zero_tp.trainer.checkpoints import save_states
+    from zero_tp.tools.trainer.checkpoints import save_states
 
     engine, _ = build(path)
     steps_of(engine, 1, 1)

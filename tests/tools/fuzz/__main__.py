@@ -22,7 +22,7 @@ from tests.tools.fuzz.commands import ENVIRONMENT
 
 IMPORTED = (
     *("tests.support.preloaded", "transformers.models.auto.modeling_auto", "zero_tp.run.checkpoint.inspect"),
-    *("zero_tp.run.loop", "zero_tp.run.start", "zero_tp.evaluation.zero_shot"),
+    *("zero_tp.run.loop", "zero_tp.run.start", "zero_tp.tools.evaluation.zero_shot"),
 )
 """What the commands need is imported before they are forked."""
 NAMES = ("configs", "data", "checkpoints", "models", "evaluation_inputs", "inputs")

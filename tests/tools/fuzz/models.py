@@ -27,9 +27,9 @@ import sys
 from pathlib import Path
 from zero_tp import cli
 from zero_tp.data.tokenizer_files import open_tokenizer
-from zero_tp.evaluation.perplexity import perplexity
-from zero_tp.evaluation.model_directory import check_tokenizer
-from zero_tp.evaluation.eval_model import ParallelScorer, EvalModel
+from zero_tp.tools.evaluation.perplexity import perplexity
+from zero_tp.tools.evaluation.model_directory import check_tokenizer
+from zero_tp.tools.evaluation.eval_model import ParallelScorer, EvalModel
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.run.process.quiet import quiet_libraries
 
@@ -65,7 +65,7 @@ def make(directory: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from zero_tp.data.tokenizer_training import train_bpe
+    from zero_tp.tools.corpus.tokenizer_training import train_bpe
 
     torch.set_num_threads(1)
     tokenizer = train_bpe(iter([TEXT]), 290)

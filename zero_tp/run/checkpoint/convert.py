@@ -61,7 +61,7 @@ def to_huggingface(
 
     Args:
         tokenizer: directory to copy in; by default the run's.
-        card: returns the model card of a checkpoint and its manifest (zero_tp/report/card.py); by default none.
+        card: returns the model card of a checkpoint and its manifest (zero_tp/tools/report/card.py); by default none.
     """
     checkpoint = find_checkpoint(source)
     manifest = read_manifest(checkpoint)

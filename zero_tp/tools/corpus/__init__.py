@@ -1,0 +1,1 @@
+"""Make corpora of token ids from texts."""

@@ -1,0 +1,153 @@
+"""Process blocks of documents in several processes: check, repair, hash and tokenize them."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import compress, islice, starmap
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from zero_tp.base.errors import UserError
+from zero_tp.data.formats import import_optional
+from zero_tp.data.records import Document, Problem, RecordBlock, RecordCounts, location
+from zero_tp.data.tokenizer import DocumentEncoder
+from zero_tp.tools.corpus.settings import PrepareSettings
+from zero_tp.tools.corpus.similarity import EvaluationSets, sketches
+from zero_tp.tools.corpus.spool import DOCUMENT_FACTS, Mask, ProcessedBlock, StoredBlock
+
+Result = TypeVar("Result")
+_ITEMS_AHEAD = 3  # submitted items per process
+
+
+@dataclass(frozen=True)
+class BlockProcessor:
+    """Checks, repairs and hashes the records of a block, and tokenizes them if there is an encoder.
+
+    Attributes:
+        encoder: None if the tokenizer is to be trained on these documents.
+        sets: the evaluation sets that documents must not overlap with.
+    """
+
+    settings: PrepareSettings
+    encoder: DocumentEncoder | None = None
+    sets: EvaluationSets | None = None
+
+    def __call__(self, source: int, block: RecordBlock, sha256: str | None = None) -> ProcessedBlock:
+        counts, documents, places = RecordCounts(), list[Document](), list[int]()
+        settings = self.settings
+        for place, document in block.documents():
+            counts.read += 1
+            if settings.repair and isinstance(document, Document):
+                ftfy = import_optional("ftfy", "--repair-unicode")
+                document = document._replace(text=ftfy.fix_text(document.text))
+            if isinstance(document, Document) and not document.text.strip():
+                document = Problem("empty", "an empty document")
+            if isinstance(document, Problem):
+                counts.drop(location(block.source, place), document)
+            else:
+                documents.append(document)
+                places.append(place)
+        columns = {}
+        if self.encoder is not None:
+            encodings = self.encoder.encode([document.text for document in documents])
+            is_long = [len(ids) - self.encoder.eos_count >= settings.min_tokens for ids, _ in encodings]
+            if short := is_long.count(False):
+                counts.dropped["short"] += short
+            documents, places = list(compress(documents, is_long)), list(compress(places, is_long))
+            columns = self.encoder.columns(list(compress(encodings, is_long)))
+        texts = [document.text.encode("utf-8") for document in documents]
+        facts, key = np.zeros(len(documents), DOCUMENT_FACTS), settings.seed.to_bytes(8, "little")
+        facts["split_hash"] = _hashes(texts, "<u8", key)
+        facts["place"] = places
+        facts["characters"] = [len(document.text) for document in documents]
+        facts["bytes"] = list(map(len, texts))
+        if settings.deduplicate is not None:
+            facts["content_hash"] = _hashes(texts, "V16")
+        if settings.deduplicate == "near":
+            minhashes = sketches([document.text for document in documents])
+            facts["sketch_bytes"] = list(map(len, minhashes))
+            columns["sketches"] = b"".join(minhashes)
+        if self.sets is not None:
+            facts["contaminated"] = [self.sets.overlap_with(document) for document in documents]
+        columns |= {"documents": facts.tobytes(), "texts": zstandard.compress(b"".join(texts), 1)}
+        return ProcessedBlock(source, block.number, sha256, columns, counts)
+
+
+def _hashes(texts: Sequence[bytes], dtype: str, key: bytes = b"") -> npt.NDArray[Any]:
+    """Return a BLAKE2b hash of each text, as wide as `dtype`."""
+    size = np.dtype(dtype).itemsize
+    return np.frombuffer(b"".join(hashlib.blake2b(text, digest_size=size, key=key).digest() for text in texts), dtype)
+
+
+def encode_stored(
+    encoder: DocumentEncoder, block: StoredBlock, lengths: npt.NDArray[np.int64], selected: Mask
+) -> dict[str, bytes]:
+    """Return the token columns of a block with texts of `lengths` bytes; documents that aren't selected have none."""
+    columns = encoder.columns(encoder.encode(block.texts(lengths, selected)))
+    sizes = np.zeros(len(selected), np.int64)
+    sizes[selected] = np.frombuffer(columns["sizes"], np.int64)
+    return columns | {"sizes": sizes.tobytes()}
+
+
+_worker_function: Callable[..., Any]
+"""The function that this worker process runs; a global, because a pool's initializer cannot return it."""
+
+
+def map_in_order(work: Callable[..., Result], items: Iterable[tuple[Any, ...]], processes: int) -> Iterator[Result]:
+    """Yield `work(*item)` for each item, in order; with one process, call `work` in this one.
+
+    Args:
+        work: is pickled once for each process; items and results are pickled each time.
+    """
+    if processes <= 1:
+        yield from starmap(work, items)
+        return
+    # A fork of a process with threads may hang, and tokenizers, torch and pyarrow start threads.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker, initargs=(work,)) as pool:
+        items, pending = iter(items), deque[Future[Result]]()
+        try:
+            while True:
+                ahead = islice(items, _ITEMS_AHEAD * processes - len(pending))
+                pending.extend(pool.submit(_call_worker_function, *item) for item in ahead)
+                if not pending:
+                    return
+                yield pending.popleft().result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a process that prepares documents was killed (out of memory?): run it again with fewer --processes; "
+                'a script that calls prepare must do so under if __name__ == "__main__":'
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker(work: Callable[..., Any]) -> None:
+    global _worker_function
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process already
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends its workers
+    _worker_function = work
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _call_worker_function(*item: Any) -> Any:
+    return _worker_function(*item)

@@ -1,0 +1,261 @@
+"""`prepare` makes a corpus from documents. Its stages, in the order of this module:
+
+1. `Preparation.read`: the inputs are read once, block by block, in as many processes as there are cores. Each process
+   checks, repairs and hashes documents, and tokenizes them if the tokenizer exists. The results go to a `Spool`.
+2. `Preparation.select`: duplicates and contaminated documents are removed, and the validation set is selected.
+3. `Preparation.encode`: unless the tokenizer exists, it is trained, and then the documents are tokenized.
+4. `write_output`: both corpora, the validation texts and the report; then the output replaces an older one.
+
+An interrupted preparation resumes from a hidden directory next to the output, which holds spools and the trained
+tokenizer: a kill loses only blocks that were not committed. Memory holds 53 bytes a document, a few blocks of 1 MiB a
+process (or one document if that is longer), and nothing of the corpus itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from zero_tp.base.errors import UserError
+from zero_tp.base.files import clear_partial, hidden_sibling, partial_directory, put_in_place, remove, sync
+from zero_tp.data.documents import find_sources, read_blocks
+from zero_tp.data.records import RecordBlock, RecordCounts, Source
+from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer, save_tokenizer
+from zero_tp.tools.corpus.blocks import BlockProcessor, encode_stored, map_in_order
+from zero_tp.tools.corpus.output import DocumentTable, write_output
+from zero_tp.tools.corpus.settings import (
+    Prepared,
+    PrepareSettings,
+    check_settings,
+    differing_settings,
+    find_reusable,
+    output_identity,
+    spool_identity,
+)
+from zero_tp.tools.corpus.similarity import EvaluationSets
+from zero_tp.tools.corpus.spool import COMMITTED, ProcessedBlock, Spool, StoredBlock
+from zero_tp.tools.corpus.tokenizer_training import TokenizerSpec
+
+TOKENIZER, REMOVED = "tokenizer", "removed.jsonl"
+_SMALL = 4 << 20  # bytes; smaller inputs are read faster than other processes start
+
+
+def prepare(
+    inputs: Sequence[str | Path],
+    output: str | Path,
+    settings: PrepareSettings,
+    *,
+    overwrite: bool = False,
+    strict: bool = False,
+    processes: int | None = None,
+    progress: bool = True,
+) -> Prepared:
+    """Write `output/{train,validation}.{bin,idx,content.json}`, `output/tokenizer/`, `output/validation.jsonl` and
+    `output/report.json`.
+
+    Args:
+        inputs: files, directories, globs, `-` or `hf:NAME`; see `documents.find_sources`.
+        output: directory to write. An output of the same inputs and settings is reused.
+        overwrite: replace an output or an interrupted preparation of other inputs or settings, or of the hub.
+        strict: stop at the first record that is no document, instead of counting it.
+        processes: number of processes that read and tokenise; None: one per core.
+        progress: show progress bars when stderr is a terminal.
+
+    Raises:
+        UserError: bad input or settings, or an output or interrupted preparation of other ones.
+    """
+    output, spec = Path(output), TokenizerSpec.parse(settings.tokenizer)
+    check_settings(settings)
+    sources = find_sources(inputs, settings.text_key, settings.documents, settings.stdin)
+    if processes is not None and processes < 1:
+        raise UserError(f"processes {processes}: at least 1")
+    real_output = Path(os.path.realpath(output))  # of a symbolic link, the directory is replaced and not the link
+    spool_directory = hidden_sibling(real_output, "progress")
+    # Standard input and the hub may give other documents the next time.
+    can_resume = all(source.path is not None for source in sources)
+    compute_identity = partial(output_identity, sources, spec, settings)
+    with name_output_in_errors(output, spool_directory):
+        identity = spool_identity(sources, spec, settings)
+        # --overwrite reads standard input and the hub again: no output has the empty identity that `dict` returns.
+        reusable: Callable[[], dict[str, Any]] = compute_identity if can_resume or not overwrite else dict
+        if (reused := find_reusable(output, reusable, overwrite)) is not None:
+            clear_partial(real_output, (TOKENIZER,))
+            _clear_finished(spool_directory, identity, real_output)
+            if strict and (problems := reused.report["documents"]["problems"]):
+                raise UserError("{where}: {detail}".format(**problems[0]))
+            return reused
+        with (
+            partial_directory(real_output, (TOKENIZER,)) as staging,
+            _open_spool(spool_directory, identity, overwrite, can_resume) as spool,
+        ):
+            resumed = spool.counts.read
+            preparation = Preparation(sources, spec, settings, spool, strict, processes, progress)
+            preparation.save_existing_tokenizer(staging / TOKENIZER)
+            preparation.read()
+            documents = preparation.select(staging)
+            encoder, encoded_blocks = preparation.encode(documents, staging / TOKENIZER)
+            for number, source in enumerate(sources):
+                source.sha256 = spool.sha256[number]
+            report = write_output(staging, documents, encoded_blocks, encoder, compute_identity(), preparation.seconds)
+            put_in_place(staging, real_output, is_stale=lambda name: name == REMOVED)
+            (spool_directory / COMMITTED).unlink(missing_ok=True)  # the spool is not needed any more
+    return Prepared(output, report, reused=False, resumed=resumed)
+
+
+@contextlib.contextmanager
+def name_output_in_errors(output: Path, spool_directory: Path | None = None) -> Iterator[None]:
+    """Turn an OSError into a UserError that names the output, and says if the spool allows resuming."""
+    try:
+        yield
+    except OSError as error:
+        can_resume = error.errno == errno.ENOSPC and spool_directory is not None and spool_directory.exists()
+        remedy = "; the progress is kept: free some space and rerun the same command to resume" if can_resume else ""
+        raise UserError(f"{output}: can't be written: {error.strerror or error}{remedy}") from error
+
+
+@contextlib.contextmanager
+def _open_spool(directory: Path, identity: dict[str, Any], overwrite: bool, can_resume: bool) -> Iterator[Spool]:
+    """Open the spool in `directory`, with the blocks of an interrupted preparation; see `prepare`."""
+    spool = Spool(directory)
+    if spool.identity and not overwrite and (different := differing_settings(spool.identity, identity)):
+        raise UserError(
+            f"{directory} keeps {spool.counts.read:,} documents of an interrupted preparation with other settings "
+            f"({different}): give the same settings to resume, or start over: --overwrite"
+        )
+    if spool.identity != identity or not can_resume:
+        remove(directory)
+        spool = Spool(directory)
+    try:
+        with contextlib.closing(spool.open(identity)):
+            yield spool
+    finally:
+        if not (can_resume and (directory / COMMITTED).exists()):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _clear_finished(directory: Path, identity: dict[str, Any], output: Path) -> None:
+    """Remove the spool of a process that was killed after it wrote the output, unless another process uses it."""
+    if directory.exists():
+        with contextlib.suppress(UserError), partial_directory(output, (TOKENIZER,)):
+            committed = Spool(directory).identity
+            if committed is None or not differing_settings(committed, identity):
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+class Preparation:
+    """The stages of `prepare` before the output is written; each resumes where an interrupted preparation stopped.
+
+    Attributes:
+        seconds: stage → its duration.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        spec: TokenizerSpec,
+        settings: PrepareSettings,
+        spool: Spool,
+        strict: bool,
+        processes: int | None,
+        progress: bool,
+    ) -> None:
+        self.sources, self.spec, self.settings, self.spool, self.strict = sources, spec, settings, spool, strict
+        # disable=None: a bar on a terminal only.
+        self.bar: Callable[..., tqdm] = partial(tqdm, leave=False, disable=None if progress else True)
+        self.total_bytes = sum(source.size_and_time[0] for source in sources)
+        small = all(source.path is not None for source in sources) and self.total_bytes < _SMALL
+        self.processes = processes or (1 if small else len(os.sched_getaffinity(0)))
+        self.tokenizer = load_tokenizer(spec.directory, settings.eos) if spec.directory is not None else None
+        encoder = None if self.tokenizer is None else DocumentEncoder(self.tokenizer, settings.sentences)
+        sets = EvaluationSets.read(settings.decontaminate) if settings.decontaminate else None
+        self.processor = BlockProcessor(settings, encoder, sets)
+        self.seconds: dict[str, float] = {}
+
+    def save_existing_tokenizer(self, destination: Path) -> None:
+        """Save the tokenizer unless it is to be trained, before any document is read: it may be refused."""
+        started = time.perf_counter()
+        if self.tokenizer is not None and self.spec.directory is not None:
+            save_tokenizer(self.tokenizer, destination, self.spec.directory)
+            self.seconds["tokenizer"] = time.perf_counter() - started
+
+    def read(self) -> None:
+        """Read all sources into the spool."""
+        started, spool = time.perf_counter(), self.spool
+        with self.bar(desc="reading", total=self.total_bytes or None, unit="B", unit_scale=True) as bar:
+            self._check_strict()
+            for block in map_in_order(self.processor, self._missing_blocks(bar), self.processes):
+                spool.append(block)
+                self._check_strict()
+        spool.flush()
+        self.seconds["reading"] = time.perf_counter() - started
+
+    def _missing_blocks(self, bar: tqdm) -> Iterator[tuple[int, RecordBlock, str | None]]:
+        """Yield the blocks that are not in the spool, and after a source's last one an empty block with its SHA-256."""
+        bytes_before = 0
+        for number, source in enumerate(self.sources):
+            if number not in self.spool.sha256:
+                last = self.spool.last_blocks.get(number, -1)
+                for block in read_blocks(source):
+                    bar.update(bytes_before + source.position - bar.n)
+                    if block.number > last:
+                        yield number, block, None
+                yield number, RecordBlock(source.name, 0, None, []), source.sha256
+            bytes_before += source.size_and_time[0]
+
+    def _check_strict(self) -> None:
+        if self.strict and self.spool.counts.problems:
+            problem = self.spool.counts.problems[0]
+            raise UserError(f"{problem.where}: {problem.detail}")
+
+    def select(self, staging: Path) -> DocumentTable:
+        """Return the documents of the output, and write `removed.jsonl` if a step can remove some."""
+        documents = DocumentTable(self.spool.blocks, [source.name for source in self.sources], self.spool.counts)
+        if self.settings.deduplicate or self.settings.decontaminate:
+            with open(staging / REMOVED, "w", encoding="utf-8") as file:
+                for document in documents.remove(self.settings.deduplicate):
+                    file.write(json.dumps(document, ensure_ascii=False) + "\n")
+        documents.select_validation(self.settings.validation)
+        return documents
+
+    def encode(self, documents: DocumentTable, destination: Path) -> tuple[DocumentEncoder, Sequence[StoredBlock]]:
+        """Return the encoder, and the blocks with the documents' tokens; save the tokenizer if it is trained."""
+        started = time.perf_counter()
+        if self.processor.encoder is not None:
+            return self.processor.encoder, self.spool.blocks
+        directory = self._train(documents)
+        shutil.copytree(directory, destination)
+        encoder = DocumentEncoder(load_tokenizer(directory), self.settings.sentences)
+        self.seconds["tokenizer"] = time.perf_counter() - started
+        with contextlib.closing(Spool(self.spool.directory / "encoded").open({})) as encoded:
+            numbers = range(len(encoded.blocks), len(documents.blocks))
+            items = map(documents.block_to_encode, self.bar(numbers, "encoding", unit=" blocks"))
+            results = map_in_order(partial(encode_stored, encoder), items, self.processes)
+            for number, columns in zip(numbers, results, strict=True):
+                encoded.append(ProcessedBlock(0, number, None, columns, RecordCounts()))
+            encoded.flush()
+        self.seconds["encoding"] = time.perf_counter() - started - self.seconds["tokenizer"]
+        return encoder, encoded.blocks
+
+    def _train(self, documents: DocumentTable) -> Path:
+        """Train the tokenizer on the training documents, unless the spool's directory has it; return its directory."""
+        self.spool.commit()
+        trained, unfinished = self.spool.directory / TOKENIZER, self.spool.directory / "tokenizer.new"
+        if not trained.exists():
+            remove(unfinished)
+            sample = documents.tokenizer_sample(self.settings.tokenizer_documents)
+            bar = partial(self.bar, desc="training the tokenizer", total=int(sample.sum()), unit=" documents")
+            tokenizer = self.spec.train(lambda: iter(bar(documents.texts(sample))))
+            tokenizer.save_pretrained(str(unfinished))
+            sync(unfinished)
+            os.replace(unfinished, trained)
+        return trained

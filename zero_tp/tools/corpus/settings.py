@@ -1,0 +1,254 @@
+"""The settings of a prepared corpus, its report, and whether an output can be reused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from zero_tp.base.errors import UserError, shown
+from zero_tp.base.strict_json import read_json
+from zero_tp.base.validation import ConfigModel, Count, Positive, validate
+from zero_tp.data.documents import file_sha256
+from zero_tp.data.formats import DOCUMENT_UNITS, STREAMS, import_optional
+from zero_tp.data.indexed import REPORT
+from zero_tp.data.records import DroppedRecord, Source
+from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
+from zero_tp.tools.corpus.tokenizer_training import TokenizerSpec
+
+FORMAT = 1  # increment it when the same settings give other files
+WORD_RULE = 2  # increment it when `similarity.words` changes
+SPOOL_FORMAT = 7  # increment it when the format of a spool changes
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """Settings that decide the output, together with the inputs.
+
+    Attributes:
+        tokenizer: `bpe:SIZE`, `wordpiece:SIZE`, `wordpiece-cased:SIZE` or a directory.
+        validation: below 1, the fraction of the documents held out (at least one document); from 1, their number.
+        seed: seed of the split.
+        text_key: field of the text; None: see `records.choose_key`.
+        documents: the unit of a .txt file that is one document: "file", "line" or "blank-line" (paragraphs).
+        stdin: kind of standard input, one of `STREAMS`.
+        repair: mend Unicode with ftfy.
+        min_tokens: drop shorter documents; 0: none.
+        deduplicate: drop "exact" copies, or "near" ones too; the first one stays.
+        decontaminate: files of evaluation sets; documents that overlap with one are dropped.
+        eos: the token that ends documents, if the tokenizer is a directory; None: see `load_tokenizer`.
+        tokenizer_documents: train the tokenizer on this many of the training documents; None: all.
+        sentences: ISO 639 code: split documents into sentences by the rules of this language.
+    """
+
+    tokenizer: str
+    validation: float = 0.02
+    seed: int = 1234
+    text_key: str | None = None
+    documents: str = "file"
+    stdin: str = "jsonl"
+    repair: bool = False
+    min_tokens: int = 0
+    deduplicate: str | None = None
+    decontaminate: tuple[Path, ...] = ()
+    sentences: str | None = None
+    eos: str | None = None
+    tokenizer_documents: int | None = None
+
+    def enabled_options(self) -> dict[str, Any]:
+        """Return the optional settings that are on, with the hashes of the evaluation sets."""
+        names = ("repair", "min_tokens", "deduplicate", "decontaminate", "sentences", "eos", "tokenizer_documents")
+        hashes = {"decontaminate": [file_sha256(path) for path in self.decontaminate]}
+        return {name: value for name in names if (value := hashes.get(name, getattr(self, name)))}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The result of `prepare`.
+
+    Attributes:
+        report: the content of report.json.
+        reused: an earlier output has the same inputs and settings, so nothing was written.
+        resumed: documents that an interrupted preparation had read.
+    """
+
+    output: Path
+    report: dict[str, Any]
+    reused: bool
+    resumed: int = 0
+
+
+class PreparedFile(ConfigModel):
+    bytes: Count
+    sha256: str
+
+
+PreparedFiles = Annotated[dict[str, PreparedFile], Field(min_length=1)]
+"""By name. An empty table is refused, because it would pass as undamaged."""
+
+
+class DocumentCounts(ConfigModel):
+    """Counts of records: read = kept + the sum of dropped, by reason; and the first problems."""
+
+    read: Count
+    kept: Count
+    dropped: dict[str, Positive]
+    problems: list[DroppedRecord]
+
+
+class Report(ConfigModel):
+    """The content of report.json."""
+
+    identity: dict[str, Any]
+    inputs: list[str]
+    documents: DocumentCounts
+    splits: dict[str, dict[Literal["documents", "tokens", "characters", "bytes"], Positive]]
+    vocabulary_size: Positive
+    end_of_document: str | None
+    tokenizer: TokenizerFingerprint | None = None
+    unigram: dict[Literal["train_entropy", "validation_cross_entropy", "uniform"], float]
+    seconds: dict[str, float]
+    tokens_per_second: float
+    versions: dict[str, str]
+    files: PreparedFiles
+
+
+def output_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings) -> dict[str, Any]:
+    """Return everything that decides the output. A newer setting is in it only if set: older outputs stay reusable."""
+    hashes = [source.sha256 or (file_sha256(source.path) if source.path is not None else "") for source in sources]
+    inputs = [
+        {"kind": source.kind, "name": source.name} if source.kind == "hub" else {"kind": source.kind, "sha256": sha256}
+        for source, sha256 in zip(sources, hashes, strict=True)
+    ]
+    return {
+        "format": FORMAT,
+        "inputs": inputs,
+        "tokenizer": spec.identity(),
+        "validation": settings.validation,
+        "seed": settings.seed,
+        "text_key": settings.text_key or "text",
+        **({"documents": settings.documents} if settings.documents != "file" else {}),
+        **settings.enabled_options(),
+        **({"word_rule": WORD_RULE} if settings.deduplicate == "near" or settings.decontaminate else {}),
+    }
+
+
+def spool_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings) -> dict[str, Any]:
+    """Return everything that decides the content of a spool, as a JSON object."""
+    identity: dict[str, Any] = {
+        "format": [FORMAT, SPOOL_FORMAT],
+        "inputs": [source.name for source in sources],
+        "sizes and times": [list(source.size_and_time) for source in sources],
+        "versions": library_versions(),
+        **asdict(settings) | {"decontaminate": []} | settings.enabled_options(),
+        "tokenizer": spec.identity(),
+    }
+    return identity
+
+
+def differing_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return the names of the settings that differ between two spool identities; "" if none does."""
+    settings = (before.keys() | now.keys()) - {"format", "versions", "sizes and times"}
+    return ", ".join(sorted(name for name in settings if before.get(name) != now.get(name)))
+
+
+def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the size and the SHA-256 of each file below a directory."""
+    return {
+        str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def check_settings(settings: PrepareSettings) -> None:
+    """Raise a UserError for the first setting that is out of its range."""
+    trains_tokenizer = TokenizerSpec.parse(settings.tokenizer).directory is None
+    check_validation_size(settings.validation)
+    checks: dict[str, tuple[object, str]] = {
+        "seed": (0 <= settings.seed < 1 << 64, "from 0 to 2^64 - 1"),
+        "documents": (settings.documents in DOCUMENT_UNITS, f"one of {', '.join(DOCUMENT_UNITS)}"),
+        "stdin": (settings.stdin in STREAMS, f"one of {', '.join(STREAMS)}"),
+        "deduplicate": (settings.deduplicate in (None, "exact", "near"), "exact or near"),
+        "min_tokens": (
+            settings.min_tokens == 0 or (settings.min_tokens > 0 and not trains_tokenizer),
+            "at least 0; it counts the tokens of an existing tokenizer: prepare without it first, and then give that "
+            "output's tokenizer directory",
+        ),
+        "eos": (
+            settings.eos is None or not trains_tokenizer,
+            f"{settings.tokenizer} has its own; give a directory to choose",
+        ),
+        "tokenizer_documents": (
+            settings.tokenizer_documents is None or (settings.tokenizer_documents > 0 and trains_tokenizer),
+            "at least 1, for a tokenizer that is trained",
+        ),
+        "sentences": (
+            settings.sentences is None or re.fullmatch("[a-z]{2,3}", settings.sentences),
+            "the ISO 639 code of a language is needed, such as en",
+        ),
+    }
+    for name, (valid, remedy) in checks.items():
+        if not valid:
+            raise UserError(f"{name} {getattr(settings, name)!r}: {remedy}")
+    if settings.sentences is not None:
+        import_optional("sentencex", "splitting sentences")
+
+
+def check_validation_size(validation: float) -> None:
+    is_count = validation >= 1 and float(validation).is_integer()
+    if not is_count and not 0 < validation < 1:
+        raise UserError(f"validation {validation:g}: a fraction between 0 and 1, or a whole number of documents from 1")
+
+
+def find_reusable(output: Path, compute_identity: Callable[[], dict[str, Any]], overwrite: bool) -> Prepared | None:
+    """Return the existing output if its identity is that of `compute_identity`; None: nothing can be reused."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return None
+    identity = compute_identity()
+    raw: dict[str, Any] = {}
+    try:
+        raw = read_json(output / REPORT, "")
+        report = validate(Report, raw, str(output / REPORT))
+    except UserError as error:
+        if overwrite and {"identity", "files"} <= raw.keys():
+            return None
+        raise UserError(
+            f"{output} exists and is not the output of this command: choose another --output ({error})"
+        ) from None
+    if report.identity != identity:
+        if overwrite:
+            return None
+        changed = ", ".join(key for key in identity if report.identity.get(key) != identity[key]) or "settings"
+        raise UserError(
+            f"{output} was made with another {changed}: choose another --output, or replace it: --overwrite"
+        )
+    problem = find_damage(output, report.files)
+    if problem and not overwrite:
+        raise UserError(f"{problem}: prepare the corpus again with --overwrite")
+    return None if problem else Prepared(output, raw, reused=True)
+
+
+def find_damage(directory: Path, files: Mapping[str, PreparedFile]) -> str | None:
+    """Describe the first file that differs from its record, which `describe_files` made; None: none does."""
+    for name, recorded in files.items():
+        path = directory / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if (size := path.stat().st_size) != recorded.bytes:
+            return f"{path} has {size:,} bytes instead of {recorded.bytes:,}"
+        if (sha256 := file_sha256(path)) != recorded.sha256:
+            return f"{path} has SHA-256 {sha256[:12]}… instead of {shown(recorded.sha256)[1:13]}…"
+    return None
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of the installed libraries that decide an output."""
+    libraries = ("tokenizers", "transformers", "ftfy", "rensa", "sentencex")
+    return {name: version(name) for name in libraries if find_spec(name)}

@@ -1,0 +1,80 @@
+"""Zero-shot tasks during training, on the live model itself. They do not change the training."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zero_tp.base.errors import UserError
+from zero_tp.base.settings.schema import Evaluation
+from zero_tp.data.tokenizer import load_tokenizer
+from zero_tp.run.callback import Callback, TrainState
+from zero_tp.run.step_logger import format_number
+from zero_tp.tools.evaluation.eval_model import EvalModel, ParallelScorer
+from zero_tp.tools.evaluation.model_directory import check_tokenizer
+from zero_tp.tools.evaluation.task import TaskOptions
+from zero_tp.tools.evaluation.zero_shot import make_tasks
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from zero_tp.engine.engine import TrainingEngine
+
+
+class LiveTasks(Callback):
+    """Evaluate a run's zero-shot tasks after each validation.
+
+    Args:
+        block: `zero_tp.evaluation` of the run's config.
+        tokenizer: directory of the run's tokenizer.
+        model_config: the model's Hugging Face config.
+        positions: tokens of the longest window or context. A run trains no position beyond its sequence length.
+    """
+
+    def __init__(
+        self, block: Evaluation, tokenizer: Path | None, model_config: PretrainedConfig, positions: int
+    ) -> None:
+        if tokenizer is None:
+            raise UserError("zero_tp.evaluation.tasks: tasks need a tokenizer; set zero_tp.tokenizer to its directory")
+        include = Path(block.task_include_path) if block.task_include_path else None
+        data = {task: Path(file) for task, file in block.task_data.items()}
+        try:
+            self._tokenizer, self._model_config, self._positions = load_tokenizer(tokenizer), model_config, positions
+            check_tokenizer(self._tokenizer, model_config, tokenizer)
+            self._tasks = make_tasks(block.tasks, data, TaskOptions(limit=block.task_limit, include_path=include))
+            for task in self._tasks:
+                task.check(positions, self._tokenizer)
+        except UserError as error:
+            # The error names options of `zero-tp evaluate`.
+            message = f"zero_tp.evaluation.tasks: {error} (instead of --data, set zero_tp.evaluation.task_data)"
+            raise UserError(message) from error
+
+    def on_evaluate(self, state: TrainState) -> None:
+        results = self.evaluate(state.engine, state.config.micro_batch)
+        for task, metrics in results.items():
+            values = ", ".join(f"{name} {format_number(value)}" for name, value in metrics.items() if value is not None)
+            state.print(f"{task} at step {state.step}: {values}")
+        flat = {f"{task}/{name}": value for task, metrics in results.items() for name, value in metrics.items()}
+        state.log({"step": state.step, **flat})
+        gc.collect()  # thousands of lm-eval requests in reference cycles
+
+    def evaluate(self, engine: TrainingEngine, batch_size: int) -> dict[str, dict[str, float | None]]:
+        """Return the metrics to log, by task. Collective."""
+        model = EvalModel(
+            ParallelScorer(engine.engine),
+            engine.model,
+            self._tokenizer,
+            self._model_config,
+            self._positions,
+            batch_size=batch_size,
+            device=engine.device,
+            topology=engine.topology,
+            lock_step=engine.zero.lock_step,
+            quiet=True,
+        )
+        engine.engine.eval()
+        try:
+            return {task.name: task.metrics_to_log(task.run(model)) for task in self._tasks}
+        finally:
+            engine.engine.train()

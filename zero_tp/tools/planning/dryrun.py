@@ -1,0 +1,230 @@
+"""Dry run: one rank's forward and backward of the real model code on fake tensors, without data.
+
+Fake tensors have shapes but no memory, and collectives of fake groups return at once. tools/planning/tracking.py records when
+each storage is allocated and freed, which gives the bytes of real tensors. Model states and ZeRO's buffers come from
+tools/planning/zero.py, because DeepSpeed's engine does not run on fake tensors.
+
+Layers take the same bytes if they and their neighbours have the same window, MLP and recomputation. So the dry run
+executes a few representative layers and repeats their bytes for all L layers.
+
+A plan for a CPU uses fake "cpu" tensors: the meta device would decompose attention and count its scores. A plan for an
+accelerator uses tensors of a simulated one (tools/planning/simulated_accelerator.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PretrainedConfig
+
+from zero_tp.base.constants import DTYPES
+from zero_tp.base.settings.recompute import RecomputePolicy
+from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
+from zero_tp.model.architectures import architecture_of
+from zero_tp.model.architectures.spec import TransformerSpec
+from zero_tp.model.causal_lm import CausalLM
+from zero_tp.model.context import PackedSequences
+from zero_tp.model.masked_lm import MaskedLM
+from zero_tp.model.parallel_model import ParallelModel
+from zero_tp.model.recompute.activation_memory import ActivationMemory
+from zero_tp.model.recompute.stores import MAX_COPIES_OUT
+from zero_tp.parallel.elementwise import ElementwiseOps, set_training_elementwise
+from zero_tp.parallel.topology import Topology
+from zero_tp.tools.planning.plan_settings import Workload
+from zero_tp.tools.planning.simulated_accelerator import has_real_device, run_isolated, simulated_accelerator
+from zero_tp.tools.planning.tracking import MemorySample, join_parts, measure
+
+
+def dry_run(config: PretrainedConfig, workload: Workload, *, all_layers: bool = False) -> list[MemorySample]:
+    """Return the bytes after each allocation of one micro-batch, forward and backward, in order.
+
+    They leave out the buffer of `contiguous_memory_optimization` (M_D), which outlives the micro-batch: it is in
+    `Workload.activation_checkpoint_bytes`.
+
+    Args:
+        all_layers: run all layers instead of representative ones.
+    """
+    if not workload.cpu and has_real_device():
+        return run_isolated(_dry_run_here, config, workload, all_layers)
+    return _dry_run_here(config, workload, all_layers)
+
+
+def _dry_run_here(config: PretrainedConfig, workload: Workload, all_layers: bool) -> list[MemorySample]:
+    """Run in this process, which for a plan of an accelerator must not use a real one."""
+    with fake_micro_batch(config, workload, all_layers=all_layers) as (model, batch, representatives):
+        parts = measure(model, batch)
+    return join_parts(parts, representatives)
+
+
+@contextmanager
+def fake_micro_batch(
+    config: PretrainedConfig, workload: Workload, *, all_layers: bool
+) -> Iterator[tuple[ParallelModel, AnyBatch, list[int]]]:
+    """Yield one rank's model and micro-batch of fake tensors, and for each layer the number of its representative.
+
+    Args:
+        all_layers: each layer represents itself.
+    """
+    with ExitStack() as stack:
+        device = torch.device("cpu")
+        if not workload.cpu:
+            device = stack.enter_context(simulated_accelerator(varlen=workload.varlen))
+        stack.enter_context(torch.random.fork_rng([]))
+        # Run backward in this thread: autograd starts no thread for a device registered after the first backward.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(FakeTensorMode())
+        spec = architecture_of(config).spec(config)
+        recomputed = workload.policy.recomputed_layers(spec.layers)
+        if workload.policy.keep_micro_batches:  # the micro-batch that keeps all its activations has the peak
+            recomputed = range(0)
+        windows_and_mlps = enumerate(zip(spec.windows, spec.mlps, strict=True))
+        kinds = [LayerKind(window, mlp, number in recomputed) for number, (window, mlp) in windows_and_mlps]
+        reach = MAX_COPIES_OUT if workload.offloads_checkpoints else 1
+        executed = kinds if all_layers else representative_layers(kinds, reach)
+        numbers = {context: number for number, context in enumerate(layer_contexts(executed, reach))}
+        contexts = enumerate(layer_contexts(kinds, reach))
+        representatives = [number if all_layers else numbers[context] for number, context in contexts]
+        rotary = spec.rotary
+        if rotary is not None and workload.documents:  # fake positions have no maximum
+            rotary = replace(rotary, by_length=False)
+        windows, mlps = tuple(kind.window for kind in executed), tuple(kind.mlp for kind in executed)
+        model_class: type[ParallelModel] = DocumentPerTokenLM if spec.causal else MaskedLM
+        model = model_class(
+            config,
+            fake_tp_topology(workload.tensor, workload.sequence),
+            source=UninitializedSource(),
+            dtype=getattr(torch, DTYPES[workload.dtype]),
+            device=device,
+            spec=replace(spec, layers=len(executed), windows=windows, mlps=mlps, rotary=rotary),
+        )
+        model.train()
+        set_training_elementwise(model, RepresentativeChunks())
+        recomputing = tuple(number for number, kind in enumerate(executed) if kind.recomputes)
+        policy = _FixedLayersPolicy(**workload.policy.model_dump(), numbers=recomputing)
+        ActivationMemory(model, policy, workload.checkpointing, device)  # wraps the layers' forward
+        yield model, fake_batch(workload, spec, device), representatives
+
+
+def fake_batch(workload: Workload, spec: TransformerSpec, device: torch.device) -> AnyBatch:
+    """Return a fake micro-batch of the workload."""
+    tokens = torch.zeros(workload.batch, workload.length, dtype=torch.long, device=device)
+    if spec.causal:
+        documents = torch.zeros(workload.batch, workload.length, dtype=torch.long)
+        return Batch(tokens, tokens, *([tokens, documents] if workload.documents else []))
+    names = ("input_ids", "token_type_ids", "attention_mask", "labels")
+    batch = MaskedBatch(dict.fromkeys(names, tokens))
+    batch["label_places"] = torch.zeros(workload.labels, dtype=torch.long, device=device)
+    if spec.sentence_head:
+        batch["next_sentence_label"] = tokens[:, 0]
+    return batch
+
+
+class RepresentativeChunks(ElementwiseOps):
+    """Compute only the first, second and last chunk. The others take the same bytes as the second.
+
+    The first chunk differs because it follows no other chunk, the last because it may be shorter.
+    """
+
+    def chunk_starts(self, stop: int, step: int) -> Sequence[int]:
+        starts = super().chunk_starts(stop, step)
+        return [*starts[:2], *starts[2:][-1:]]
+
+
+class DocumentPerTokenLM(CausalLM):
+    """A causal model for which each token is a document, because fake tensors have no document numbers.
+
+    One document for each token takes the most bytes.
+    """
+
+    def _pack(self, document_ids: Tensor, device: torch.device) -> PackedSequences:
+        cu_seqlens = np.arange(document_ids.numel() + 1, dtype=np.int32)
+        return PackedSequences.from_cu_seqlens(cu_seqlens, document_ids.shape, device)
+
+
+class UninitializedSource:
+    """A source of initial weights that leaves parameters uninitialised."""
+
+    def fill(self, *_: Any) -> None:
+        pass
+
+
+class _FixedLayersPolicy(RecomputePolicy):
+    """A policy that recomputes the layers with these numbers."""
+
+    numbers: tuple[int, ...]
+
+    def recomputed_layers(self, layers: int) -> Any:
+        return self.numbers
+
+
+def fake_tp_topology(tensor: int, sequence: bool) -> Topology:
+    """Return the topology of rank 0 in a fake TP group. It needs no process group."""
+    topology = Topology(tensor, sequence, world=tensor)
+    if tensor > 1:
+        backend = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, tensor)
+        group = dist.ProcessGroup(FakeStore(), 0, tensor)
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        group._set_default_backend(kind)
+        for device_type in ("cpu", "cuda", "privateuseone"):
+            group._register_backend(torch.device(device_type), kind, backend)
+        topology.tensor_group = group
+    return topology
+
+
+# ---- representative layers -------------------------------------------------------------------------------------------
+
+
+class LayerKind(NamedTuple):
+    """The properties of a layer that change its bytes: its attention window, its MLP, and whether it recomputes."""
+
+    window: int | None
+    mlp: str
+    recomputes: bool
+
+
+def layer_contexts(kinds: Sequence[LayerKind], reach: int = 1) -> list[tuple[Any, ...]]:
+    """Return for each layer everything that its bytes depend on.
+
+    This is its kind, the kinds of its neighbours, and whether it is the first layer with its window: in backward that
+    layer is the last to free the window's mask.
+
+    Args:
+        reach: a recomputing layer depends on at most so many recomputing layers before and after it. With
+            `cpu_checkpointing` its checkpoint is copied to the host while the next layers run, and is fetched one layer
+            ahead in backward.
+    """
+    neighbours: list[LayerKind | None] = [None, *kinds, None]
+    windows = [kind.window for kind in kinds]
+    recomputes = [kind.recomputes for kind in kinds]
+    return [
+        (
+            tuple(neighbours[number : number + 3]),
+            windows.index(kind.window) == number,
+            min(reach, sum(recomputes[:number])) * kind.recomputes,
+            min(reach, sum(recomputes[number + 1 :])) * kind.recomputes,
+        )
+        for number, kind in enumerate(kinds)
+    ]
+
+
+def representative_layers(kinds: Sequence[LayerKind], reach: int = 1) -> list[LayerKind]:
+    """Return a short list of layers with the same set of contexts.
+
+    Of equal layers three remain, of recomputing ones 1 + 2 · `reach`.
+    """
+    contexts = set(layer_contexts(kinds, reach))
+    for length in range(len(kinds) - 1, 0, -1):
+        for start in range(len(kinds) - length + 1):
+            fewer = [*kinds[:start], *kinds[start + length :]]
+            if set(layer_contexts(fewer, reach)) == contexts:
+                return representative_layers(fewer, reach)
+    return list(kinds)

@@ -1,0 +1,209 @@
+"""Memory of one rank over a step: the dry run's activations and DeepSpeed's model states."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from transformers import PretrainedConfig
+
+from zero_tp.model.architectures import architecture_of
+from zero_tp.model.architectures.spec import TransformerSpec
+from zero_tp.model.model_class import model_class
+from zero_tp.parallel.layout import whole_shape
+from zero_tp.parallel.topology import Topology
+from zero_tp.run.config import RunConfig
+from zero_tp.tools.planning import formulas
+from zero_tp.tools.planning.dryrun import dry_run
+from zero_tp.tools.planning.plan_settings import Workload, ZeroSettings, workload_of
+from zero_tp.tools.planning.tracking import MemorySample
+from zero_tp.tools.planning.zero import RankParameters, StateBytes, ZeroMemory
+
+STATE_CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers")
+CATEGORIES = (*STATE_CATEGORIES, "activations", "transients")
+
+
+class ModelSize(NamedTuple):
+    """A model's spec, the parameters of TP rank 0, and the number of parameters of the whole model."""
+
+    spec: TransformerSpec
+    parameters: RankParameters
+    num_parameters: int
+
+    @property
+    def active_parameters(self) -> int:
+        """Return the number of parameters that compute one token: without the experts that it does not choose."""
+        return self.num_parameters - self.spec.idle_parameters
+
+
+def model_size(config: PretrainedConfig, tensor: int, sequence: bool) -> ModelSize:
+    """Build a model on the meta device and count its parameters."""
+    spec = architecture_of(config).spec(config)
+    model = model_class(spec)(config, Topology(tensor, sequence, world=tensor), device="meta")
+    sizes = [(parameter.numel(), whole_shape(parameter)) for parameter in model.parameters()]
+    matrices = tuple(size for size, shape in sizes if len(shape) >= 2)
+    vectors = tuple(size for size, shape in sizes if len(shape) < 2)
+    modules: list[tuple[int, ...]] = []
+    layers: list[int] = []
+    for name, module in model.named_modules():
+        if numels := tuple(parameter.numel() for parameter in module.parameters(recurse=False)):
+            modules.append(numels)
+            parts = name.split(".")
+            is_after_layers = parts[0] != "transformer" or "final_norm" in parts
+            layers.append(int(parts[2]) if "layers" in parts else spec.layers if is_after_layers else -1)
+    num_parameters = sum(math.prod(shape) for _, shape in sizes)
+    # The last module of an encoder is not its tied output layer.
+    tied = bool(config.tie_word_embeddings) and modules[-1] == modules[0]
+    return ModelSize(spec, RankParameters(matrices, vectors, tuple(modules), tuple(layers), tied), num_parameters)
+
+
+def run_model_size(config: RunConfig) -> ModelSize:
+    """Return the `model_size` of a run's model."""
+    parallel = config.zero_tp.parallel
+    return model_size(config.hf_config(), parallel.tensor, parallel.sequence)
+
+
+@dataclass(frozen=True)
+class Point:
+    """All bytes at one moment of a step: those of a `MemorySample` and the model states.
+
+    Attributes:
+        phase: "forward", "backward", "reduce" or "step".
+        position: on a time axis: forward from 0 to 1, backward from 1 to 2, the rest from 2 to 3.
+        bytes: on the device, by category of CATEGORIES.
+        host: bytes in host memory.
+    """
+
+    phase: str
+    position: float
+    bytes: dict[str, float]
+    host: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.bytes.values())
+
+    def as_json(self) -> dict[str, Any]:
+        return {"phase": self.phase, "total": self.total, "host": self.host, **self.bytes}
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory that one rank allocates over a step.
+
+    Attributes:
+        samples: of one micro-batch.
+        activation_checkpoint_bytes: see `Workload.activation_checkpoint_bytes`.
+    """
+
+    zero: ZeroMemory
+    samples: list[MemorySample]
+    activation_checkpoint_bytes: tuple[float, float] = (0.0, 0.0)
+
+    @cached_property
+    def points(self) -> list[Point]:
+        """Return the memory during the last micro-batch, at the end of backward, at the update's peaks and after."""
+        zero, points = self.zero, list[Point]()
+        forward = sum(sample.phase == "forward" for sample in self.samples)
+        backward = len(self.samples) - forward
+        for number, sample in enumerate(self.samples):
+            position = number / forward if number < forward else 1 + (number - forward) / backward
+            states = zero.in_micro_batch(sample.phase, sample.gradients, sample.layer, sample.transients)
+            points.append(self._point(sample.phase, position, states, sample.activations, sample.transients))
+        return [
+            *points,
+            self._point("reduce", 2.0, zero.in_last_reduction()),
+            self._point("step", 2.25, zero.in_grad_conversion()),
+            self._point("step", 2.5, zero.in_update()),
+            self._point("step", 3.0, zero.states),
+        ]
+
+    @cached_property
+    def peak(self) -> Point:
+        """Return the point with the most bytes on the device. The host memory of a CPU rank counts too."""
+        return max(self.points, key=lambda point: point.total + (point.host if self.zero.settings.cpu else 0.0))
+
+    @cached_property
+    def host(self) -> float:
+        """Return the most bytes of one rank in host memory."""
+        return max(self.zero.states.host, self.zero.in_update().host) + self.activation_checkpoint_bytes[1]
+
+    def _point(
+        self, phase: str, position: float, states: StateBytes, activations: float = 0.0, transients: float = 0.0
+    ) -> Point:
+        sizes = {name: float(getattr(states, name)) for name in STATE_CATEGORIES}
+        sizes |= {"activations": self.activation_checkpoint_bytes[0] + activations, "transients": transients}
+        return Point(phase, position, sizes, states.host + self.activation_checkpoint_bytes[1])
+
+
+def rank_memory(config: RunConfig, *, cpu: bool, varlen: bool = True, model: ModelSize | None = None) -> RankMemory:
+    """Return the memory of one rank of the run.
+
+    Args:
+        config: loaded with a world size.
+        cpu: the ranks run on CPUs, else on accelerators.
+        varlen: the accelerators support `varlen_attn`.
+        model: `run_model_size(config)`, if the caller has it.
+    """
+    model, workload = model or run_model_size(config), workload_of(config, cpu=cpu, varlen=varlen)
+    recomputed = workload.fully_recomputed_layers(model.spec.layers)
+    zero = ZeroMemory(model.parameters, ZeroSettings.of(config, cpu=cpu), recomputed)
+    checkpoint_bytes = workload.activation_checkpoint_bytes(model.spec.hidden, model.spec.layers)
+    return RankMemory(zero, dry_run(config.hf_config(), workload), checkpoint_bytes)
+
+
+# ---- the papers' formulas --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PaperMemory:
+    """The memory of one rank by the papers' formulas [bytes], at a ZeRO stage and with N_d = `data`."""
+
+    model: ModelSize
+    workload: Workload
+    stage: int
+    data: int
+
+    @property
+    def parameters(self) -> float:
+        """Return Ψ/t: the parameters of this rank before ZeRO partitions them."""
+        return self.model.num_parameters / self.workload.tensor
+
+    @property
+    def layer(self) -> formulas.Layer:
+        return formulas.Layer.of(self.model.spec, self.workload)
+
+    def layer_bytes(self, *, recomputes: bool) -> float:
+        """Return the activations that one layer keeps of one micro-batch, with or without recomputation."""
+        layer, policy = self.layer, self.workload.policy
+        core = formulas.eager_core if self.model.spec.attention == "eager" else formulas.sdpa_fused_core
+        if not recomputes or policy.mode == "none":
+            return formulas.saved(layer, core)
+        if policy.mode == "full":
+            if self.workload.offloads_checkpoints:
+                return 0.0
+            return formulas.saved_full(layer, partitioned=self.workload.partitions_checkpoints)
+        return formulas.saved_selective(layer, core, policy.chosen_modules)
+
+    def all_layers_bytes(self) -> float:
+        """Return the activations that all layers keep, in the micro-batch that keeps the most."""
+        layers, policy = self.model.spec.layers, self.workload.policy
+        recomputed = 0 if policy.keep_micro_batches else len(policy.recomputed_layers(layers))
+        saved = (layers - recomputed) * self.layer_bytes(recomputes=False)
+        return saved + recomputed * self.layer_bytes(recomputes=True)
+
+    def outside_bytes(self) -> float:
+        """Return the activations that are kept outside the layers."""
+        spec = self.model.spec
+        vocabulary = self.workload.label_fraction * spec.vocabulary
+        return formulas.saved_outside_layers(self.layer, vocabulary, dropout=spec.dropouts.embedding > 0)
+
+    def bytes(self) -> dict[str, float]:
+        """Return the bytes by category: parameters, gradients, optimizer, activations, those outside the layers."""
+        return {
+            **formulas.model_states(self.parameters, self.stage, self.data, self.workload.itemsize),
+            "activations": self.all_layers_bytes(),
+            "outside layers": self.outside_bytes(),
+        }

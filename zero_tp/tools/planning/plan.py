@@ -1,0 +1,241 @@
+"""Plan the memory and the time of a run on one kind of device."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from zero_tp.base.constants import GIB
+from zero_tp.model.flops import model_flops, utilisation
+from zero_tp.parallel.devices import Device
+from zero_tp.run.config import RunConfig
+from zero_tp.tools.planning import formulas
+from zero_tp.tools.planning.dryrun import dry_run
+from zero_tp.tools.planning.memory import ModelSize, PaperMemory, Point, RankMemory, rank_memory, run_model_size
+from zero_tp.tools.planning.plan_settings import Workload, ZeroSettings, workload_of
+from zero_tp.tools.planning.rates import matrix_flops
+from zero_tp.tools.planning.timing import StepTime, StepTimeEstimator
+
+HOUR, DAY = 3600, 86400  # seconds
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The memory [bytes] and time of a run on one kind of device, with the config's settings or a search's."""
+
+    device: Device
+    model: ModelSize
+    workload: Workload
+    memory: RankMemory
+
+    @property
+    def settings(self) -> ZeroSettings:
+        return self.memory.zero.settings
+
+    @property
+    def ranks(self) -> int:
+        return self.workload.tensor * self.settings.data
+
+    @property
+    def peak(self) -> Point:
+        return self.memory.peak
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Return the seconds of one step."""
+        parameters = self.model.parameters.total
+        return StepTimeEstimator(self.model.spec, self.workload, self.device, self.settings, parameters).estimate()
+
+    @property
+    def communicators(self) -> int:
+        """Return a rank's number of communicators: of the world, and of TP and DP groups that are smaller."""
+        return (self.ranks > 1) + sum(1 < size < self.ranks for size in (self.workload.tensor, self.settings.data))
+
+    @property
+    def reserved(self) -> float:
+        """Return the bytes of the context, kernels and communicators."""
+        return (self.device.context_gib + self.communicators * self.device.communicator_gib) * GIB
+
+    @property
+    def tensor_bytes(self) -> float:
+        """Return the bytes of tensors at the peak. Host memory counts for a CPU rank."""
+        return self.peak.total + (self.peak.host if self.device.is_cpu else 0.0)
+
+    @property
+    def needed(self) -> float:
+        """Return the bytes of device memory that are needed, with all margins."""
+        return self.tensor_bytes * (1 + self.device.fragmentation) + self.reserved
+
+    @property
+    def usable(self) -> float:
+        """Return the largest peak [bytes of tensors] that fits on the device with all margins."""
+        limit = (self.device.memory_gib * GIB - self.reserved) / (1 + self.device.fragmentation)
+        return limit - (self.tensor_bytes - self.peak.total)
+
+    @property
+    def spare(self) -> float:
+        """Return the bytes of device memory that stay free; negative if the run does not fit."""
+        return self.device.memory_gib * GIB - self.needed
+
+    @property
+    def host_needed(self) -> float:
+        """Return the bytes of a node's host memory that are needed."""
+        return 0.0 if self.device.is_cpu else self.memory.host * min(self.device.per_node, self.ranks)
+
+    @property
+    def host_spare(self) -> float:
+        """Return the bytes of a node's host memory that stay free; negative if the run does not fit."""
+        return self.device.host_memory_gib * GIB - self.host_needed
+
+    @property
+    def shortage(self) -> float:
+        """Return the missing bytes of the device or of its share of host memory, whichever is more; ≤ 0 if it fits."""
+        return max(-self.spare, -self.host_spare / min(self.device.per_node, self.ranks))
+
+    @property
+    def fits(self) -> bool:
+        return self.shortage <= 0
+
+    def describe(self) -> str:
+        """Return the settings in words: `TP 2, SP, ZeRO-1, recompute none, micro 4 × 16`."""
+        workload, zero = self.workload, self.settings
+        parts = [f"TP {workload.tensor}", *["SP"] * workload.sequence]
+        parts += [f"ZeRO-{zero.stage}", *["reduced to owners"] * zero.requests_owner_reduction]
+        parts += [workload.describe_recompute(), f"micro {workload.batch} × {zero.accumulation}"]
+        offloaded = ["optimizer"] * zero.offload_optimizer + ["parameters"] * zero.offload_param
+        return ", ".join([*parts, *([f"offload {' and '.join(offloaded)}"] if offloaded else [])])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the settings, memory and time, with units in the names."""
+        workload, zero = self.workload, self.settings
+        return {
+            "tensor": workload.tensor,
+            "sequence": workload.sequence,
+            "stage": zero.stage,
+            "recompute": workload.recompute,
+            "micro": workload.batch,
+            "accumulation": zero.accumulation,
+            "offload_optimizer": zero.offload_optimizer,
+            "offload_param": zero.offload_param,
+            "owners": zero.requests_owner_reduction,
+            "needed_bytes": self.needed,
+            "host_node_bytes": self.host_needed,
+            "peak_bytes": self.peak.as_json(),
+            "step_seconds": self.time.as_json(),
+        }
+
+
+@dataclass(frozen=True)
+class Plan(Estimate):
+    """The plan of one run on one kind of device; call `plan` to get it.
+
+    Attributes:
+        token_budget: tokens of the whole run; None: those of the config's steps.
+    """
+
+    config: RunConfig
+    token_budget: int | None = None
+
+    @property
+    def run_tokens(self) -> int:
+        return self.token_budget or self.step_tokens * self.config.zero_tp.training.steps
+
+    @property
+    def run_seconds(self) -> float:
+        """Return the time of the whole run's steps."""
+        return self.time.total * self.run_tokens / self.step_tokens
+
+    @property
+    def paper(self) -> PaperMemory:
+        return PaperMemory(self.model, self.workload, self.config.zero_stage, self.config.data_parallel)
+
+    @property
+    def step_tokens(self) -> int:
+        """Return the tokens of one step."""
+        return self.config.global_batch * self.workload.length
+
+    @property
+    def model_flops(self) -> float:
+        """Return the model FLOPs of one step, all devices together."""
+        config = self.config
+        return model_flops(self.model.spec, config.global_batch, self.workload.length, config.label_fraction)
+
+    @property
+    def mfu(self) -> float | None:
+        peak = matrix_flops(self.device, self.config.dtype)
+        return utilisation(self.model_flops, self.time.total, self.ranks, peak)
+
+    def elements_sent(self) -> dict[str, float]:
+        """Return the elements that one rank sends in a step over TP and over DP, by the papers' formulas."""
+        config, paper, policy, layers = self.config, self.paper, self.workload.policy, self.model.spec.layers
+        recomputed = policy.mean_recomputed_layers(layers, config.accumulation)
+        tensor = recomputed * formulas.tensor_volume(paper.layer, policy.mode)
+        tensor += (layers - recomputed) * formulas.tensor_volume(paper.layer)
+        data = formulas.zero_volume(paper.parameters, config.zero_stage, config.data_parallel, config.accumulation)
+        return {"tensor": config.accumulation * tensor, "data": data}
+
+    def dry_run_all_layers(self) -> tuple[Point, float]:
+        """Return the peak of a dry run that executes every layer, and the seconds that it took."""
+        start = time.perf_counter()
+        samples = dry_run(self.config.hf_config(), self.workload, all_layers=True)
+        return replace(self.memory, samples=samples).peak, time.perf_counter() - start
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything, with units in the names."""
+        config, workload = self.config, self.workload
+        return {
+            "config": str(config.path),
+            "model": {
+                "model_type": config.hf_config().model_type,
+                "parameters": self.model.num_parameters,
+                "active_parameters": self.model.active_parameters,
+                "parameters_of_rank": self.model.parameters.total,
+            },
+            "device": self.device.model_dump(),
+            "ranks": self.ranks,
+            "parallel": {"tensor": workload.tensor, "data": config.data_parallel, "sequence": workload.sequence},
+            "zero_stage": config.zero_stage,
+            "dtype": config.dtype,
+            "recompute": workload.recompute,
+            "batch": {
+                "global": config.global_batch,
+                "micro": config.micro_batch,
+                "accumulation": config.accumulation,
+                "tokens": self.step_tokens,
+            },
+            "paper_bytes": self.paper.bytes(),
+            "paper_elements_sent": self.elements_sent(),
+            "peak_bytes": self.peak.as_json(),
+            "needed_bytes": self.needed,
+            "spare_bytes": self.spare,
+            "host_spare_bytes": self.host_spare,
+            "fits": self.fits,
+            "step_seconds": self.time.as_json(),
+            "layer_seconds": self.time.layer.as_json(),
+            "tokens_per_second": self.step_tokens / self.time.total,
+            "run": {
+                "tokens": self.run_tokens,
+                "days": self.run_seconds / DAY,
+                "device_hours": self.run_seconds * self.ranks / HOUR,
+            },
+            "model_flops": self.model_flops,
+            "mfu": self.mfu,
+        }
+
+
+def plan(config: RunConfig, device: Device, tokens: int | None = None) -> Plan:
+    """Plan a run on a device.
+
+    Args:
+        config: loaded with a world size.
+        tokens: tokens of the whole run; None: those of the config's steps.
+
+    Raises:
+        UserError: the device can't compute in the run's dtype.
+    """
+    matrix_flops(device, config.dtype)  # refuses before the dry run
+    model, workload = run_model_size(config), workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
+    memory = rank_memory(config, cpu=device.is_cpu, varlen=device.varlen, model=model)
+    return Plan(device, model, workload, memory, config, tokens)

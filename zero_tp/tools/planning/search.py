@@ -1,0 +1,238 @@
+"""Search for the fastest settings that fit, at the run's global batch and world size.
+
+All candidates are ranked by formulas. The best ones then get a dry run and must load as a run's config.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_tp.base.constants import DTYPES, GIB
+from zero_tp.base.errors import ConfigError, UserError
+from zero_tp.base.settings.recompute import RecomputeMode, RecomputePolicy
+from zero_tp.base.settings.resolve import apply_overrides
+from zero_tp.base.strict_json import read_json
+from zero_tp.parallel.devices import Device
+from zero_tp.parallel.loss import accumulates_in_fp32, block_positions
+from zero_tp.run.config import RunConfig
+from zero_tp.tools.planning.dryrun import dry_run
+from zero_tp.tools.planning.memory import ModelSize, PaperMemory, RankMemory, model_size
+from zero_tp.tools.planning.plan import Estimate
+from zero_tp.tools.planning.plan_settings import Workload, ZeroSettings, workload_of
+from zero_tp.tools.planning.tracking import MemorySample
+from zero_tp.tools.planning.zero import ZeroMemory
+
+NEAREST = 8
+"""Number of candidates that do not fit by formulas and still get a dry run."""
+MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
+OFFLOADS = ((0, False, False), (1, True, False), (3, True, True))
+"""(the lowest ZeRO stage with this offload, offload of the optimizer, offload of the parameters)."""
+
+
+class Search:
+    """The candidates of a run, ranked by formulas.
+
+    Attributes:
+        ranked: those that fit, the fastest first, then the others by their shortage.
+        fitting: number of candidates that fit by formulas.
+    """
+
+    def __init__(self, config: RunConfig, device: Device):
+        """Rank all candidates by formulas."""
+        assert config.world_size is not None
+        self.config, self.device, self.ranks = config, device, config.world_size
+        self._dry_runs: dict[tuple[int, bool, int, str], list[MemorySample]] = {}
+        self.ranked = list(self._candidates())
+        if not self.ranked:
+            raise UserError(
+                f"--search: no TP size suits {self.ranks} ranks, the model's heads and MLP, and a global batch of "
+                f"{config.global_batch}; change one of them"
+            )
+        self.ranked.sort(key=lambda this: (max(0.0, this.shortage), this.time.total, this.needed))
+        self.fitting = sum(candidate.fits for candidate in self.ranked)
+
+    def fastest(self, overrides: Sequence[str], top: int) -> tuple[list[Estimate], dict[str, Any]]:
+        """Return the fastest `top` candidates that fit in a dry run and load as a config, and the first one's config.
+
+        If none that fits by formulas fits in its dry run, the next NEAREST candidates get one too.
+
+        Raises:
+            UserError: nothing fits. The message names the nearest candidate and its shortage.
+        """
+        raw = read_json(self.config.path)
+        apply_overrides(raw, overrides)
+        shown: list[tuple[Estimate, dict[str, Any]]] = []
+        too_large: list[Estimate] = []
+        refusal: ConfigError | None = None
+        for number, candidate in enumerate(self.ranked[: self.fitting + NEAREST]):
+            if len(shown) == top or (shown and number >= self.fitting):
+                break
+            estimate = self._dry_run(candidate)
+            written = candidate_config(raw, estimate.workload, estimate.settings)
+            if not estimate.fits:
+                too_large.append(estimate)
+            elif error := load_error(written, self.ranks):
+                refusal = error
+            else:
+                shown.append((estimate, written))
+        if shown:
+            return [estimate for estimate, _ in shown], shown[0][1]
+        if refusal is not None:
+            raise UserError(f"--search: every setting that fits is refused, the last one because: {refusal}")
+        raise UserError(self._describe_nearest(too_large))
+
+    def _describe_nearest(self, too_large: Sequence[Estimate]) -> str:
+        device, nearest = self.device, min(too_large, key=lambda estimate: estimate.shortage)
+        largest = sorted(nearest.peak.bytes.items(), key=lambda item: -item[1])[:3]
+        listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
+        return (
+            f"{self.config.path}: does not fit {self.ranks} × {device.name}: of {len(self.ranked)} candidates "
+            f"{self.fitting or 'none'} fit by formulas, and none of the nearest {len(too_large)} fits in a dry run; "
+            f"{nearest.describe()} comes nearest with {nearest.needed / GIB:.1f} of {device.memory_gib:.4g} GiB "
+            f"a device ({listed}) and {nearest.host_needed / GIB:.0f} of {device.host_memory_gib:.4g} GiB of a node's "
+            f"host memory, short by {nearest.shortage / GIB:.1f} GiB a device; use more or larger devices"
+        )
+
+    def _candidates(self) -> Iterator[Estimate]:
+        """Yield all candidates, with their memory by formulas."""
+        config, device = self.config, self.device
+        run_settings = ZeroSettings.of(config, cpu=device.is_cpu)
+        run_workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
+        for tensor, sequence in itertools.product(_divisors(self.ranks), (False, True)):
+            data = self.ranks // tensor
+            samples, left_over = divmod(config.global_batch, data)
+            if left_over or (sequence and (tensor == 1 or run_workload.length % tensor)):
+                continue
+            try:
+                model = model_size(config.hf_config(), tensor, sequence)
+            except UserError:  # heads or MLP do not divide
+                continue
+            # Fused attention has no activations that selective recomputation could drop.
+            is_fused = model.spec.attention != "eager" and not (device.is_cpu and model.spec.dropouts.attention)
+            policies = [RecomputePolicy(mode=mode) for mode in MODES if not (is_fused and mode == "selective")]
+            policies += [run_workload.policy] * (run_workload.policy not in policies)
+            choices = itertools.product(_divisors(samples), range(4), policies, OFFLOADS, (False, True))
+            for micro, stage, policy, (lowest_stage, optimizer, parameters), owners in choices:
+                changes = {
+                    "offload_optimizer": optimizer,
+                    "offload_param": parameters,
+                    "requests_owner_reduction": owners,
+                }
+                settings = run_settings.with_stage(stage, data=data, accumulation=samples // micro, **changes)
+                if stage < lowest_stage or settings.reduces_to_owners != owners:
+                    continue
+                workload = replace(
+                    run_workload,
+                    batch=micro,
+                    tensor=tensor,
+                    sequence=sequence,
+                    policy=policy,
+                    checkpointing=run_workload.checkpointing if policy.mode == "full" else {},
+                )
+                zero = ZeroMemory(model.parameters, settings, workload.fully_recomputed_layers(model.spec.layers))
+                yield Estimate(device, model, workload, RankMemory(zero, _estimated_samples(model, workload, zero)))
+
+    def _dry_run(self, estimate: Estimate) -> Estimate:
+        workload, spec = estimate.workload, estimate.model.spec
+        key = (workload.tensor, workload.sequence, workload.batch, workload.policy.model_dump_json())
+        if key not in self._dry_runs:
+            self._dry_runs[key] = dry_run(self.config.hf_config(), workload)
+        memory = RankMemory(
+            estimate.memory.zero, self._dry_runs[key], workload.activation_checkpoint_bytes(spec.hidden, spec.layers)
+        )
+        return replace(estimate, memory=memory)
+
+
+def _estimated_samples(model: ModelSize, workload: Workload, zero: ZeroMemory) -> list[MemorySample]:
+    """Return a few samples by the papers' formulas: the end of forward, and three in backward.
+
+    They add what the formulas leave out: all activations of the layer whose backward runs, the gradient of the output
+    layer and gradients of the residual stream. One block of logits replaces all logits (parallel/loss.py).
+    """
+    paper, layers = PaperMemory(model, workload, zero.settings.stage, zero.settings.data), model.spec.layers
+    logits = 4.0 * workload.labels * model.spec.vocabulary / workload.tensor
+    saved = paper.all_layers_bytes() + paper.outside_bytes() - logits
+    one_layer = paper.layer_bytes(recomputes=False)
+    shard, dtype = -(-model.spec.vocabulary // workload.tensor), getattr(torch, DTYPES[workload.dtype])
+    length, batch = (workload.length, workload.batch) if model.spec.causal else (workload.labels, 1)
+    positions = block_positions(length, batch, shard, model.spec.hidden, dtype)
+    gradient = (4 if accumulates_in_fp32(length, positions, dtype) else workload.itemsize) * shard * model.spec.hidden
+    block = workload.itemsize * positions * batch * shard
+    stream = 4 * workload.itemsize * paper.layer.residual
+    # With ZeRO-3 the sample in the middle of backward is of the layer with the most gathered parameters.
+    gathered = zero.gathered_by_layer if zero.settings.stage == 3 else {("backward", 0): 0.0}
+    _, middle = max(gathered, key=gathered.__getitem__)
+    total = float(zero.parameters.total)
+    return [
+        MemorySample("forward", layers, saved + gradient, block, 0.0),
+        MemorySample(
+            "backward", layers - 1, saved, one_layer + stream + workload.itemsize * shard * model.spec.hidden, 0.0
+        ),
+        MemorySample("backward", min(max(middle, 0), layers - 1), saved / 2, one_layer + stream, total / 2),
+        MemorySample("backward", 0, saved / layers, one_layer + stream, total),
+    ]
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+# ---- back to a config ------------------------------------------------------------------------------------------------
+
+
+def candidate_config(raw: Mapping[str, Any], workload: Workload, settings: ZeroSettings) -> dict[str, Any]:
+    """Return a run's config with the settings of a candidate.
+
+    Args:
+        raw: the JSON of the file after overrides.
+    """
+    zero = dict(raw.get("zero_optimization", {}))
+    before = int(zero.get("stage", 0))
+    if settings.stage != 3:
+        zero = {key: value for key, value in zero.items() if not key.startswith("stage3_")}
+    zero.pop("use_multi_rank_bucket_allreduce", None)
+    if settings.requests_owner_reduction:
+        zero |= {"use_multi_rank_bucket_allreduce": False, "reduce_scatter": True}
+    if before != settings.stage and 3 in (before, settings.stage):
+        zero.pop("overlap_comm", None)
+    for key in ("offload_optimizer", "offload_param"):
+        if not getattr(settings, key):
+            zero.pop(key, None)
+        elif (zero.get(key) or {}).get("device", "none") == "none":
+            zero[key] = {"device": "cpu", "pin_memory": True}
+    parallel = {**raw["zero_tp"].get("parallel", {}), "tensor": workload.tensor, "sequence": workload.sequence}
+    if not workload.sequence:
+        parallel.pop("fused_products", None)
+    config: dict[str, Any] = {
+        **raw,
+        "train_batch_size": workload.batch * settings.accumulation * settings.data,
+        "train_micro_batch_size_per_gpu": workload.batch,
+        "gradient_accumulation_steps": settings.accumulation,
+        "zero_optimization": {**zero, "stage": settings.stage},
+        "zero_tp": {**raw["zero_tp"], "parallel": parallel, "recompute": workload.recompute},
+    }
+    if workload.policy.mode != "full":
+        config.pop("activation_checkpointing", None)
+    return config
+
+
+def load_error(config: Mapping[str, Any], ranks: int) -> ConfigError | None:
+    """Return why a run refuses this config, or None."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "candidate.json")
+        path.write_text(json.dumps(config))
+        try:
+            RunConfig.load(path, (), ranks)
+        except ConfigError as error:
+            return error
+    return None

@@ -1,5 +1,0 @@
-"""An ordinary script of transformers' Trainer becomes tensor-parallel: `ZeroTPTrainer` in the place of `Trainer`."""
-
-from zero_tp.trainer.trainer import TensorParallel, ZeroTPTrainer
-
-__all__ = ["TensorParallel", "ZeroTPTrainer"]
