@@ -1,4 +1,4 @@
-"""A wheel holds, beside the library, what `zero_tp.base.shipped` finds: configs, the corpus, and the scripts for launchers.
+"""A wheel holds, beside the library, what `zero_tp.base.shipped` finds: configs, corpus, and scripts for launchers.
 
 Everything else about the package stands in setup.cfg.
 """

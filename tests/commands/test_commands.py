@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,19 @@ def test_the_public_names_are_what_they_say() -> None:
     assert {name: getattr(zero_tp.data, name) for name in zero_tp.data.__all__}.items() <= public.items()
     with pytest.raises(AttributeError, match="has no attribute 'plam'"):
         _ = zero_tp.plam
+
+
+def test_modules_are_imported_by_their_former_names() -> None:
+    """Scripts that follow the docs of earlier versions go on; each name is the same module, so the same state."""
+    from zero_tp import _OLD_MODULES
+
+    with pytest.warns(DeprecationWarning, match=r"zero_tp.models.norm is zero_tp.model.norm now"):
+        from zero_tp.models.norm import NORMS
+    assert NORMS is import_module("zero_tp.model.norm").NORMS
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert all(import_module(old) is import_module(new) for old, new in _OLD_MODULES.items())
+        assert import_module("zero_tp.process.connect") is import_module("zero_tp.run.process.connect")
 
 
 def test_one_version() -> None:

@@ -1,7 +1,7 @@
 """What a step on a simulated accelerator asks of the host, and what it gives its process group.
 
-Forward, backward and our part of the step run on fake tensors (zero_tp/tools/planning/simulated_accelerator.py), and every
-operation is looked at. DeepSpeed's engine does not run on fake tensors: a stub has its place.
+Forward, backward and our part of the step run on fake tensors (zero_tp/tools/planning/simulated_accelerator.py), and
+every operation is looked at. DeepSpeed's engine does not run on fake tensors: a stub has its place.
 """
 
 from __future__ import annotations

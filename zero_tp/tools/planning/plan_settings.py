@@ -195,7 +195,7 @@ class ZeroSettings:
 
     @property
     def keeps_gradients_in_place(self) -> bool:
-        """Return whether gradients stay in `parameter.grad`; see `zero_tp.engine.zero.stages.keeps_gradients_in_place`."""
+        """Return whether gradients stay in `parameter.grad`; see the function in `engine/zero/stages.py`."""
         return self.stage in (1, 2) and self.data == 1 and not self.offload_optimizer and not self.copies_gradients
 
     @property
