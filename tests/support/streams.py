@@ -1,10 +1,10 @@
 """A simulated accelerator that computes: work that nothing orders runs as late as possible, or as early.
 
-It builds on zero_tp/tools/planning/simulated_accelerator.py, whose tensors are fake. Here each storage has memory on the
-host, filled with NaN until something writes it, and every operation waits in the queue of its stream. A queue runs when
-another stream waits for one of its events, or when the host reads. With copies "late" computation runs at once, and the
-other streams only run when somebody waits for them. With copies "early" it is the reverse. So work without an order
-reads NaN or what a later tensor has left. The same holds for collectives (tests/support/nccl.py).
+It builds on zero_tp/tools/planning/simulated_accelerator.py, whose tensors are fake. Here each storage has memory on
+the host, filled with NaN until something writes it, and every operation waits in the queue of its stream. A queue
+runs when another stream waits for one of its events, or when the host reads. With copies "late" computation runs at
+once, and the other streams only run when somebody waits for them. With copies "early" it is the reverse. So work
+without an order reads NaN or what a later tensor has left. The same holds for collectives (tests/support/nccl.py).
 
 Freed memory returns to the stream that allocated it, whose next work overwrites it with NaN, unless `record_stream`
 named another stream. The host waits for a copy from or to memory that is not page-locked.

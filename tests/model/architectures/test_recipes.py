@@ -19,7 +19,7 @@ from zero_tp.parallel.random import Dropout
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.config import RunConfig
 
-CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
+CONFIGS = Path(__file__).resolve().parents[3] / "ds_configs"
 GPT2 = {"gpt2_355m": 8, "gpt2_2.5b": 16, "gpt2_8.3b": 512, "papers/gpt2_1.2b": 64, "papers/gpt2_4.2b": 256}
 BERT = {"bert_336m": 8, "bert_1.3b": 8, "bert_3.9b": 8}
 SMALL = {

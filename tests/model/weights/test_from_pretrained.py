@@ -28,7 +28,7 @@ from zero_tp.run.checkpoint.convert import to_huggingface
 from zero_tp.run.checkpoint.directory import read_manifest, step_directory
 from zero_tp.run.checkpoint.inspect import inspect
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def random_model() -> Any:

@@ -27,7 +27,7 @@ from zero_tp.parallel.topology import Topology
 from zero_tp.tools.corpus.tokenizer_training import train_bpe
 from zero_tp.tools.evaluation.model_directory import open_directory
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def native(**changes: Any) -> Any:

@@ -12,7 +12,7 @@ from tests.support.compare import grid
 from tests.support.pools import Pools
 from tests.support.settings import fp16_supported
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GPT2 = (
     *("zero_tp.model.n_layer=2", "zero_tp.model.n_embd=64", "zero_tp.model.n_head=4", "zero_tp.model.vocab_size=211"),
     *("zero_tp.model.resid_pdrop=0", "zero_tp.model.embd_pdrop=0", "zero_tp.model.attn_pdrop=0"),

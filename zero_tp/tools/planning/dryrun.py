@@ -1,8 +1,8 @@
 """Dry run: one rank's forward and backward of the real model code on fake tensors, without data.
 
-Fake tensors have shapes but no memory, and collectives of fake groups return at once. tools/planning/tracking.py records when
-each storage is allocated and freed, which gives the bytes of real tensors. Model states and ZeRO's buffers come from
-tools/planning/zero.py, because DeepSpeed's engine does not run on fake tensors.
+Fake tensors have shapes but no memory, and collectives of fake groups return at once. tracking.py records when each
+storage is allocated and freed, which gives the bytes of real tensors. Model states and ZeRO's buffers come from
+zero.py, because DeepSpeed's engine does not run on fake tensors.
 
 Layers take the same bytes if they and their neighbours have the same window, MLP and recomputation. So the dry run
 executes a few representative layers and repeats their bytes for all L layers.
