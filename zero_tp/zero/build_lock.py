@@ -39,7 +39,7 @@ def report_build_locks(after: float = LOCK_SECONDS, write: Callable[[str], objec
         finally:
             timer.cancel()
 
-    FileBaton.wait = wait  # type: ignore[method-assign]
+    FileBaton.wait = wait  # type: ignore[assignment]
 
 
 def _describe(lock: str) -> str:
