@@ -88,10 +88,12 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path, corpus: Path, options: di
     assert "\n" not in str(caught.value)
 
 
-def test_a_resumed_run_has_the_same_objective_and_the_same_words(tmp_path: Path, corpus: Path) -> None:
+def test_a_resumed_run_has_the_same_objective_and_the_same_words(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = run_of(tmp_path, corpus)
     saved = {"fixed": fixed_settings(before.config), "kinds": ["a", "b"], "corpora": before.corpora, "model": {}}
-    manifest: Any = SimpleNamespace(**json.loads(json.dumps(saved)))
+    manifest: Any = SimpleNamespace(**json.loads(json.dumps(saved | {"tokenizer_fingerprint": None})))
     check_same_run(tmp_path, manifest, before.config)
     before.check_resumed(tmp_path, manifest)
     other = config_of(tmp_path, corpus, objective={"type": "masked", "max_ngram": 2})
@@ -104,6 +106,9 @@ def test_a_resumed_run_has_the_same_objective_and_the_same_words(tmp_path: Path,
     words["x" + inner[2:] * 3] = words.pop(inner)
     changed = Path(shutil.copytree(corpus / "tokenizer", tmp_path / "tokenizer"))
     (changed / "tokenizer.json").write_text(json.dumps(prepared))
+    with pytest.raises(UserError, match=r"^zero_tp\.data\.train: the tokenizer of .* differs from the tokenizer "):
+        run_of(tmp_path, corpus, tokenizer=str(changed))
+    monkeypatch.setattr("zero_tp.training.run_inputs.corpus_fingerprint", lambda prefix: None)  # an older corpus
     after = run_of(tmp_path, corpus, tokenizer=str(changed))
     with pytest.raises(UserError, match=r"special tokens and words \w+….* special tokens and words \w+…"):
         after.check_resumed(tmp_path, manifest)
