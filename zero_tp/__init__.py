@@ -120,4 +120,4 @@ class _Alias:
 
 
 # Before the finder of files, which would load a second copy of a module inside an old package.
-sys.meta_path.insert(0, _OldModules())  # type: ignore[arg-type]
+sys.meta_path.insert(0, _OldModules())

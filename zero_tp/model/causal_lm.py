@@ -85,8 +85,7 @@ class CausalLM(ParallelModel):
             labels: [b, s] as Hugging Face defines them: shifted inside, -100 is ignored.
             position_ids: [b or 1, s]; by default those after the cached tokens. As in transformers, if there is
                 neither mask nor cache, a position that does not continue its predecessor begins a document.
-            document_ids: [b, s], numbers of the documents packed in a row; a token sees only its own. Give a CPU
-                tensor; reading one on an accelerator synchronises.
+            document_ids: [b, s] on the CPU (else it synchronises), a row's packed documents; a token sees its own.
             cache: keys and values of earlier tokens; the forward appends this call's.
             use_cache: create a cache if none is given, and return it.
             logits_to_keep: positions that get logits: the last n, or those listed; 0: all.

@@ -77,7 +77,7 @@ NAMED: dict[str, TrainerCase] = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", in_tiers(list(NAMED), [name for name in NAMED if name != "weights alone resume"]))
 def test_a_script_gives_the_same(ranks: Pools, directories: dict[str, str], tmp_path: Path, name: str) -> None:
     case = NAMED[name]
     check(ranks, directories[case.kind], tmp_path, case)

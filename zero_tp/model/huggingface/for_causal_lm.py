@@ -89,7 +89,7 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
             raise UserError(f'generate: cache_implementation="{cache}" needs an accelerator; leave it out on a CPU')
         options.setdefault("disable_compile", True)  # with a static cache, generate would compile the forward on CUDA
         with broadcast_rng_state(group, self.device):
-            output: Any = super().generate(inputs, generation_config, *arguments, **options)  # type: ignore[misc]
+            output: Any = super().generate(inputs, generation_config, *arguments, **options)
         sequences = output if isinstance(output, Tensor) else output.sequences
         if not agree_on_tokens(group, sequences):
             raise RuntimeError("generate: the tensor parallel ranks ended with different tokens")
