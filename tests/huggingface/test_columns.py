@@ -82,7 +82,8 @@ def test_token_types_of_gpt2_are_tokens(ranks: Pools, sequence: bool) -> None:
 
 def test_other_decoders_ignore_token_types() -> None:
     """As transformers' classes do, whose `**kwargs` take them."""
-    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8}
+    sizes["num_attention_heads"] = 2
     ids: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config = transformers.LlamaConfig(vocab_size=20, **sizes, **ids)
     native, tokens = native_model(config), torch.arange(8).view(2, 4)
