@@ -223,7 +223,7 @@ def _check_parameters(native: Any, reference: Any, architecture: Architecture) -
     for name, parameter in live.items():
         if name not in expected:
             raise _refusal(name, f"a {type(reference).__name__} of its config has none, and it would be lost")
-        shape, other = (tuple(getattr(each, "ds_shape", each.shape)) for each in (parameter, expected[name]))
+        shape, other = (tuple(getattr(weight, "ds_shape", weight.shape)) for weight in (parameter, expected[name]))
         if shape != other:
             raise _refusal(name, f"shape {shape}; its config gives {other}")
         if parameter.is_meta:
