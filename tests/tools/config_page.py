@@ -51,6 +51,8 @@ ANCHORS = {
 NOTES = {
     "timers": "`throughput` is off by default, unlike in DeepSpeed, because it synchronises with the device twice a"
     " micro-batch",
+    "data_types": 'with bf16 and many micro-batches a step, `grad_accum_dtype` `"fp32"` adds up gradients without'
+    " rounding them to bf16 each time (after 256 equal micro-batches the norm is 1.4% off without it)",
 }
 TYPES = {
     **dict.fromkeys(("data.train", "data.validation"), "string or object"),
