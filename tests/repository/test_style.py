@@ -79,12 +79,6 @@ def test_a_class_name_means_one_class() -> None:
     assert not [name for name, count in names.items() if count > 1]
 
 
-def test_a_file_name_occurs_once() -> None:
-    """But in the two folders whose modules are found by their names: models by type, commands."""
-    names = Counter(Path(path).name for path in trees() if Path(path).parent.name not in ("architectures", "commands"))
-    assert not [name for name, count in names.items() if count > 1 and name != "__init__.py"]
-
-
 def test_functions_are_short() -> None:
     """With their docstrings."""
     long = [

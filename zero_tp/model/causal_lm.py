@@ -94,8 +94,7 @@ class CausalLM(ParallelModel):
             reduction: `none` returns each token's loss, without gradient; ignored labels skip the output layer.
             num_items_in_batch: divisor of the sum of the losses; by default the number of labels that are not ignored.
             token_type_ids: [b, s], in GPT-2 token ids whose embeddings are added; other models ignore it.
-            unpadded_length: tokens of every row before what pads it for sequence parallelism; by default s. Padding
-                needs no positions, and the load-balancing loss does not count it.
+            unpadded_length: tokens of every row; the rest pads it for sequence parallelism and counts in no loss.
 
         Returns:
             `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks. With `none` it has the
@@ -108,23 +107,10 @@ class CausalLM(ParallelModel):
         per_token = reduction == "none"
         targets = self._targets(input_ids, labels, shift_labels, per_token=per_token)
         loss = logits = greedy = aux_loss = balance = None
-        experts = self.spec.experts
-        if experts is not None and experts.loss_weight is not None and targets is not None and not per_token:
-            counted = attention_mask
-            if counted is None and unpadded_length is not None:
-                counted = torch.ones_like(input_ids)
-                counted[:, unpadded_length:] = 0
-            balance = RouterBalance(experts, counted, self.topology.tensor, input_ids.device)
-        hidden, sequence = self.hidden_states(
-            input_ids,
-            attention_mask,
-            position_ids,
-            document_ids,
-            cache,
-            token_type_ids,
-            balance=balance,
-            unpadded_length=unpadded_length,
-        )
+        if targets is not None and not per_token:
+            balance = self._router_balance(input_ids, attention_mask, unpadded_length)
+        inputs = (input_ids, attention_mask, position_ids, document_ids, cache, token_type_ids)
+        hidden, sequence = self.hidden_states(*inputs, balance=balance, unpadded_length=unpadded_length)
         if balance is not None:
             hidden, aux_loss = balance.loss(hidden)
         if targets is not None:
@@ -132,6 +118,19 @@ class CausalLM(ParallelModel):
         if return_logits or targets is None:
             logits = self.head(hidden, None, sequence=sequence, keep=logits_to_keep).transpose(0, 1)
         return ScoredOutput(loss=loss, logits=logits, cache=cache, greedy=greedy, aux_loss=aux_loss)
+
+    def _router_balance(
+        self, input_ids: Tensor, attention_mask: Tensor | None, unpadded_length: int | None
+    ) -> RouterBalance | None:
+        """Return statistics of the routers that count no padding; None without a load-balancing loss."""
+        experts = self.spec.experts
+        if experts is None or experts.loss_weight is None:
+            return None
+        counted = attention_mask
+        if counted is None and unpadded_length is not None:
+            counted = torch.ones_like(input_ids)
+            counted[:, unpadded_length:] = 0
+        return RouterBalance(experts, counted, self.topology.tensor, input_ids.device)
 
     def _targets(
         self, input_ids: Tensor, labels: Tensor | None, shift_labels: Tensor | None, *, per_token: bool

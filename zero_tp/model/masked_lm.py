@@ -100,8 +100,7 @@ class MaskedLM(ParallelModel):
         """Return the losses and, if requested or without labels, logits.
 
         Args:
-            input_ids: [b, s].
-            attention_mask: [b, s], 1 for a token and 0 for padding, which no token sees.
+            input_ids: [b, s]. attention_mask: [b, s], 1 for a token and 0 for padding, which no token sees.
             token_type_ids: [b, s], by default 0. position_ids: [b or 1, s], by default from 0.
             labels: [b, s], the token at a masked position; -100 is ignored.
             next_sentence_label: [b], 0 where a row's segments are in order, 1 where they are swapped; -100 is ignored.
@@ -109,8 +108,7 @@ class MaskedLM(ParallelModel):
             return_logits: also return both kinds of logits.
             reduction: `none` returns each token's and each row's loss, for evaluation, without gradient.
             num_items_in_batch, num_rows_in_batch: divisors of the sums of the losses; by default the numbers of labels.
-            unpadded_length: tokens of every row before what pads it for sequence parallelism; by default s. Padding
-                needs no positions.
+            unpadded_length: tokens of every row without padding for sequence parallelism, which needs no positions.
 
         Returns:
             Losses are means, fp32, equal on all TP ranks; nan if every label is ignored, as in torch, but 0 with a
@@ -118,8 +116,7 @@ class MaskedLM(ParallelModel):
 
         Raises:
             UserError: under SP with gradients, s is not a multiple of t; or s exceeds the positions.
-            ValueError: a shape that does not fit, an unknown reduction, a sentence label without a sentence head,
-                `return_dict=False`.
+            ValueError: a wrong shape or reduction, a sentence label without a sentence head, `return_dict=False`.
             RuntimeError: a token id, type or label out of its range (accelerators raise at their next synchronisation).
         """
         self._check_call("PreTrainingOutput", reduction, return_dict)
@@ -138,9 +135,8 @@ class MaskedLM(ParallelModel):
         returns_logits = bool(return_logits) or labels is None
         if self.sentence_head is not None and (next_sentence_label is not None or returns_logits):
             self._score_sentences(output, hidden, next_sentence_label, sequence, reduction, num_rows_in_batch)
-        if reduction == "mean":
-            losses = [loss for loss in (output.masked_loss, output.sentence_loss) if loss is not None]
-            output.loss = sum(losses[1:], losses[0]) if losses else None
+        losses = [loss for loss in (output.masked_loss, output.sentence_loss) if loss is not None]
+        output.loss = sum(losses[1:], losses[0]) if losses and reduction == "mean" else None
         if returns_logits:
             output.prediction_logits = self._all_logits(hidden, input_ids.shape, sequence)
         return output

@@ -179,10 +179,14 @@ def write_native(
             replaced = ID_FILES if tokenizer is not None else ()  # an older tokenizer's files would change the ids
             put_in_place(temporary, target, lambda name: _is_weights(name) or name in replaced)
     if problem:
-        raise UserError(
-            f"{target}: written without a tokenizer, because transformers would open {tokenizer} with other ids in a "
-            f"{config.model_type} directory: {problem}; open the tokenizer from {tokenizer} itself"
-        )
+        raise _without_tokenizer(target, tokenizer, config.model_type, problem)
+
+
+def _without_tokenizer(target: Path, tokenizer: Path | None, model_type: str, problem: str) -> UserError:
+    return UserError(
+        f"{target}: written without a tokenizer, because transformers would open {tokenizer} with other ids in a "
+        f"{model_type} directory: {problem}; open the tokenizer from {tokenizer} itself"
+    )
 
 
 def _write_configs(directory: Path, native: Any, generation: GenerationConfig | None) -> None:

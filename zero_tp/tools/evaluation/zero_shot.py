@@ -187,8 +187,8 @@ def evaluate(
     directory = open_directory(model, allow_pickle=settings.allow_pickle, tokenizer=settings.tokenizer)
     tasks = make_tasks(names, data, settings)
     length = directory.sequence_length(settings.sequence_length)
-    for each in tasks:
-        each.check(length, directory.tokenizer)
+    for task in tasks:
+        task.check(length, directory.tokenizer)
     topology, device = Topology(), _choose_device(settings.device, world)
     if environment is not None and world > 1:
         from zero_tp.run.process.connect import connect
