@@ -14,7 +14,7 @@ from tests.support.waits import patience
 
 def script(body: str, before: str = "") -> list[str]:
     indented = "\n".join("    " + line for line in body.splitlines())
-    imports = "import time\nfrom zero_tp import cli\nfrom zero_tp.base.errors import UserError"
+    imports = "import time\nfrom zero_tp.base import cli\nfrom zero_tp.base.errors import UserError"
     return [sys.executable, "-c", f"{imports}\ndef main():\n{indented}\n{before}\ncli.run(main)"]
 
 

@@ -146,7 +146,7 @@ def test_deepspeed_asks_its_mpu_for_nothing_new() -> None:
     root = Path(spec.origin).parent
     runtime = root / "runtime"
     files = [
-        runtime / name for name in ("engine.py", "run/config.py", "utils.py", "bf16_optimizer.py", "base_optimizer.py")
+        runtime / name for name in ("engine.py", "config.py", "utils.py", "bf16_optimizer.py", "base_optimizer.py")
     ]
     files += [root / "utils" / name for name in ("bwc.py", "groups.py")]
     files += sorted((runtime / "zero").glob("*.py")) + sorted((runtime / "fp16").glob("*.py"))

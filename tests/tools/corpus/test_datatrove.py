@@ -337,7 +337,7 @@ def test_a_start_that_was_killed_goes_on(
     last = random.Random(seed).randrange(tasks)
     killed.write_text(
         "import os, signal, sys\n"
-        "from zero_tp import cli\n"
+        "from zero_tp.base import cli\n"
         "from zero_tp.data import datatrove\n"
         "from launch import prepare_cluster\n"
         "run = datatrove.TokenizedCorpus.run\n"

@@ -33,7 +33,8 @@ def tokenizer(tmp_path: Path) -> str:
 STARTED = """
 import os, signal, sys
 from pathlib import Path
-from zero_tp.data import PrepareSettings, documents, prepare, spool
+from zero_tp.data import PrepareSettings, documents, prepare
+from zero_tp.tools.corpus import spool
 spool.COMMIT_SECONDS = 0.0
 documents._BLOCK_RECORDS = 50
 append = spool.Spool.append

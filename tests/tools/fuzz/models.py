@@ -25,7 +25,7 @@ TEXT = "some words of a text, and more of them, for the state of our union. " * 
 TRAINING = """
 import sys
 from pathlib import Path
-from zero_tp import cli
+from zero_tp.base import cli
 from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.tools.evaluation.perplexity import perplexity
 from zero_tp.tools.evaluation.model_directory import check_tokenizer

@@ -128,6 +128,18 @@ class TensorParallel(Base):
         self.model_accepts_loss_kwargs = True  # losses of tokens and of rows are sums here
         if args.label_names is None and not self.model.spec.sentence_head:
             self.label_names = ["labels"]
+        self._announce_the_mean(args)
+
+    def _announce_the_mean(self, args: TrainingArguments) -> None:
+        """Warn where plain Trainer's loss is a sum of means. `args` has DeepSpeed's accumulation by now."""
+        sums_replicas = self.topology.data > 1 and args.average_tokens_across_devices
+        sums_losses = not self.model.spec.causal and (args.gradient_accumulation_steps > 1 or sums_replicas)
+        if sums_losses and self.topology.rank == 0:
+            warnings.warn(
+                "ZeroTPTrainer: the loss is the mean over a step's labels; plain Trainer adds up the mean losses of an "
+                "encoder's micro-batches on all replicas",
+                stacklevel=3,
+            )
 
     # ---- samples -------------------------------------------------------------------------------------------------
 
@@ -145,14 +157,6 @@ class TensorParallel(Base):
                 '{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto", …}'
             )
         fill_left_out_keys(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.args)
-        sums_replicas = self.topology.data > 1 and self.args.average_tokens_across_devices
-        sums_losses = not self.model.spec.causal and (self.args.gradient_accumulation_steps > 1 or sums_replicas)
-        if sums_losses and self.topology.rank == 0:
-            warnings.warn(
-                "ZeroTPTrainer: the loss is the mean over a step's labels; plain Trainer adds up the mean losses of an "
-                "encoder's micro-batches on all replicas",
-                stacklevel=2,
-            )
         options = {**self._accelerator_options, "deepspeed_plugin": None}  # accelerate's state has it already
         clipping = self.args.max_grad_norm
         on_engine = partial(setattr, self, "zero")
