@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -119,7 +120,7 @@ class Clocks:
             def counting(*arguments: Any, called: Callable[..., Any] = called, name: str = name, **options: Any) -> Any:
                 if name == "broadcast":  # nobody sends, and uninitialised memory may hold NaN
                     tensor = arguments[0] if arguments else options["tensor"]
-                    if tensor.is_floating_point():
+                    if tensor.is_floating_point() or tensor.dtype == torch.uint8:  # zero.Init sends a weight's bytes
                         tensor.zero_()
                 if threading.get_ident() == self._main:
                     setattr(self._now, what, getattr(self._now, what) + 1)

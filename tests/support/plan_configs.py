@@ -13,7 +13,7 @@ from tests.tiers import THOROUGH
 from zero_tp.run.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-FILE = "ds_configs/gpt2_124m_zero1.json"
+FILE = ROOT / "ds_configs/gpt2_124m_zero1.json"
 BASE = [
     "zero_tp.model.n_layer=3",
     "zero_tp.model.n_embd=256",
@@ -140,4 +140,4 @@ CASES = [pytest.param(number, id=name, marks=MARKS[TIERS.get(number, "heavy")]) 
 
 
 def load(overrides: list[str]) -> RunConfig:
-    return RunConfig.load(ROOT / FILE, BASE + overrides, WORLD)
+    return RunConfig.load(FILE, BASE + overrides, WORLD)
