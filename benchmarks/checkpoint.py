@@ -109,7 +109,7 @@ def build(folder: Path, background: bool) -> tuple[TrainingEngine, RunConfig]:
     CONFIG["zero_tp"]["checkpoint"] = {"async": background}
     path.write_text(json.dumps(CONFIG))
     config = RunConfig.load(path, world_size=1)
-    engine = TrainingEngine(config.hf_config(), Topology(), config.deepspeed_config(), seed=1)
+    engine = TrainingEngine(config.hf_config(), Topology(), config.engine_settings, seed=1)
     tokens = torch.randint(0, 50257, (1, 65))
     engine.train_step([(tokens[:, :-1], tokens[:, 1:])])
     return engine, config

@@ -109,7 +109,7 @@ def engine_of(
     return TrainingEngine(
         model,
         topology,
-        config.deepspeed_config(),
+        config.engine_settings,
         seed=config.zero_tp.training.seed,
         device=device,
         source=None if weights is None else PretrainedSource(weights, model),

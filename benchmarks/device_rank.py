@@ -101,7 +101,7 @@ def transformers_step(config: RunConfig, device: torch.device) -> Callable[[Tens
     if config.zero_tp.compile:
         model.compile()
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config.deepspeed_config()
+        model=model, model_parameters=list(model.parameters()), config=config.engine_settings.written()
     )
 
     def step(tokens: Tensor) -> float:

@@ -31,7 +31,7 @@ def main() -> None:
     deepspeed.init_distributed("gloo", verbose=False)
     world, rank = dist.get_world_size(), dist.get_rank()
     run = RunConfig.load(options.config, world_size=world)
-    settings = run.deepspeed_config()
+    settings = run.engine_settings.written()
     micro = run.global_batch // world // run.accumulation
     settings["train_micro_batch_size_per_gpu"] = micro
     assert settings["train_batch_size"] == micro * run.accumulation * world

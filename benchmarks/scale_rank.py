@@ -99,7 +99,7 @@ def simulate(world: World, folder: Path) -> dict[str, Any]:
             broadcast_resume_point(partial(find_resume_point, run, config))
         with clocks.part("engine"):
             engine = TrainingEngine(
-                prepared.model_config, topology, config.deepspeed_config(), seed=config.zero_tp.training.seed
+                prepared.model_config, topology, config.engine_settings, seed=config.zero_tp.training.seed
             )
         with clocks.part("saver"):
             saver = run_saver(

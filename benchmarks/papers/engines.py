@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from zero_tp.base.constants import DTYPES
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.shipped import CONFIGS, shipped_path
 from zero_tp.data.batch import Batch
 from zero_tp.engine.engine import TrainingEngine
@@ -87,7 +88,7 @@ def built(
     """Build a run's model with its recomputation on this rank, without an engine. Collective."""
     dtype = getattr(torch, DTYPES[config.dtype])
     model = ZeroTPForCausalLM(config.hf_config(), topology, dtype=dtype, device=device).train()
-    return model, ActivationMemory(model, config.zero_tp.recompute_policy, {}, device)
+    return model, ActivationMemory(model, config.zero_tp.recompute_policy, ActivationCheckpointing(), device)
 
 
 def engine_of(config: RunConfig, topology: Topology | None = None) -> TrainingEngine:
@@ -99,7 +100,7 @@ def engine_of(config: RunConfig, topology: Topology | None = None) -> TrainingEn
     return TrainingEngine(
         config.hf_config(),
         topology or topology_of(config),
-        config.deepspeed_config(),
+        config.engine_settings,
         seed=config.zero_tp.training.seed,
         recompute=config.zero_tp.recompute_policy,
     )

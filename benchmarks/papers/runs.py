@@ -71,7 +71,7 @@ def plainly_trained(run: RunConfig, model: Path, rates: Sequence[float]) -> list
         rates: learning rate of each step.
     """
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    settings = run.deepspeed_config()
+    settings = run.engine_settings.written()
     arguments = settings["optimizer"]["params"]
     flat = [weight for weight in network.parameters() if weight.ndim < 2]
     groups: list[dict[str, Any]] = [

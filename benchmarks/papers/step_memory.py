@@ -54,20 +54,20 @@ def followed(engine: TrainingEngine) -> Iterator[MarkedAllocations]:
         engine.model.register_forward_hook(lambda *_: allocations.note("backward")),
         *(parameter.register_post_accumulate_grad_hook(arrived) for parameter in engine.model.parameters()),
     ]
-    step: Callable[..., Any] = engine.engine.step
+    step: Callable[..., Any] = engine.deepspeed_engine.step
 
     def stepping(*args: Any, **kwargs: Any) -> Any:
-        if engine.engine.is_gradient_accumulation_boundary():
+        if engine.deepspeed_engine.is_gradient_accumulation_boundary():
             allocations.note("step")
         return step(*args, **kwargs)
 
-    engine.engine.step = stepping
+    engine.deepspeed_engine.step = stepping
     try:
         with allocations:
             _take_in(allocations, engine)
             yield allocations
     finally:
-        engine.engine.step = step
+        engine.deepspeed_engine.step = step
         for handle in handles:
             handle.remove()
 

@@ -95,5 +95,5 @@ def step_seconds(config: RunConfig) -> float:
         engine.train_step(batches)
         dist.barrier()
         records.append(time.perf_counter() - begin)
-    engine.engine.destroy()
+    engine.deepspeed_engine.destroy()
     return min(records[WARM_UP:])

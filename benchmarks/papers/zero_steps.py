@@ -54,7 +54,7 @@ def _two_steps(config: RunConfig, topology: Topology) -> None:
     engine, batches = engine_of(config, topology), drawn(config)
     for _ in range(2):
         assert math.isfinite(engine.train_step(batches))
-    engine.engine.destroy()
+    engine.deepspeed_engine.destroy()
 
 
 def address_space() -> int:

@@ -39,7 +39,8 @@ def gradients(cpu_checkpointing: bool, recompute: RecomputePolicy) -> tuple[list
     config = GPT2Config(n_layer=12, n_embd=1024, n_head=16, n_positions=1024, vocab_size=1000, bos_token_id=0)
     config.eos_token_id = 0
     model = ZeroTPForCausalLM(config, seed=1, dtype=torch.bfloat16, device=DEVICE).train()
-    ActivationMemory(model, recompute, {"cpu_checkpointing": cpu_checkpointing}, DEVICE)
+    checkpointing = ActivationCheckpointing(cpu_checkpointing=cpu_checkpointing)
+    ActivationMemory(model, recompute, checkpointing, DEVICE)
     tokens = torch.randint(0, 1000, (8, 1024), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     for _ in range(2):  # the first call also makes workspaces, and gradients, which stay
         model.zero_grad(set_to_none=False)

@@ -39,7 +39,9 @@ def build(topology: Any, stage: int, *, dropout: float = 0.0, **changes: Any) ->
     adamw = {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": DECAY, "torch_adam": True}}
     changes.setdefault("optimizer", adamw)
     settings = deepspeed_settings(stage, micro_batch=micro_batch, accumulation=ACCUMULATION, **changes)
-    return TrainingEngine(copy.deepcopy(reference.config), topology, settings, seed=0, source=Native(reference))
+    return TrainingEngine.from_dict(
+        copy.deepcopy(reference.config), topology, settings, seed=0, source=Native(reference)
+    )
 
 
 SHARED = gpt2_config(0.1, n_head=24, n_embd=72, n_positions=80, vocab_size=301, tie_word_embeddings=False)
@@ -66,7 +68,7 @@ def initial(tensor: int, stage: int, dtype: str) -> tuple[int, list[int], dict[s
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     settings = deepspeed_settings(stage, dtype=dtype, zero_optimization=zero)
     with recorded_draws() as seeds:
-        engine = TrainingEngine(copy.deepcopy(SHARED), topology, settings, seed=5)
+        engine = TrainingEngine.from_dict(copy.deepcopy(SHARED), topology, settings, seed=5)
     return topology.tensor_rank, seeds, {name: weight.clone() for name, weight in native_tensors(engine.model)}
 
 
@@ -178,7 +180,7 @@ def frequencies_of_an_engine() -> list[Tensor]:
     config = LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, vocab_size=48
     )
-    engine = TrainingEngine(config, Topology(), deepspeed_settings(3, dtype="bf16"), seed=0)
+    engine = TrainingEngine.from_dict(config, Topology(), deepspeed_settings(3, dtype="bf16"), seed=0)
     engine.train_step([(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))])
     specs: tuple[Any, ...] = (engine.model.spec, architecture_of(config).spec(config))
     return [spec.rotary.frequencies(4, torch.device("cpu"))[0] for spec in specs]
@@ -212,7 +214,7 @@ def engine_of_a_script() -> tuple[str, bool]:
 def test_the_nvme_directory_of_a_script_is_checked() -> None:
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/no/directory"}}
     with pytest.raises(UserError, match=r"offload_param\.nvme_path: /no/directory is not a directory"):
-        TrainingEngine(SHARED, Topology(world=1), deepspeed_settings(3, zero_optimization=zero), seed=0)
+        TrainingEngine.from_dict(SHARED, Topology(world=1), deepspeed_settings(3, zero_optimization=zero), seed=0)
 
 
 def test_a_step_has_as_many_micro_batches_as_the_config_says(ranks: Pools) -> None:
@@ -232,7 +234,7 @@ def batches_of_the_other_objective() -> list[str]:
     ]
     errors = []
     for config, batch in given:
-        engine = TrainingEngine(config, grid(1, False), deepspeed_settings(0), seed=0)
+        engine = TrainingEngine.from_dict(config, grid(1, False), deepspeed_settings(0), seed=0)
         for use in (engine.train_step, engine.evaluate):
             with pytest.raises(UserError) as caught:
                 use([batch])

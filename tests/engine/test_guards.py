@@ -31,7 +31,7 @@ def build(stage: int, dtype: str = "fp32") -> Any:
     config = gpt2_config(0.1, n_layer=1, vocab_size=50, n_positions=8)
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     settings = deepspeed_settings(stage, micro_batch=2, dtype=dtype, lr=1e-2, zero_optimization=zero)
-    return TrainingEngine(config, Topology(2, True), settings, seed=1)
+    return TrainingEngine.from_dict(config, Topology(2, True), settings, seed=1)
 
 
 def train(engine: Any, steps: int) -> None:

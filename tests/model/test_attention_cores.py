@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, LlamaConfig
 
 from tests.support.packed import packed_kernels
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.model import cpu_flash
 from zero_tp.model.architectures import architecture_of
@@ -207,7 +208,9 @@ def test_a_model_learns_the_same_from_attention_by_products(seed: int) -> None:
     def gradients(mode: str, *, here: bool, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
         model = ZeroTPForCausalLM(config, Topology(world=1), dtype=dtype).train()
         model.load_state_dict(weights)
-        ActivationMemory(model, RecomputePolicy.model_validate({"mode": mode}), {}, torch.device("cpu"))
+        ActivationMemory(
+            model, RecomputePolicy.model_validate({"mode": mode}), ActivationCheckpointing(), torch.device("cpu")
+        )
         with (
             patch.object(cpu_flash, "is_faster", lambda *_: here),
             patch.object(cpu_flash, "_gradients", wraps=cpu_flash._gradients) as used,

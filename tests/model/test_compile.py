@@ -53,7 +53,7 @@ def run(seed: int, model_type: str, tensor: int, sequence: bool, stage: int, dty
     torch._dynamo.reset()
     for compiled in (False, True):
         counters.clear()
-        engine = TrainingEngine(config, topology, settings, seed=seed, recompute=policy, compiled=compiled)
+        engine = TrainingEngine.from_dict(config, topology, settings, seed=seed, recompute=policy, compiled=compiled)
         generator = torch.Generator().manual_seed(seed)
         losses, norms = [], []
         for _ in range(STEPS):

@@ -180,7 +180,7 @@ def train_guarded(guarded: bool) -> str:
 
     config = AutoConfig.for_model(**fields())
     batch = inputs(61, padded=False)["input_ids"]
-    engine = TrainingEngine(config, grid(2, False), deepspeed_settings(1, micro_batch=3), seed=1)
+    engine = TrainingEngine.from_dict(config, grid(2, False), deepspeed_settings(1, micro_batch=3), seed=1)
     engine.train_step([(batch[:, :-1], batch[:, 1:])], guarded=1)
     if engine.topology.tensor_rank == 1:
         weight = engine.model.get_parameter("transformer.layers.1.mlp.router.weight").data
@@ -253,7 +253,9 @@ def shares_of_a_step(seed: int) -> tuple[dict[str, float], list[torch.Tensor]]:
 
     reference, topology = reference_model(fields("qwen2_moe"), seed), grid(2, True)
     settings, full = deepspeed_settings(1, micro_batch=2, accumulation=2, lr=0.0), RecomputePolicy(mode="full")
-    engine = TrainingEngine(reference.config, topology, settings, seed=0, source=Native(reference), recompute=full)
+    engine = TrainingEngine.from_dict(
+        reference.config, topology, settings, seed=0, source=Native(reference), recompute=full
+    )
     logged: list[dict[str, float]] = []
     logging = SimpleNamespace(zero_tp=SimpleNamespace(logging=SimpleNamespace(interval=2)))
     state: Any = SimpleNamespace(engine=engine, topology=topology, step=1, is_last_step=False, log=logged.append)

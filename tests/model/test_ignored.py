@@ -63,7 +63,9 @@ def steps(
     topology, reference = grid(tensor, tensor > 1), reference_model(kind)
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     settings = deepspeed_settings(stage, accumulation=ROWS // topology.data, lr=0.0, zero_optimization=zero)
-    engine = TrainingEngine(copy.deepcopy(reference.config), topology, settings, seed=0, source=Native(reference))
+    engine = TrainingEngine.from_dict(
+        copy.deepcopy(reference.config), topology, settings, seed=0, source=Native(reference)
+    )
 
     def batches(rows: dict[str, Tensor]) -> list[Any]:
         own = {name: each.chunk(topology.data)[topology.data_rank] for name, each in rows.items()}

@@ -19,6 +19,7 @@ from tests.support.pools import Pool, RankError
 from tests.support.streams import BATCH, VOCABULARY, computing_accelerator, config_of, model_there, tensor_there
 from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.recompute.activation_memory import ActivationMemory
@@ -85,7 +86,7 @@ def on_accelerator(
     """The same of a copy of the model there; and how many collectives that takes, how many of them asynchronous."""
     with computing_accelerator(schedule) as computing:
         copy = model_there(model, computing)
-        ActivationMemory(copy, RecomputePolicy(mode=mode), {}, computing.device)
+        ActivationMemory(copy, RecomputePolicy(mode=mode), ActivationCheckpointing(), computing.device)
         GradientHooks(copy, copy.topology.tensor_group)
         reduction = GradientReduction(copy, copy.topology, computing.device)
         batch = tensor_there(tokens, computing)

@@ -20,6 +20,7 @@ from tests.support.compare import grid
 from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.tiers import in_tiers
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.recompute.activation_memory import ActivationMemory
@@ -234,7 +235,7 @@ def config_of(attention: str) -> GPT2Config:
 def model_of(tensor: int, sequence: bool, attention: str, policy: str) -> ZeroTPForCausalLM:
     model: Any = ZeroTPForCausalLM(config_of(attention), grid(tensor, sequence), seed=11).train()
     mode, settings, _ = POLICIES[policy]
-    ActivationMemory(model, RecomputePolicy(**mode), settings, torch.device("cpu"))
+    ActivationMemory(model, RecomputePolicy(**mode), ActivationCheckpointing(**settings), torch.device("cpu"))
     return model
 
 
@@ -324,7 +325,7 @@ def masks_of_steps(stage: int, policy: str) -> list[Tensor]:
     mode, activations, _ = POLICIES[policy]
     settings = deepspeed_settings(stage, micro_batch=BATCH, accumulation=2, activation_checkpointing=activations)
     recompute = RecomputePolicy(**mode)
-    engine = TrainingEngine(config_of("eager"), grid(2, True), settings, seed=11, recompute=recompute)
+    engine = TrainingEngine.from_dict(config_of("eager"), grid(2, True), settings, seed=11, recompute=recompute)
     tokens = torch.ones(BATCH, LENGTH, dtype=torch.long)  # the same everywhere: only the streams tell masks apart
     with Masks() as masks:
         for _ in range(2):

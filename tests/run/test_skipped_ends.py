@@ -23,7 +23,7 @@ run_step = TrainingEngine.run_step
 
 def step_with_signal(engine, *arguments, **options):
     run_step(engine, *arguments, **options)
-    if engine.engine.global_steps == stopped:
+    if engine.deepspeed_engine.global_steps == stopped:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1)  # the thread that listens takes it
 

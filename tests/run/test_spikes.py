@@ -96,7 +96,7 @@ def spiking(resumed_after: int) -> tuple[list[str], list[float], list[int]]:
             progress = json.loads(json.dumps(engine.zero.progress()))
             engine.zero.recent = []
             engine.zero.restore_progress(progress)
-    return spikes, losses, [engine.engine.skipped_steps, engine.engine.global_steps]
+    return spikes, losses, [engine.deepspeed_engine.skipped_steps, engine.deepspeed_engine.global_steps]
 
 
 def test_a_spike_is_skipped_alike_on_a_run_and_one_that_was_resumed(ranks: Pools) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from tests.support.matrix import FACTORS, config_of
-from zero_tp.base.settings.deepspeed import REFUSED_KEYS
+from zero_tp.base.settings.deepspeed import ConfigFile
 from zero_tp.base.settings.optimizer import OPTIMIZERS, params_model
+from zero_tp.base.settings.refused import REFUSED_KEYS
 from zero_tp.base.settings.schedule import SCHEDULES
 from zero_tp.base.validation import fields_by_name, nested_model
-from zero_tp.engine.settings.config_file import ConfigFile
 
 Changes = dict[str, Any]
 ZERO, ACTIVATIONS = "zero_optimization", "activation_checkpointing"

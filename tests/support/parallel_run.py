@@ -38,7 +38,7 @@ def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False, **optio
 
     def record_gradients_first(veto: Veto | None = None) -> None:
         # Gradients are whole and unclipped between the last backward and the step.
-        if engine.engine.is_gradient_accumulation_boundary():
+        if engine.deepspeed_engine.is_gradient_accumulation_boundary():
             gradients = {name: safe_get_full_grad(weight) for name, weight in named.items()}
             trace.gradients = whole_tensors(engine, gradients)
             engine.zero.step = end_micro_batch
@@ -112,7 +112,7 @@ def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:
     for fragment in states.fragments:
         piece = slice(fragment.start, fragment.start + fragment.numel)
         local[fragment.name].view(-1)[piece] = states.get(fragment, key or MASTER)
-    if engine.engine.zero_optimization_stage() > 0:  # each data-parallel rank holds its own run
+    if engine.deepspeed_engine.zero_optimization_stage() > 0:  # each data-parallel rank holds its own run
         local = {name: all_reduce(tensor, engine.topology.data_group) for name, tensor in local.items()}
     return whole_tensors(engine, local)
 

@@ -85,7 +85,7 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
     after_first = moments(trainer)
     peak = peak_of_step(trainer, batches, before)
     parameters = sum(int(getattr(each, "ds_numel", each.numel())) for each in trainer.model.parameters())
-    trainer.engine.destroy()
+    trainer.deepspeed_engine.destroy()
     del trainer
     gc.collect()
     point = memory.peak

@@ -56,7 +56,7 @@ def engine_of(config: RunConfig, **options: Any) -> Any:
     if config.pretrained is not None:
         options.setdefault("source", PretrainedSource(config.pretrained, hf_config))
     topology = grid(run.parallel.tensor, run.parallel.sequence)
-    return TrainingEngine(hf_config, topology, config.deepspeed_config(), **({"seed": run.training.seed} | options))
+    return TrainingEngine(hf_config, topology, config.engine_settings, **({"seed": run.training.seed} | options))
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def replica(stage: int, dtype: str = "fp32", tensor: int = 1, **options: Any) ->
     from zero_tp.engine.engine import TrainingEngine
 
     config = gpt2_config(0.1, n_layer=1, vocab_size=50, n_positions=8)
-    return TrainingEngine(config, Topology(tensor, tensor > 1), settings_of(stage, dtype), seed=1, **options)
+    return TrainingEngine.from_dict(config, Topology(tensor, tensor > 1), settings_of(stage, dtype), seed=1, **options)
 
 
 def rows(engine: Any, step: int = 0) -> list[Any]:

@@ -225,6 +225,6 @@ def watched_step(model_type: str, workload: Workload, does: Does | None = None) 
             assert requests.all_reduce(made.device) == (False, False)
             if does is not None:
                 does(made)
-        assert made.engine.micro_steps == 2 * ACCUMULATION and not made.skipped
+        assert made.deepspeed_engine.micro_steps == 2 * ACCUMULATION and not made.skipped
         assert made._loss.device == made._norm.device == made.device  # type: ignore[union-attr]
     return seen

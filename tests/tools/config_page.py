@@ -18,15 +18,15 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from zero_tp.base.errors import shown
-from zero_tp.base.settings.deepspeed import FIXED, REFUSED_KEYS
+from zero_tp.base.settings.deepspeed import ConfigFile
 from zero_tp.base.settings.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
+from zero_tp.base.settings.refused import FIXED, REFUSED_KEYS
 from zero_tp.base.settings.resolve import AUTO, BATCH_FIELDS
 from zero_tp.base.settings.schedule import DEEPSPEED_SCHEDULES, REFUSED_SCHEDULES, SCHEDULES, TRANSFORMERS_SCHEDULES
 from zero_tp.base.settings.schema import MaskedObjective, RecomputePolicy, Spike, Timeouts, ZeroTP
 from zero_tp.base.validation import fields_by_name, nested_model
-from zero_tp.engine.settings.config_file import ConfigFile
+from zero_tp.engine.settings.rule import Combination
 from zero_tp.engine.settings.rules import rules
-from zero_tp.engine.settings.typed import TypedConfig
 from zero_tp.model.architectures import ARCHITECTURES
 from zero_tp.model.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG
 from zero_tp.model.architectures.rotary import ROPE_KEYS
@@ -65,7 +65,8 @@ NAMES = {int: "int", float: "number", bool: "bool", str: "string", type(None): "
 
 def page() -> str:
     """The whole of docs/config.md. The rows of refusals and notes are the same for every config."""
-    config = RunConfig.load(ROOT / "ds_configs" / "quickstart.json").typed
+    run = RunConfig.load(ROOT / "ds_configs" / "quickstart.json")
+    config = Combination.of_run(run.settings, run.zero_tp, run.hf_config().num_hidden_layers)
     keys = [
         f"- the [batch sizes]({DEEPSPEED_DOCS}#batch-size-related-parameters), where"
         " `train_batch_size` = micro × accumulation × data, and data = world / `zero_tp.parallel.tensor`",
@@ -140,7 +141,7 @@ def page() -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _refusals(config: TypedConfig) -> Iterator[tuple[str, ...]]:
+def _refusals(config: Combination) -> Iterator[tuple[str, ...]]:
     texts = [(key, f"unless it is {shown(value)}: {reason}") for key, (value, reason) in FIXED.items()]
     texts += [(rule.keys, rule.reason) for rule in rules(config) if rule.kind == "refused"]
     for key, text in texts:
@@ -154,7 +155,7 @@ def _refused_key(key: str, text: str) -> tuple[str, ...]:
     return f"`{key}`", reason, remedy or "leave it out"
 
 
-def _notes(config: TypedConfig, kind: str) -> Iterator[tuple[str, ...]]:
+def _notes(config: Combination, kind: str) -> Iterator[tuple[str, ...]]:
     return ((_patterns(rule.keys), rule.reason) for rule in rules(config) if rule.kind == kind)
 
 

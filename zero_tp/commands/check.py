@@ -181,7 +181,7 @@ def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None
 
 def _settings(config: RunConfig, parameters: int) -> Lines:
     """Describe the model, the batch and the schedule."""
-    block, batch, values = config.zero_tp, config.batch, config.typed
+    block, batch, optimizer = config.zero_tp, config.batch, config.settings.optimizer
     tensor, length, steps = block.parallel.tensor, block.data.sequence_length, block.training.steps
     model = config.hf_config()
     kind = f"{model.model_type}, {model.num_hidden_layers} layers, hidden {model.hidden_size}"
@@ -195,8 +195,9 @@ def _settings(config: RunConfig, parameters: int) -> Lines:
     yield "ZeRO", f"stage {config.zero_stage}, {config.dtype}"
     factors = (("micro", batch.micro), ("accumulation", batch.accumulation), ("data", batch.data_parallel))
     yield "batch", f"{batch.total or '?'} samples = " + " × ".join(f"{name} {size or '?'}" for name, size in factors)
-    rate, clip = values["optimizer.params.lr"], values["gradient_clipping"]
-    yield "optimizer", f"{values['optimizer.type']}, lr {rate:g}, clip {clip:g}"
+    assert optimizer is not None, "a run's config has one"
+    rate, clip = optimizer.params.lr, config.settings.gradient_clipping
+    yield "optimizer", f"{optimizer.type}, lr {rate:g}, clip {clip:g}"
     yield "schedule", _schedule(config)
     tokens, total = ("?" if batch.total is None else f"{batch.total * length * number:,}" for number in (1, steps))
     yield "steps", f"{steps:,} of {tokens} tokens (sequence length {length:,}): {total} tokens"
@@ -204,16 +205,18 @@ def _settings(config: RunConfig, parameters: int) -> Lines:
 
 def _schedule(config: RunConfig) -> str:
     """Return the schedule's type, and its rates at a few steps."""
-    block, steps = config.typed.values.get("scheduler"), config.zero_tp.training.steps
-    if block is None:
+    schedule, optimizer = config.settings.scheduler, config.settings.optimizer
+    steps = config.zero_tp.training.steps
+    if schedule is None or optimizer is None:
         return "none: constant rate"
     from zero_tp.base.settings.schedule import WARMUPS
     from zero_tp.engine.zero.lr_schedules import rates
 
-    warmup = next((int(block["params"][name]) for name in WARMUPS if name in block["params"]), 1)
+    written = schedule.arguments
+    warmup = next((int(written[name]) for name in WARMUPS if name in written), 1)
     chosen = sorted({1, min(max(1, warmup), steps), (steps + 1) // 2, steps})
-    points = zip(chosen, rates(block, config.typed["optimizer.params.lr"], chosen), strict=True)
-    return f"{block['type']}, lr " + ", ".join(f"{rate:.3g} at step {step:,}" for step, rate in points)
+    points = zip(chosen, rates(schedule, optimizer.params.lr, chosen), strict=True)
+    return f"{schedule.type}, lr " + ", ".join(f"{rate:.3g} at step {step:,}" for step, rate in points)
 
 
 def _initial_weights(config: RunConfig, directory: Path, parent: Path | None) -> str:
@@ -230,14 +233,14 @@ def _model_states(config: RunConfig, parameters: int) -> Lines:
     """Describe a rank's memory for weights, gradients and optimizer, by ZeRO's formula."""
     from zero_tp.tools.planning.formulas import model_states
 
-    data, values = config.batch.data_parallel, config.typed
+    data, zero = config.batch.data_parallel, config.settings.zero_optimization
     if data is None:
         return
     element_bytes = 4 if config.dtype == "fp32" else 2
     states = model_states(parameters / config.zero_tp.parallel.tensor, config.zero_stage, data, element_bytes)
     parts = [f"{name} {in_gib(size)}" for name, size in states.items()]
-    for block in filter(values.offloads, ("offload_optimizer", "offload_param")):
-        parts.append(f"{block} to {values[f'zero_optimization.{block}.device']}")
+    devices = {"offload_optimizer": zero.optimizer_device, "offload_param": zero.param_device}
+    parts += [f"{block} to {device}" for block, device in devices.items() if device != "none"]
     total = in_gib(sum(states.values()))
     yield "memory", f"{total} GiB a rank ({', '.join(parts)}), without activations: zero-tp plan"
 

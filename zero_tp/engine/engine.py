@@ -5,7 +5,6 @@ engine/zero/stages.py has the differences between the ZeRO stages.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,13 +17,13 @@ from transformers import PretrainedConfig
 
 from zero_tp.base.constants import DTYPES, IGNORE_INDEX
 from zero_tp.base.errors import UserError
+from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.base.settings.recompute import RecomputePolicy
-from zero_tp.base.settings.resolve import dtype_name
-from zero_tp.base.settings.schema import Spike
+from zero_tp.base.settings.schema import Parallel, Spike
 from zero_tp.data.batch import AnyBatch, Batch, as_batch
 from zero_tp.engine import guards
-from zero_tp.engine.settings.checks import check_deepspeed
-from zero_tp.engine.settings.typed import EntryPoint
+from zero_tp.engine.settings.parse import check_settings
+from zero_tp.engine.settings.rule import EntryPoint
 from zero_tp.engine.zero.build_lock import report_build_locks
 from zero_tp.engine.zero.ops import check_nvme, disable_shared_memory_collectives
 from zero_tp.engine.zero.stages import zero_engine
@@ -49,7 +48,7 @@ class TrainingEngine:
 
     Args:
         config: the model's Hugging Face config.
-        deepspeed_config: without a `zero_tp` block and without `"auto"`.
+        settings: checked, from `RunConfig.load`; `from_dict` takes a dict.
         seed: of weights and dropout.
         source: of the initial weights instead of the seed.
         model: the model's class, by default that of its objective; `ZeroTPForCausalLM` can also generate.
@@ -59,7 +58,7 @@ class TrainingEngine:
 
     Attributes:
         model: the unwrapped model. dtype: of its weights.
-        zero: the engine of the ZeRO stage. engine: DeepSpeed's engine, built by `zero`.
+        zero: the engine of the ZeRO stage. deepspeed_engine: DeepSpeed's, built by `zero`.
         activations: the activations that backward keeps or recomputes.
         compiled: whether training's elementwise work runs in compiled kernels.
         skipped: whether the last step updated nothing, because its gradients were not finite on some rank.
@@ -67,7 +66,6 @@ class TrainingEngine:
         mark: called with the name of the phase that this rank begins.
 
     Raises:
-        ConfigError: DeepSpeed's config has a key that a run's file may not have.
         UserError: the sizes do not fit the topology, or torch can't compile here.
     """
 
@@ -75,7 +73,7 @@ class TrainingEngine:
         self,
         config: PretrainedConfig,
         topology: Topology,
-        deepspeed_config: dict[str, Any],
+        settings: DeepSpeedSettings,
         *,
         seed: int,
         device: torch.device | str = "cpu",
@@ -88,11 +86,11 @@ class TrainingEngine:
         self.topology, self.device = topology, torch.device(device)
         disable_shared_memory_collectives()  # a script may not have called `connect_deepspeed`
         report_build_locks()
-        deepspeed_config = copy.deepcopy(deepspeed_config)  # the check converts values in it
-        checked = check_deepspeed(deepspeed_config, topology, EntryPoint.ENGINE, recompute, config.num_hidden_layers)
-        check_nvme(checked.nvme_paths)
-        self.zero = zero_engine(deepspeed_config, topology)
-        self.dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
+        if isinstance(settings, Mapping):
+            raise UserError("TrainingEngine takes checked settings; for a dict use TrainingEngine.from_dict")
+        check_nvme(settings.zero_optimization.nvme_paths)
+        self.zero = zero_engine(settings, topology)
+        self.dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype])
         # DeepSpeed broadcasts the first DP rank's weights: zero.Init as each is built, or `initialize` all of them.
         source = source or ShardedSeededInit(seed, topology.data_group)
         with self.zero.construction():
@@ -100,15 +98,16 @@ class TrainingEngine:
             self.model = model(config, topology, seed=seed, source=source, dtype=self.dtype, device=self.device)
         audit(self.model, topology, local_shape)
         policy = recompute or RecomputePolicy(mode="none")
-        settings = deepspeed_config.get("activation_checkpointing", {})
-        self.activations = ActivationMemory(self.model, policy, settings, self.device)
+        checkpointing = settings.activation_checkpointing
+        self.activations = ActivationMemory(self.model, policy, checkpointing, self.device)
         self.compiled = is_compiled(compiled, self.device)
         if self.compiled:
             compile_elementwise(self.model, self.device)
-        decay = deepspeed_config.get("optimizer", {}).get("params", {}).get("weight_decay", 0.0)
+        assert settings.optimizer is not None, "only a Trainer's settings have none"
+        decay = settings.optimizer.params.weight_decay
         self.zero.initialize(self.model, parameter_groups(self.model, decay))
         guards.check_replicas(self.model, topology)
-        self.engine = self.zero.engine
+        self.deepspeed_engine = self.zero.deepspeed_engine
         self._loss = torch.tensor(float("nan"))
         self._norm: Tensor | float = float("nan")
         self.skipped, self.spike = False, ""
@@ -116,6 +115,29 @@ class TrainingEngine:
         self._spike_bounds = spike
         self.mark: Callable[[str], None] = lambda phase: None
         self.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
+
+    @classmethod
+    def from_dict(
+        cls,
+        config: PretrainedConfig,
+        topology: Topology,
+        deepspeed_config: dict[str, Any],
+        *,
+        recompute: RecomputePolicy | None = None,
+        **options: Any,
+    ) -> TrainingEngine:
+        """Return the engine of a DeepSpeed config without a `zero_tp` block and without "auto".
+
+        Args:
+            options: the constructor's.
+
+        Raises:
+            ConfigError: a key that a run's file may not have, or a refused combination.
+        """
+        parallel = Parallel(tensor=topology.tensor, sequence=topology.sequence)
+        layers = config.num_hidden_layers
+        checked = check_settings(deepspeed_config, parallel, EntryPoint.ENGINE, recompute, layers)
+        return cls(config, topology, checked.settings, recompute=recompute, **options)
 
     @property
     def loss(self) -> float:
@@ -148,7 +170,7 @@ class TrainingEngine:
     @property
     def skipped_steps(self) -> int:
         """Return how many steps of the run updated nothing: their gradients were not finite, or they were spikes."""
-        return int(self.engine.skipped_steps)
+        return int(self.deepspeed_engine.skipped_steps)
 
     def train_step(
         self,
@@ -192,7 +214,7 @@ class TrainingEngine:
                 `gradient_accumulation_steps`; choices, duplicates or repeated gradients differ.
         """
         batches = self._as_batches(micro_batches)
-        accumulation = self.engine.gradient_accumulation_steps()
+        accumulation = self.deepspeed_engine.gradient_accumulation_steps()
         if len(batches) != accumulation:
             raise UserError(
                 f"a step was given {len(batches)} micro-batches, and gradient_accumulation_steps is {accumulation}: "
@@ -227,14 +249,14 @@ class TrainingEngine:
 
     def _accumulate(self, batches: Sequence[AnyBatch], divisors: Mapping[str, Tensor], guarded: int | None) -> None:
         """Run the forward and backward of all micro-batches; set the step's loss and figures, means over DP."""
-        self.engine.train()
+        self.deepspeed_engine.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         figures = torch.zeros(len(self.model.metric_names), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
             self.activations.begin_micro_batch(index)
             guarding = guarded is not None and index == 0
             with guards.check_expert_choices(self.model, self.topology, guarded or 0) if guarding else nullcontext():
-                output = self._forward(self.engine, batch, **divisors)
+                output = self._forward(self.deepspeed_engine, batch, **divisors)
             loss: Tensor = output.loss
             self.mark("backward")
             self.zero.backward(loss)
@@ -302,15 +324,15 @@ class TrainingEngine:
         Raises:
             UserError: no label to score in any batch.
         """
-        self.engine.eval()
+        self.deepspeed_engine.eval()
         sums, names = torch.zeros(2, 1, dtype=torch.float64, device=self.device), ["loss"]
         for batch in self._as_batches(batches):
-            output = self._forward(self.engine, batch, reduction="none")
+            output = self._forward(self.deepspeed_engine, batch, reduction="none")
             totals = self.model.metric_sums(output, batch.arguments())
             names, pairs = list(totals), list(totals.values())
             sums = sums + torch.stack([torch.stack([total, count.double()]) for total, count in pairs], 1)
         total, count = all_reduce(sums, self.topology.data_group).tolist()
-        self.engine.train()
+        self.deepspeed_engine.train()
         if not all(count):
             raise UserError("validation data holds nothing to score")
         means = {name: figure / number for name, figure, number in zip(names, total, count, strict=True)}

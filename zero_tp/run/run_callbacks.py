@@ -68,7 +68,7 @@ class ExpertShares(Callback):
     """
 
     def on_start(self, state: TrainState) -> None:
-        model, engine = state.engine.model, state.engine.engine
+        model, engine = state.engine.model, state.engine.deepspeed_engine
         experts = model.spec.experts
         assert experts is not None
         self._layers, self._counting, self._tokens = model.spec.expert_layers, False, 0

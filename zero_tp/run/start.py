@@ -119,7 +119,7 @@ def _build_engine(
     return TrainingEngine(
         inputs.model_config,
         topology,
-        config.deepspeed_config(),
+        config.engine_settings,
         seed=block.training.seed,
         device=device,
         source=source,

@@ -90,7 +90,7 @@ def test_runs_and_engines_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect, "report_build_locks", fails)
     nothing = cast(Any, None)
     with pytest.raises(InterruptedError):
-        engine.TrainingEngine(nothing, nothing, {}, seed=0)
+        engine.TrainingEngine(nothing, nothing, nothing, seed=0)
     config = cast(Any, type("Config", (), {"dtype": "fp32", "nvme_paths": {}}))
     with pytest.raises(InterruptedError):
         connect.connect_deepspeed(config, nothing)

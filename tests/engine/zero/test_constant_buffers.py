@@ -43,7 +43,9 @@ def buffers(layers: int, stage: int, overlap: bool) -> dict[str, Any]:
                 sizes.add(tuple(buffer.numel() for buffer in made))
             filled.append(bucket.elements)
 
-    if engine.engine.zero_optimization_stage() < 3:  # ZeRO-1 fills its buckets after backward; both reduce them here
+    if (
+        engine.deepspeed_engine.zero_optimization_stage() < 3
+    ):  # ZeRO-1 fills its buckets after backward; both reduce them here
         average = optimizer.average_tensor
 
         def look_and_average(bucket: torch.Tensor, *arguments: Any) -> None:
@@ -62,7 +64,7 @@ def buffers(layers: int, stage: int, overlap: bool) -> dict[str, Any]:
         "buffers": sizes,
         "filled": max(filled),
     }
-    if engine.engine.zero_optimization_stage() < 3:
+    if engine.deepspeed_engine.zero_optimization_stage() < 3:
         return found | {"gather": optimizer.allgather_bucket_size}
     offload = optimizer.parameter_offload
     coordinator = offload.get_param_coordinator()

@@ -22,9 +22,9 @@ def first_step(stage: int, dtype: str) -> tuple[str, float]:
     choose_implementation(settings)
     config = gpt2_config(0.1, n_layer=1, vocab_size=50, n_positions=8)
     with fp16_supported(), patch("torch.utils.cpp_extension.load", side_effect=AssertionError("something is compiled")):
-        engine = TrainingEngine(config, Topology(), settings, seed=1)
+        engine = TrainingEngine.from_dict(config, Topology(), settings, seed=1)
         loss = engine.train_step(rows(engine))
-    return type(engine.engine.basic_optimizer).__module__, loss
+    return type(engine.deepspeed_engine.basic_optimizer).__module__, loss
 
 
 CASES = [

@@ -30,7 +30,7 @@ def train(offload: dict[str, dict[str, Any]], dtype: str) -> tuple[list[tuple[fl
         optimizer={"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
         zero_optimization={"stage": 3, **offload},
     )
-    engine = TrainingEngine(config, topology, settings, seed=3)
+    engine = TrainingEngine.from_dict(config, topology, settings, seed=3)
     generator = torch.Generator().manual_seed(1)
     steps = []
     for _ in range(3):

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from tests.support.mistakes import Mistake
 from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
-from zero_tp.base.settings.optimizer import builder_name, choose_implementation
+from zero_tp.base.settings.optimizer import choose_implementation
+from zero_tp.engine.settings.parse import parse_settings
 from zero_tp.engine.zero import ops
 from zero_tp.run.config import RunConfig
 from zero_tp.run.process import connect
@@ -120,7 +121,7 @@ OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 def test_builder_of_an_optimizer(kind: str, params: dict[str, Any], zero: dict[str, Any], name: str | None) -> None:
     config = {"optimizer": {"type": kind, "params": {"lr": 1e-3, **params}}, "zero_optimization": zero}
     choose_implementation(config)
-    assert builder_name(config) == name
+    assert ops.builder_name(parse_settings(config)) == name
 
 
 def test_a_compilation_is_logged_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,20 +130,22 @@ def test_a_compilation_is_logged_or_refused(tmp_path: Path, monkeypatch: pytest.
     accelerator = get_accelerator()
     offloaded = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": OFFLOAD}
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    line = ops.compilation_note(offloaded, accelerator)
+    settings = parse_settings(offloaded)
+    line = ops.compilation_note(settings, accelerator)
     assert line == "compiling DeepSpeed's cpu_adam for this machine, once, which takes minutes"
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with pytest.raises(UserError, match=r"needs DeepSpeed's cpu_adam, which .* no C\+\+ compiler \(/nowhere/c"):
-        ops.compilation_note(offloaded, accelerator)
-    assert ops.compilation_note({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, accelerator) is None
+        ops.compilation_note(settings, accelerator)
+    torch_adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+    assert ops.compilation_note(parse_settings(torch_adam), accelerator) is None
     monkeypatch.setenv("CXX", 'c++ "')  # an unclosed quotation mark
     with pytest.raises(UserError, match=r'there is no C\+\+ compiler \(c\+\+ ";'):
-        ops.compilation_note(offloaded, accelerator)
+        ops.compilation_note(settings, accelerator)
     monkeypatch.setenv("CXX", "env c++")  # as "ccache c++"
-    assert ops.compilation_note(offloaded, accelerator) == line
+    assert ops.compilation_note(settings, accelerator) == line
     monkeypatch.delenv("CXX")
     (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
-    assert ops.compilation_note(offloaded, accelerator) is None
+    assert ops.compilation_note(settings, accelerator) is None
 
 
 def test_connect_sets_local_rank_to_the_device_index(monkeypatch: pytest.MonkeyPatch) -> None:

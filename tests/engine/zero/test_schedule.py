@@ -127,7 +127,7 @@ def engine_of(scheduler: str | None, params: dict[str, Any], stage: int, optimiz
         zero_allow_untested_optimizer=True,
         **schedule,
     )
-    return TrainingEngine(gpt2_config(n_layer=1, vocab_size=50, n_positions=8), Topology(), settings, seed=1)
+    return TrainingEngine.from_dict(gpt2_config(n_layer=1, vocab_size=50, n_positions=8), Topology(), settings, seed=1)
 
 
 TOKENS = torch.arange(9).reshape(1, 9) * 5 % 50

@@ -14,6 +14,7 @@ from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
 
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
+from zero_tp.base.settings.deepspeed import DeepSpeedSettings, Zero
 from zero_tp.engine.zero import zero3_loops as rows
 from zero_tp.engine.zero.stages import zero_engine
 from zero_tp.parallel.topology import Topology
@@ -82,7 +83,7 @@ def test_stage_3_patches_the_known_version_only(version: str, monkeypatch: pytes
     monkeypatch.setattr(AllGatherCoalescedHandle, "wait", rows._original_wait)
     monkeypatch.setattr(stage3, "reduce_scatter_coalesced", reduce_scatter_coalesced)
     monkeypatch.setattr("deepspeed.__version__", version)
-    engine = zero_engine({"zero_optimization": {"stage": 3}}, Topology())
+    engine = zero_engine(DeepSpeedSettings(zero_optimization=Zero(stage=3)), Topology())
     known = version == rows.VERSION
     assert (AllGatherCoalescedHandle.wait is rows.wait) == known
     assert (stage3.reduce_scatter_coalesced is rows.reduce_scatter_coalesced) == known

@@ -9,6 +9,7 @@ import deepspeed
 import pytest
 import torch
 
+from zero_tp.base.settings.deepspeed import DeepSpeedSettings, Zero
 from zero_tp.engine.zero.stages import STAGES, zero_engine
 from zero_tp.parallel.topology import Topology
 
@@ -30,7 +31,8 @@ def test_partial_sums_are_not_rounded(stage: int, monkeypatch: pytest.MonkeyPatc
             setattr(matmul, name, True)  # torch's default
         model: Any = torch.nn.Linear(1, 1)
         with pytest.raises(Stop):
-            zero_engine({"zero_optimization": {"stage": stage}}, Topology(world=1)).initialize(model, [])
+            settings = DeepSpeedSettings(zero_optimization=Zero(stage=stage))
+            zero_engine(settings, Topology(world=1)).initialize(model, [])
         assert [getattr(matmul, name + end) for name in FLAGS for end in ("", "_split_k")] == [False, True] * 2
     finally:
         for name, value in before.items():

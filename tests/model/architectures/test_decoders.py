@@ -162,7 +162,9 @@ def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stag
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
     policy = RecomputePolicy(mode="selective", modules=list(RECOMPUTED)) if stage == 1 else RecomputePolicy(mode="full")
-    engine = TrainingEngine(reference.config, topology, settings, seed=0, source=Native(reference), recompute=policy)
+    engine = TrainingEngine.from_dict(
+        reference.config, topology, settings, seed=0, source=Native(reference), recompute=policy
+    )
     tokens = torch.randint(fields["vocab_size"], (4, LENGTH), generator=torch.Generator().manual_seed(seed))
     targets = torch.full_like(tokens, -100)
     targets[:, :-1] = tokens[:, 1:]

@@ -128,7 +128,7 @@ def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stag
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0, "torch_adam": True}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
-    engine = TrainingEngine(
+    engine = TrainingEngine.from_dict(
         transformers.AutoConfig.for_model(**fields),
         topology,
         settings,

@@ -42,7 +42,7 @@ def narrow(name: str) -> nn.Module:
 
 def rates(config: RunConfig, steps: range) -> list[float]:
     """The learning rates of these steps, the first is 0, from DeepSpeed's own schedule."""
-    given = config.deepspeed_config()
+    given = config.engine_settings.written()
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=given["optimizer"]["params"]["lr"])
     block = given["scheduler"]
     schedule: Any = getattr(lr_schedules, block["type"])(optimizer, **block["params"])
@@ -83,7 +83,7 @@ def test_weights_decay_clipping_and_dropout(name: str) -> None:
 
     Decay 0.01, decoupled, clip 1.0, dropout 0.1 everywhere.
     """
-    given, model = loaded(name).deepspeed_config(), narrow(name)
+    given, model = loaded(name).engine_settings.written(), narrow(name)
     assert given["optimizer"]["type"] == "AdamW" and given["gradient_clipping"] == 1.0
     decays = parameter_groups(model, given["optimizer"]["params"]["weight_decay"])
     assert [group["weight_decay"] for group in decays] == [0.01, 0.0]

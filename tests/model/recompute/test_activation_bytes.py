@@ -18,6 +18,7 @@ from tests.support.compare import grid
 from tests.support.pools import Pools
 from tests.support.settings import gpt2_config
 from tests.tiers import THOROUGH, in_tiers
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.model.context import ForwardInputs
 from zero_tp.model.huggingface import ZeroTPForCausalLM
@@ -116,7 +117,9 @@ def measure(shapes: list[Layer], tensor: int, sequence: bool) -> list[tuple[str,
         for core in CORES:
             for name, (policy, settings, expected) in rows(layer, core).items():
                 model = model_of(layer, core, topology)
-                ActivationMemory(model, RecomputePolicy(**policy), settings, torch.device("cpu"))
+                ActivationMemory(
+                    model, RecomputePolicy(**policy), ActivationCheckpointing(**settings), torch.device("cpu")
+                )
                 storages = kept_by_layer(model, 0, layer.s, layer.b)
                 if name == "none":
                     assert counted_by_autograd(model, layer) == sum(storage.bytes for storage in storages)

@@ -18,6 +18,7 @@ from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.support.tiny_models import bert_fields
 from tests.tiers import EACH_STAGE, THOROUGH, in_tiers
 from zero_tp.base.errors import UserError
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.data.batch import MaskedBatch
 from zero_tp.model.huggingface import ZeroTPForCausalLM
@@ -87,7 +88,7 @@ def engine_of(config: PretrainedConfig, topology: Topology, seed: int, name: str
         optimizer={"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
         activation_checkpointing=settings,
     )
-    return TrainingEngine(config, topology, deepspeed_config, seed=seed, recompute=RecomputePolicy(**policy))
+    return TrainingEngine.from_dict(config, topology, deepspeed_config, seed=seed, recompute=RecomputePolicy(**policy))
 
 
 def run(kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def test_frozen_layers_have_no_gradients_to_recompute(name: str) -> None:
         model = ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), seed=1).train()
         for parameter, values in model.named_parameters():
             values.requires_grad_("layers.2" in parameter or "final" in parameter)
-        ActivationMemory(model, RecomputePolicy(**POLICIES[name][0]), {}, torch.device("cpu"))
+        ActivationMemory(model, RecomputePolicy(**POLICIES[name][0]), ActivationCheckpointing(), torch.device("cpu"))
         tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE)
         model(tokens, labels=tokens).loss.backward()
         return {name: values.grad for name, values in model.named_parameters()}
@@ -174,14 +175,14 @@ def test_frozen_layers_have_no_gradients_to_recompute(name: str) -> None:
 def test_a_policy_for_more_layers_than_there_are_is_refused() -> None:
     model = ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), device="meta")
     with pytest.raises(UserError, match=r"^zero_tp\.recompute\.layers: 4, but the model has 3; use a smaller one"):
-        ActivationMemory(model, RecomputePolicy(mode="full", layers=4), {}, torch.device("cpu"))
+        ActivationMemory(model, RecomputePolicy(mode="full", layers=4), ActivationCheckpointing(), torch.device("cpu"))
 
 
 def test_a_part_that_is_named_twice_is_recomputed_once() -> None:
     model = ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), device="meta")
     policy = RecomputePolicy(mode="selective", modules=["norm", "attention_core", "norm"])
     assert policy.chosen_modules == ("norm", "attention_core")
-    memory = ActivationMemory(model, policy, {}, torch.device("cpu"))
+    memory = ActivationMemory(model, policy, ActivationCheckpointing(), torch.device("cpu"))
     assert any("forward" in vars(module) for module in model.modules())
     memory.remove()
     assert not any("forward" in vars(module) for module in model.modules())
@@ -192,7 +193,7 @@ def test_a_deep_copy_recomputes_its_own_layers(name: str) -> None:
     tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE)
     plain, model = (ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), seed=1) for _ in range(2))
     policy, settings = POLICIES[name]
-    ActivationMemory(model, RecomputePolicy(**policy), settings, torch.device("cpu"))
+    ActivationMemory(model, RecomputePolicy(**policy), ActivationCheckpointing(**settings), torch.device("cpu"))
     copied = copy.deepcopy(model)
     for changed in (plain, copied):
         for parameter in changed.parameters():
@@ -208,7 +209,7 @@ def test_a_forward_that_someone_has_replaced_still_runs() -> None:
     model: Any = ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), seed=1)
     layer = model.transformer.layers[0]
     layer.forward = replaced = mock.Mock(wraps=layer.forward)
-    ActivationMemory(model, RecomputePolicy(mode="full"), {}, torch.device("cpu"))
+    ActivationMemory(model, RecomputePolicy(mode="full"), ActivationCheckpointing(), torch.device("cpu"))
     model(tokens, labels=tokens).loss.backward()
     assert replaced.call_count == 2  # again in backward
 

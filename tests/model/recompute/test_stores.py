@@ -26,6 +26,7 @@ from tests.support.streams import (
 )
 from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.recompute.activation_memory import ActivationMemory
@@ -78,7 +79,7 @@ def simulated(
     """What its copy on the accelerator computes."""
     with computing_accelerator(copies) as computing:
         there = model_there(model, computing)
-        ActivationMemory(there, RecomputePolicy(**policy), settings, computing.device)
+        ActivationMemory(there, RecomputePolicy(**policy), ActivationCheckpointing(**settings), computing.device)
         losses, moved, alive = [], [], []
         for one in tensor_there(tokens, computing):
             loss = there(one, shift_labels=one).loss

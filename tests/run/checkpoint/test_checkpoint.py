@@ -91,7 +91,7 @@ def steps_of(engine: Any, first: int, last: int) -> list[tuple[float, float]]:
     done = []
     for step in range(first, last + 1):
         own = batch_of(step).chunk(engine.topology.data)[engine.topology.data_rank]
-        micro_batches = own.chunk(engine.engine.gradient_accumulation_steps())
+        micro_batches = own.chunk(engine.deepspeed_engine.gradient_accumulation_steps())
         done.append((engine.train_step([(w[:, :-1], w[:, 1:]) for w in micro_batches]), engine.gradient_norm))
     return done
 
@@ -116,9 +116,9 @@ def straight(path: str, run: str, save_at: list[int], last: int) -> dict[str, An
         if step in save_at:
             saver.save(step)
             assert saver.outcome() == (step, "")
-            engine.engine.eval()
+            engine.deepspeed_engine.eval()
             with torch.no_grad():
-                logits = engine.engine(batch_of(0)[:2, :-1]).logits.float().clone()
+                logits = engine.deepspeed_engine(batch_of(0)[:2, :-1]).logits.float().clone()
     return {"steps": done, "masters": masters_of(engine), "logits": logits}
 
 
@@ -184,7 +184,9 @@ def test_a_run_goes_on_with_another_implementation_of_adam(ranks: Pools, tmp_pat
     before["optimizer"]["params"]["fused"] = False
     path.write_text(json.dumps(before))
     after = write_config(tmp_path / "after.json", 2, "fp32", offload=offload)
-    params = [RunConfig.load(each, world_size=2).deepspeed_config()["optimizer"]["params"] for each in (path, after)]
+    params = [
+        RunConfig.load(each, world_size=2).engine_settings.written()["optimizer"]["params"] for each in (path, after)
+    ]
     assert params[0]["fused"] is False and params[1].get("fused") is (True if offload == "none" else None)
     run = tmp_path / "run"
     whole = ranks(2).run(straight, str(path), str(run), [4], 8)

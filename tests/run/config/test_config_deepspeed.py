@@ -4,29 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime import config as ds
 from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import ValidationError
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, SchedulerType
 
 from tests.support.mistakes import changed, written
-from zero_tp.base.settings import deepspeed as keys
+from zero_tp.base.settings import deepspeed as sections
 from zero_tp.base.settings import optimizer, schedule
-from zero_tp.base.settings.deepspeed import ZERO
+from zero_tp.base.settings import refused as keys
+from zero_tp.base.settings.deepspeed import ZERO, ConfigFile
+from zero_tp.base.settings.schema import Parallel
 from zero_tp.base.shipped import config_names, find_config
-from zero_tp.base.validation import ConfigModel
-from zero_tp.engine.settings.checks import check_deepspeed
-from zero_tp.engine.settings.config_file import ConfigFile
-from zero_tp.engine.settings.typed import EntryPoint
-from zero_tp.parallel.topology import Topology
+from zero_tp.base.validation import ConfigModel, nested_model
+from zero_tp.engine.settings.parse import check_settings
+from zero_tp.engine.settings.rule import EntryPoint
 from zero_tp.run.config import ConfigError, RunConfig
 
+TYPED: dict[str, Any] = {
+    ZERO: DeepSpeedZeroConfig,
+    "bf16": DeepSpeedBF16Config,
+    "fp16": DeepSpeedFP16Config,
+    "tensorboard": TensorBoardConfig,
+    "wandb": WandbConfig,
+    "csv_monitor": CSVConfig,
+    "comet": CometConfig,
+    "comms_logger": CommsLoggerConfig,
+}
 WORLD_SIZES = (4, 8, 16, 64, 280, 512, 1024)
 
 
@@ -73,10 +88,10 @@ def test_top_level_keys() -> None:
 @pytest.mark.parametrize(
     ("name", "model"),
     [
-        ("activation_checkpointing", keys.ActivationCheckpointing),
-        ("data_types", keys.DataTypes),
-        ("aio", keys.Aio),
-        ("flops_profiler", keys.FlopsProfiler),
+        ("activation_checkpointing", sections.ActivationCheckpointing),
+        ("data_types", sections.DataTypes),
+        ("aio", sections.Aio),
+        ("flops_profiler", sections.FlopsProfiler),
         ("optimizer", optimizer.OptimizerBlock),
         ("scheduler", schedule.SchedulerBlock),
     ],
@@ -85,6 +100,35 @@ def test_keys_of_blocks_that_deepspeed_reads_with_get(name: str, model: type[Con
     block = Recorder({"type": "none"} if "type" in model.model_fields else {})
     keys_read({"train_batch_size": 1, name: block})
     assert block.asked == set(model.model_fields)
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_blocks_that_deepspeed_types_have_its_names_and_defaults(name: str) -> None:
+    """`overlap_comm` and `timers` aside: the first depends on the stage, the second is off here."""
+    ours, theirs = sections.Sections.model_fields[name].default, TYPED[name]()
+    defaults = {
+        key: value
+        for key, value in theirs.model_dump(by_alias=True).items()
+        if f"{name}.{key}" not in keys.REFUSED_KEYS
+    }
+    defaults.pop("overlap_comm", None)
+    assert ours.model_dump(exclude={"overlap_comm"}) == defaults
+    for block in ("offload_param", "offload_optimizer") if name == ZERO else ():
+        annotation = theirs.__class__.model_fields[block].annotation
+        deepspeeds, section = nested_model(annotation), nested_model(type(ours).model_fields[block].annotation)
+        assert deepspeeds is not None and section is not None
+        assert section().model_dump() == deepspeeds().model_dump()
+    for stage in (0, 1, 2, 3):
+        assert sections.Zero(stage=stage).overlaps == DeepSpeedZeroConfig(stage=stage).overlap_comm
+
+
+def test_the_loss_scale_is_checked_as_deepspeed_checks_it() -> None:
+    for values in ({"loss_scale_window": 0}, {"min_loss_scale": 0}, {"loss_scale": -1.0}, {"loss_scale": math.inf}):
+        for model in (sections.FP16, DeepSpeedFP16Config):
+            with pytest.raises(ValidationError):
+                model(**{"enabled": True, **values})
+    assert sections.FP16(enabled=True, loss_scale=8.0, loss_scale_window=0).loss_scale_window == 0
+    assert DeepSpeedFP16Config(enabled=True, loss_scale=8.0, loss_scale_window=0).loss_scale_window == 0
 
 
 def test_keys_that_deepspeed_has_removed_or_renamed_are_refused() -> None:
@@ -201,7 +245,7 @@ def preset(path: Path) -> RunConfig:
 @pytest.mark.parametrize("name", config_names())
 def test_presets_load_and_deepspeed_accepts_them(name: str) -> None:
     config = preset(find_config(name))
-    given = config.deepspeed_config()
+    given = config.engine_settings.written()
     given["train_batch_size"] //= config.data_parallel  # without ranks, the parser counts one replica
     parsed = ds.DeepSpeedConfig(given)
     assert parsed.train_micro_batch_size_per_gpu == config.micro_batch
@@ -220,10 +264,12 @@ def test_the_shorter_names_that_deepspeed_accepts_are_accepted(tmp_path: Path) -
         zero = {"stage": 3, name: value}
         assert getattr(DeepSpeedZeroConfig(**zero), name) == value
         settings = {**base, ZERO: dict(zero)}
-        assert check_deepspeed(settings, Topology(), EntryPoint.ENGINE)[f"{ZERO}.{alias}"] == value
-        assert settings[ZERO] == {"stage": 3, alias: value}
+        checked = check_settings(settings, Parallel(), EntryPoint.ENGINE).settings
+        assert getattr(checked.zero_optimization, alias) == value
+        assert checked.written()[ZERO] == {"stage": 3, alias: value}
+        assert settings == {**base, ZERO: zero}, "the caller's"
         with pytest.raises(ConfigError, match=rf"{ZERO}\.{name}: is another name of {alias}, which is given too; keep"):
-            check_deepspeed({**base, ZERO: {**zero, alias: value}}, Topology(), EntryPoint.ENGINE)
+            check_settings({**base, ZERO: {**zero, alias: value}}, Parallel(), EntryPoint.ENGINE)
     config = {**changed({}), ZERO: {"stage": 3, "prefetch_bucket_size": "auto", "max_live_parameters": 7}}
-    values = RunConfig.load(written(tmp_path, config), world_size=2).deepspeed_config()[ZERO]
+    values = RunConfig.load(written(tmp_path, config), world_size=2).engine_settings.written()[ZERO]
     assert values["stage3_max_live_parameters"] == 7 and isinstance(values["stage3_prefetch_bucket_size"], int)

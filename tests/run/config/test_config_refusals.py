@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,15 @@ from tests.tools.fuzz.commands import LONGEST_REFUSAL, PYTHON_WORDS
 from tests.tools.fuzz.configs import BASE, LLAMA
 from tests.tools.fuzz.damage import ODD, at, places
 from zero_tp.base.errors import shown
-from zero_tp.base.settings.deepspeed import FIXED, REFUSED_KEYS
 from zero_tp.base.settings.optimizer import REFUSED_OPTIMIZERS, choose_implementation
 from zero_tp.base.settings.recompute import RecomputePolicy
+from zero_tp.base.settings.refused import FIXED, REFUSED_KEYS
 from zero_tp.base.settings.resolve import leaves
 from zero_tp.base.settings.schema import Parallel, ZeroTP
 from zero_tp.commands.check import describe
-from zero_tp.engine.settings.checks import check_deepspeed, notes
-from zero_tp.engine.settings.rules import rules
-from zero_tp.engine.settings.typed import EntryPoint, TypedConfig, check_types
+from zero_tp.engine.settings.parse import check_settings, parse_settings
+from zero_tp.engine.settings.rule import Combination, EntryPoint
+from zero_tp.engine.settings.rules import notes, rules
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.config import ConfigError, RunConfig
 
@@ -108,19 +109,19 @@ def line(changes: dict[str, Any], tmp_path: Path) -> str:
     return str(caught.value)
 
 
-def typed(config: dict[str, Any], entry_point: EntryPoint = EntryPoint.RUN) -> TypedConfig:
-    """The typed form of a config that is right but for the rules."""
+def typed(config: dict[str, Any], entry_point: EntryPoint = EntryPoint.RUN) -> Combination:
+    """The typed sections of a config that is valid but for the rules."""
     config = copy.deepcopy(config)
     zero_tp = ZeroTP(**config.pop("zero_tp", RIGHT["zero_tp"]))
     if "total_num_steps" in config.get("scheduler", {}).get("params", {}):
         config["scheduler"]["params"]["total_num_steps"] = 100
     choose_implementation(config)
-    return TypedConfig(
-        config, check_types(config, entry_point), zero_tp, entry_point, RIGHT["zero_tp"]["model"]["n_layer"]
-    )
+    layers = RIGHT["zero_tp"]["model"]["n_layer"]
+    run = Combination.of_run(parse_settings(config, entry_point), zero_tp, layers)
+    return dataclasses.replace(run, entry_point=entry_point)
 
 
-def texts(config: TypedConfig, *, applies: bool = True) -> set[tuple[str, str]]:
+def texts(config: Combination, *, applies: bool = True) -> set[tuple[str, str]]:
     """The key and the text of each refusal that is true of a config, or of each one."""
     return {(rule.keys, rule.reason) for rule in rules(config) if rule.kind == "refused" and rule.applies >= applies}
 
@@ -170,7 +171,7 @@ def test_other_doors_refuse_what_a_file_is_refused_for(entry_point: EntryPoint, 
             config["scheduler"]["params"]["total_num_steps"] = 100
         choose_implementation(config)
         with pytest.raises(ConfigError) as caught:
-            check_deepspeed(config, Topology(parallel.tensor, True, world=2), entry_point)
+            check_settings(config, parallel, entry_point)
         if "in ZeroTPTrainer" not in str(caught.value):
             assert str(caught.value) == line(changes, tmp_path)
             compared += 1
@@ -184,14 +185,14 @@ def test_the_engine_refuses_before_it_builds(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("zero_tp.engine.engine.zero_engine", lambda *_: pytest.fail("the engine is built"))
     settings = {"train_batch_size": 1, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
     with pytest.raises(ConfigError, match=r'^optimizer\.type: "Muon" is refused: it orthogonalises a whole matrix'):
-        TrainingEngine(LlamaConfig(), Topology(world=1), settings, seed=1)
+        TrainingEngine.from_dict(LlamaConfig(), Topology(world=1), settings, seed=1)
     with pytest.raises(ConfigError, match=r"^gradient_acumulation_steps: unknown key; did you mean"):
-        TrainingEngine(LlamaConfig(), Topology(world=1), {"gradient_acumulation_steps": 2}, seed=1)
+        TrainingEngine.from_dict(LlamaConfig(), Topology(world=1), {"gradient_acumulation_steps": 2}, seed=1)
     settings["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
     for name in ("layers", "every"):
         policy = RecomputePolicy(mode="full", **{name: 33})
         with pytest.raises(ConfigError, match=rf"^zero_tp\.recompute\.{name}: refused above the model's layers"):
-            TrainingEngine(LlamaConfig(), Topology(world=1), settings, seed=1, recompute=policy)
+            TrainingEngine.from_dict(LlamaConfig(), Topology(world=1), settings, seed=1, recompute=policy)
 
 
 def test_every_refusal_has_a_config_here_and_the_right_config_has_none() -> None:
@@ -218,7 +219,7 @@ def test_refused_optimizers(name: str, tmp_path: Path) -> None:
 def test_an_optimizer_of_a_trainer_s_own_may_be_untested() -> None:
     """transformers then sets the key itself: a note that it has no effect would be wrong."""
     config = {"train_batch_size": 1, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
-    assert not notes(check_deepspeed(config, Topology(world=1), EntryPoint.TRAINER), "no effect")
+    assert not notes(check_settings(config, Parallel(), EntryPoint.TRAINER), "no effect")
 
 
 MODEL, OBJECTIVE = "zero_tp.model", "zero_tp.objective"

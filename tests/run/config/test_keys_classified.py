@@ -23,7 +23,7 @@ from tests.support.keys import (
 from tests.support.launched import ROOT
 from tests.support.matrix import config_of, once_for_equals
 from tests.support.mistakes import with_changes, written
-from zero_tp.base.settings.deepspeed import CURRENT_NAMES
+from zero_tp.base.settings.refused import CURRENT_NAMES
 from zero_tp.run.config import ConfigError, RunConfig
 from zero_tp.run.config.model_block import check_model
 
@@ -118,7 +118,7 @@ def test_a_field_of_deepspeed_has_one_name(tmp_path: Path) -> None:
 
     def outcome(name: str) -> Any:
         try:
-            return loaded(with_changes(stage3, {f"{ZERO}.{name}": 1}), tmp_path).deepspeed_config()
+            return loaded(with_changes(stage3, {f"{ZERO}.{name}": 1}), tmp_path).engine_settings.written()
         except ConfigError as error:
             return str(error)
 

@@ -19,18 +19,20 @@ def test_an_auto_schedule_follows_the_steps_until_its_rate_falls(tmp_path: Path)
     path = written(tmp_path, changed(scheduler__params__warmup_num_steps="auto"))
     first = RunConfig.load(path, ["zero_tp.training.steps=1000"], world_size=4)
     params = {"total_num_steps": 1001, "warmup_num_steps": 10}
-    assert first.deepspeed_config()["scheduler"]["params"] == params
+    assert first.engine_settings.written()["scheduler"]["params"] == params
     for updates in (0, 10, 11, 900):
         saved = SavedStart(first.resolved(), {}, updates)
         later = RunConfig.load(path, ["zero_tp.training.steps=3000"], 4, saved)
         has_begun = updates > 10
         expected = params if has_begun else {**params, "total_num_steps": 3001}
-        assert later.deepspeed_config()["scheduler"]["params"] == expected and later.zero_tp.training.steps == 3000
+        assert (
+            later.engine_settings.written()["scheduler"]["params"] == expected and later.zero_tp.training.steps == 3000
+        )
         said = r"stays 1001, because the rate has been falling since step 10; --set \S+=3001" if has_begun else "3001, "
         assert re.match(f"scheduler.params.total_num_steps: {said}", later.cautions()[0])
         assert not RunConfig.load(path, ["zero_tp.training.steps=1000"], 4, saved).cautions()
         written_out = RunConfig.load(path, ["scheduler.params.total_num_steps=2000"], 4, saved)
-        assert written_out.deepspeed_config()["scheduler"]["params"]["total_num_steps"] == 2000
+        assert written_out.engine_settings.written()["scheduler"]["params"]["total_num_steps"] == 2000
 
 
 def test_a_run_may_say_its_tokens(tmp_path: Path) -> None:
@@ -42,7 +44,11 @@ def test_a_run_may_say_its_tokens(tmp_path: Path) -> None:
         for world in (None, 4):
             config = RunConfig.load(written(tmp_path, raw), world_size=world)
             assert config.zero_tp.training.steps == steps and config.zero_tp.training.tokens is None
-            assert config.deepspeed_config()["scheduler"]["params"]["total_num_steps"] == steps + 1 if world else True
+            assert (
+                config.engine_settings.written()["scheduler"]["params"]["total_num_steps"] == steps + 1
+                if world
+                else True
+            )
             again = RunConfig.load(written(tmp_path, config.resolved(), "config.json"), world_size=world)
             assert again.zero_tp.training.steps == steps
     del raw["train_batch_size"]
@@ -55,12 +61,12 @@ def test_a_decay_may_begin_anywhere_in_the_stable_phase(tmp_path: Path) -> None:
     params = {"num_warmup_steps": "auto", "num_training_steps": "auto", "num_decay_steps": 100}
     path = written(tmp_path, changed(scheduler={"type": "warmup_stable_decay", "params": params}))
     first = RunConfig.load(path, ["zero_tp.training.steps=1000"], 4)
-    assert first.deepspeed_config()["scheduler"]["params"] == {
+    assert first.engine_settings.written()["scheduler"]["params"] == {
         **{"num_warmup_steps": 10, "num_training_steps": 1001, "num_decay_steps": 100}
     }
     for updates, length in ((500, 601), (901, 601), (902, 1001)):
         later = RunConfig.load(path, ["zero_tp.training.steps=600"], 4, SavedStart(first.resolved(), {}, updates))
-        assert later.deepspeed_config()["scheduler"]["params"]["num_training_steps"] == length
+        assert later.engine_settings.written()["scheduler"]["params"]["num_training_steps"] == length
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -95,7 +101,7 @@ def test_auto_values(tmp_path: Path) -> None:
         "params": {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_max_lr": "auto"},
     }
     loaded = RunConfig.load(written(tmp_path, config), world_size=4)
-    resolved = loaded.deepspeed_config()
+    resolved = loaded.engine_settings.written()
     assert loaded.micro_batch == 16 and loaded.dtype == "bf16"
     assert [key for key, value in leaves(loaded.resolved()) if value == "auto"] == [
         "zero_tp.compile"

@@ -15,9 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.mistakes import MISTAKES, RIGHT, WORLD_SIZE, Mistake, changed, written
+from zero_tp.base.settings.deepspeed import ConfigFile
 from zero_tp.base.validation import ConfigErrors, nested_names, validate
 from zero_tp.commands.check import describe
-from zero_tp.engine.settings.config_file import ConfigFile
 from zero_tp.parallel.devices import Device
 from zero_tp.run.checkpoint.manifest import fixed_settings
 from zero_tp.run.config import ConfigError, RunConfig
@@ -35,17 +35,17 @@ def test_sequence_parallelism_follows_tensor_unless_given(tmp_path: Path) -> Non
 def test_deepspeed_gets_whole_batch_sizes_and_no_block_of_ours(tmp_path: Path) -> None:
     config = RunConfig.load(written(tmp_path), world_size=8)
     assert (config.data_parallel, config.micro_batch, config.accumulation, config.global_batch) == (4, 4, 2, 32)
-    given_to_deepspeed = config.deepspeed_config()
+    given_to_deepspeed = config.engine_settings.written()
     assert given_to_deepspeed["train_batch_size"] == 32 and "zero_tp" not in given_to_deepspeed
     assert given_to_deepspeed["scheduler"]["params"]["total_num_steps"] == 101
     given_to_deepspeed["optimizer"]["params"].clear()
-    assert config.deepspeed_config()["optimizer"]["params"]["lr"] == 3e-4
+    assert config.engine_settings.written()["optimizer"]["params"]["lr"] == 3e-4
     assert (config.zero_stage, config.dtype, config.name, config.world_size) == (2, "bf16", "run", 8)
 
 
 def test_a_config_goes_to_other_processes(tmp_path: Path) -> None:
     config = RunConfig.load(written(tmp_path), world_size=4)
-    assert pickle.loads(pickle.dumps(config)).typed == config.typed
+    assert pickle.loads(pickle.dumps(config)) == config
 
 
 def test_errors_keep_their_order_when_a_key_has_several() -> None:
@@ -85,13 +85,13 @@ def test_a_model_from_a_directory(tmp_path: Path) -> None:
 
 def test_a_scheduler_that_says_only_its_type_can_start(tmp_path: Path) -> None:
     config = RunConfig.load(written(tmp_path, changed(scheduler={"type": "WarmupLR"})), world_size=4)
-    assert config.deepspeed_config()["scheduler"] == {"type": "WarmupLR", "params": {}}
+    assert config.engine_settings.written()["scheduler"] == {"type": "WarmupLR", "params": {}}
 
 
 def test_an_integer_may_have_an_exponent(tmp_path: Path) -> None:
     """DeepSpeed's own constructor refuses a float."""
     config = RunConfig.load(written(tmp_path), ["scheduler.params.warmup_num_steps=1e1"], world_size=4)
-    assert isinstance(config.deepspeed_config()["scheduler"]["params"]["warmup_num_steps"], int)
+    assert isinstance(config.engine_settings.written()["scheduler"]["params"]["warmup_num_steps"], int)
     assert "lr 9.03e-05 at step 1" in describe(config, tmp_path)
 
 
@@ -105,7 +105,7 @@ def test_an_integer_may_have_an_exponent(tmp_path: Path) -> None:
         ("zero_tp.data.train={}", "zero_tp.data.train: is empty"),
         ('zero_tp.data.train={"a": 0}', "zero_tp.data.train.a: 0: must be greater than 0"),
         ("optimizer.params.eps=1e9", "optimizer.params.eps: 1000000000.0: must be less than 1"),
-        ("fp16.loss_scale=-1", "fp16.loss_scale: -1: must be >= 0"),
+        ("fp16.loss_scale=-1", "fp16.loss_scale: -1: must be greater than or equal to 0"),
         ("optimizer.params.adam_w_mode=false", "is ignored by DeepSpeed"),
         ("optimizer.params.torch_adam=1", "expected true or false"),
         ("zero_tp.model.hidden_size=64", "is another name of n_embd"),
@@ -133,7 +133,7 @@ def test_without_a_world_size_what_is_determined_is_checked(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"20 ≠ micro 4 × accumulation 2 × data 2.5"):
         RunConfig.load(written(tmp_path), ["train_batch_size=20"])
     with pytest.raises(AssertionError, match="world_size"):
-        config.deepspeed_config()
+        config.engine_settings.written()
 
 
 def test_the_hugging_face_config_drops_default_ids_outside_the_vocabulary(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def two_steps(name: str, changes: tuple[str, ...]) -> list[tuple[float, float, f
         engine = TrainingEngine(
             config.hf_config(),
             topology,
-            config.deepspeed_config(),
+            config.engine_settings,
             seed=config.zero_tp.training.seed,
             recompute=config.zero_tp.recompute_policy,
         )

@@ -108,7 +108,7 @@ def train_on_the_only_device(path: str, port: int, launcher: dict[str, str]) -> 
         ):
             topology, device = connect_deepspeed(config, environment)
         assert torch.get_num_threads() == environment.cores
-        engine = TrainingEngine(config.hf_config(), topology, config.deepspeed_config(), seed=7)
+        engine = TrainingEngine(config.hf_config(), topology, config.engine_settings, seed=7)
         [(loss, _)] = steps_of(engine, 1, 1)
         return str(device), environment.local_rank, loss
 

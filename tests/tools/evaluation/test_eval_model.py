@@ -95,8 +95,8 @@ def live_model(directory: Path, tensor: int, stage: int, scorer: Callable[[Any],
 
     opened, topology = open_directory(directory), grid(tensor)
     source, settings = PretrainedSource(directory, opened.config), deepspeed_settings(stage)
-    engine = TrainingEngine(opened.config, topology, settings, seed=1, source=source, model=ZeroTPForCausalLM)
-    engine.engine.eval()
+    engine = TrainingEngine.from_dict(opened.config, topology, settings, seed=1, source=source, model=ZeroTPForCausalLM)
+    engine.deepspeed_engine.eval()
     return EvalModel(
         scorer(engine),
         engine.model,
@@ -118,7 +118,7 @@ def live(directory: Path, files: dict[str, Path], tensor: int, stage: int) -> tu
         def score(input_ids: Tensor, labels: Tensor) -> TokenScores:
             nonlocal forwards
             forwards += 1
-            return ParallelScorer(engine.engine)(input_ids, labels)
+            return ParallelScorer(engine.deepspeed_engine)(input_ids, labels)
 
         return score
 

@@ -60,7 +60,7 @@ def losses(directory: Path, settings: dict[str, Any], stage: int, live: bool) ->
     config = GPT2Config.from_pretrained(str(directory), attn_implementation="sdpa")
     tasks = LiveTasks(Evaluation(**settings), directory, config, 32)
     model = ZeroTPForCausalLM if live else CausalLM
-    engine = TrainingEngine(config, topology, deepspeed_settings(stage), seed=3, model=model)
+    engine = TrainingEngine.from_dict(config, topology, deepspeed_settings(stage), seed=3, model=model)
     found, figures = [], []
     for step in range(3):
         generator = torch.Generator().manual_seed(100 * step + topology.data_rank)

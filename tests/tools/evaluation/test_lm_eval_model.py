@@ -109,7 +109,7 @@ def generated(directory: Path, tasks: Path, by: str, tensor: int) -> Results:
     else:
         eval_model = parallel_model(directory, grid(tensor), BATCH)
         if by == "zero-3":
-            eval_model = live_model(directory, tensor, 3, lambda engine: ParallelScorer(engine.engine))
+            eval_model = live_model(directory, tensor, 3, lambda engine: ParallelScorer(engine.deepspeed_engine))
     return ours(eval_model, tasks, ["generate_local"], GRID_LIMIT)
 
 

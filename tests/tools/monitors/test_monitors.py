@@ -87,7 +87,7 @@ def test_every_value_has_a_csv_file_that_a_resumed_run_goes_on_in(tmp_path: Path
 
 def test_deepspeed_does_not_write_beside_us(tmp_path: Path) -> None:
     config = config_of(tmp_path, "csv_monitor.enabled=true", "tensorboard.enabled=true")
-    assert not {"csv_monitor", "tensorboard"} & config.deepspeed_config().keys()
+    assert not {"csv_monitor", "tensorboard"} & config.engine_settings.written().keys()
     assert config.resolved()["csv_monitor"] == {"enabled": True}
 
 

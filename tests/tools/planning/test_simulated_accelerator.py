@@ -12,6 +12,7 @@ from transformers import GPT2Config
 
 from tests.support.plan_configs import DOCUMENTS, WIDE, WINDOWS, family, load
 from tests.tiers import THOROUGH, in_tiers
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.model import norm
 from zero_tp.model.recompute.stores import MAX_COPIES_OUT
@@ -113,7 +114,9 @@ def test_an_accelerator_keeps_what_the_papers_count(tensor: int, sequence: bool,
         for policy, checkpointing, formula in policies:
             recomputes = policy["mode"] != "none"
             workload = Workload(s, b, tensor, sequence, dtype, policy=RecomputePolicy(**policy))
-            samples = dry_run(config, replace(workload, checkpointing=checkpointing), all_layers=True)
+            samples = dry_run(
+                config, replace(workload, checkpointing=ActivationCheckpointing(**checkpointing)), all_layers=True
+            )
             # Mean and deviation of two norms in fp32, where no layer is recomputed as a whole.
             statistics = 0 if policy["mode"] == "full" else 16 * s * b / shards
             mask = 2 * s**2 if attention == "eager" and recomputes else 0  # one for all layers' recomputation

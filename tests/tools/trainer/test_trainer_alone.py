@@ -22,6 +22,7 @@ from tests.support.settings import gpt2_config
 from tests.support.tiny_models import bert_fields, speeches, tiny_gpt2
 from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
+from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint.resume_point import ResumePoint
@@ -29,7 +30,7 @@ from zero_tp.tools.trainer import TensorParallel, ZeroTPTrainer, checkpoints
 from zero_tp.tools.trainer.tensor_parallel_accelerator import (
     TensorParallelAccelerator,
     _sharded_optimizer,
-    finalized_config,
+    finalized_settings,
 )
 from zero_tp.tools.trainer.trainer import REFUSED, _check_arguments, _check_batch
 
@@ -180,13 +181,13 @@ def plugin_of(config: dict[str, Any]) -> Any:
 def test_a_trainers_deepspeed_config_is_refused_as_a_runs_is(keys: dict[str, Any], message: str, tensor: int) -> None:
     topology = Topology(tensor, world=tensor)
     with pytest.raises(UserError, match=message):
-        finalized_config(plugin_of(BATCH | keys), topology, 1.0)
-    assert finalized_config(plugin_of(BATCH), topology, 1.0)["train_batch_size"] == 1
+        finalized_settings(plugin_of(BATCH | keys), topology, 1.0)
+    assert finalized_settings(plugin_of(BATCH), topology, 1.0).train_batch_size == 1
 
 
 def test_a_trainer_may_clip_nothing() -> None:
     filled = plugin_of(BATCH | {"gradient_clipping": None})  # "auto", with TrainingArguments(max_grad_norm=None)
-    assert finalized_config(filled, Topology(world=1), None)["gradient_clipping"] == 0
+    assert finalized_settings(filled, Topology(world=1), None).gradient_clipping == 0
 
 
 def test_a_second_training_is_refused() -> None:
@@ -217,18 +218,18 @@ def test_an_optimizer_of_the_same_name_in_another_library_is_refused() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     other = type("AdamW", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})([weight], lr=0.1)
     with pytest.raises(UserError, match=r"^optimizer AdamW of bitsandbytes is refused: its update of a tensor may"):
-        _sharded_optimizer(other, {})
+        _sharded_optimizer(other, DeepSpeedSettings())
     optimizer = torch.optim.AdamW([weight])
-    assert _sharded_optimizer(optimizer, {}) is optimizer
+    assert _sharded_optimizer(optimizer, DeepSpeedSettings()) is optimizer
 
 
 def test_a_trainer_warns_of_keys_without_effect() -> None:
     plugin = plugin_of(BATCH | {"fp16": {"enabled": False, "loss_scale": 8.0}})
     with pytest.warns(UserWarning, match=r"^DeepSpeed's config: fp16\.loss_scale: fp16\.enabled is not true"):
-        finalized_config(plugin, Topology(world=1), 1.0)
+        finalized_settings(plugin, Topology(world=1), 1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # Trainer's own SGD needs it
-        finalized_config(plugin_of(BATCH | {"zero_allow_untested_optimizer": True}), Topology(world=1), 1.0)
+        finalized_settings(plugin_of(BATCH | {"zero_allow_untested_optimizer": True}), Topology(world=1), 1.0)
 
 
 def test_a_trainer_reports_locks_of_builds() -> None:

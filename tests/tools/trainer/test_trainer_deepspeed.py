@@ -19,10 +19,11 @@ from tests.support.settings import gpt2_config
 from tests.tools.trainer.test_trainer import collated, rows_of
 from tests.tools.trainer.test_trainer_alone import BATCH, plugin_of
 from zero_tp.base.errors import UserError
+from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.parallel.topology import Topology
 from zero_tp.tools.trainer import ZeroTPTrainer
 from zero_tp.tools.trainer.deepspeed_arguments import fill_left_out_keys
-from zero_tp.tools.trainer.tensor_parallel_accelerator import _sharded_optimizer, finalized_config
+from zero_tp.tools.trainer.tensor_parallel_accelerator import _sharded_optimizer, finalized_settings
 
 LINEAR = {"warmup_type": "linear", "warmup_num_steps": 2, "warmup_min_lr": 0.0}
 SCHEDULERS: dict[str, dict[str, Any]] = {
@@ -170,7 +171,7 @@ def test_a_schedule_of_transformers_in_a_block_is_refused() -> None:
     """DeepSpeed refuses it too, in plain Trainer."""
     block = {"type": "linear", "params": {"num_warmup_steps": 1, "num_training_steps": 4}}
     with pytest.raises(UserError, match=r"^scheduler\.type: refused as a schedule of transformers .* use lr_scheduler"):
-        finalized_config(plugin_of(BATCH | {"scheduler": block}), Topology(world=1), 1.0)
+        finalized_settings(plugin_of(BATCH | {"scheduler": block}), Topology(world=1), 1.0)
 
 
 REASONS = {
@@ -184,4 +185,4 @@ def test_an_optimizer_that_is_not_built_has_its_own_reason(name: str) -> None:
     """Both are element-wise."""
     optimizer = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(2))])
     with pytest.raises(UserError, match=rf"^optimizer {name} of torch is refused: {REASONS[name]}.*; use one of "):
-        _sharded_optimizer(cast(Any, optimizer), {})
+        _sharded_optimizer(cast(Any, optimizer), DeepSpeedSettings())

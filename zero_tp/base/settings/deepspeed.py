@@ -1,50 +1,35 @@
-"""Types of the keys that DeepSpeed reads with `dict.get`, and tables of the keys that zero_tp refuses.
+"""The typed sections of DeepSpeed's part of a run's config, with the defaults of DeepSpeed 0.19.8.
 
-A test compares the types with the keys that DeepSpeed reads. `config_file.py` adds the blocks that DeepSpeed types.
+A test compares names, types and defaults with those that DeepSpeed reads. Keys of `REFUSED_KEYS` have no field here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
-from zero_tp.base.errors import ConfigError, shown
-from zero_tp.base.settings.resolve import look_up
-from zero_tp.base.validation import ConfigModel, NonNegative, Positive
+from zero_tp.base.settings.optimizer import Optimizer, OptimizerBlock
+from zero_tp.base.settings.schedule import Schedule, SchedulerBlock
+from zero_tp.base.settings.schema import ZeroTP
+from zero_tp.base.validation import ConfigModel, Count, NonNegative, Positive
 
 ZERO = "zero_optimization"
 Dtype = Literal["fp32", "fp16", "bf16"]
 Samples = Annotated[int, Field(gt=0, lt=2**31)]
 """A number of samples, which kernels count in 32 bits."""
+Share = Annotated[float, Field(ge=0, le=1)]
+Device = Literal["none", "cpu", "nvme"]
 
 
-class Scalars(ConfigModel):
-    """Top-level keys whose values are not objects."""
+def _as_integer(value: Any) -> Any:
+    """Return 2 for 2.0, which a `Literal` would refuse."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
-    train_batch_size: Samples | None = None
-    train_micro_batch_size_per_gpu: Samples | None = None
-    gradient_accumulation_steps: Positive | None = None
-    managed_gradient_accumulation: bool = True
-    gradient_clipping: NonNegative = 1.0
-    communication_data_type: Dtype | None = None
-    sequence_parallel_size: Positive = 1
-    prescale_gradients: bool = False
-    gradient_predivide_factor: Annotated[float, Field(gt=0)] = 1.0
-    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
-    disable_allgather: bool = False
-    steps_per_print: Positive | None = None
-    wall_clock_breakdown: bool = False
-    memory_breakdown: bool = False
-    dump_state: bool = False
-    disable_python_gc: bool = False
-    dataloader_drop_last: bool = False
-    zero_allow_untested_optimizer: bool = False
-    zero_force_ds_cpu_optimizer: bool = True
-    use_data_before_expert_parallelism: bool = False
-    vocabulary_size: Positive | None = None
-    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
+
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_as_integer)]
 
 
 class ActivationCheckpointing(ConfigModel):
@@ -82,121 +67,250 @@ class FlopsProfiler(ConfigModel):
     output_file: str | None = None
 
 
+class CommsLogger(ConfigModel):
+    enabled: bool = False
+    prof_all: bool = True
+    prof_ops: list[Any] = Field([])
+    verbose: bool = False
+    debug: bool = False
+
+
+class TensorBoard(ConfigModel):
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+class CSVMonitor(TensorBoard):
+    pass
+
+
+class Wandb(ConfigModel):
+    enabled: bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+
+class Comet(ConfigModel):
+    enabled: bool = False
+    samples_log_interval: int = 100
+    project: str | None = None
+    workspace: str | None = None
+    api_key: str | None = None
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: str | None = None
+
+
 MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
 """Blocks that zero_tp handles itself; DeepSpeed's engine would log the learning rate a second time."""
 
 
-REMOVED = "DeepSpeed has removed it"
-RENAMED = "DeepSpeed has renamed it"
-REFUSED_KEYS: dict[str, str] = {
-    # Blocks that would train another model, or take over what zero_tp does
-    "tensor_parallel": "DeepSpeed's AutoTP replaces zero_tp's TP groups by its own; use zero_tp.parallel.tensor",
-    "autotuning": "it starts the script many times with its own configs; tune by --set",
-    "pipeline": "zero_tp has no pipeline parallelism",
-    "hybrid_engine": "it swaps the trained layers for inference kernels",
-    "expert_parallel": "experts are split over TP ranks, not spread over replicas",
-    "weight_quantization": "it quantizes the weights and so changes the model",
-    "torch_autocast": "the layers compute in one dtype, and recomputation doesn't restore autocast; use bf16 or fp16",
-    "compile": "DeepCompile rewrites the backward graph, collectives included; use zero_tp.compile",
-    "data_efficiency": "curriculum, batching and random-LTD change a step's tokens, which zero_tp.data decides",
-    "checkpoint": "checkpoints are written and verified by zero_tp; use zero_tp.checkpoint",
-    "datastates_ckpt": "checkpoints are written and verified by zero_tp; use zero_tp.checkpoint",
-    "seq_parallel_communication_data_type": "it belongs to Ulysses and would do nothing",
-    f"{ZERO}.leaf_module": "no run that gathers modules as one was compared with the plain model",
-    f"{ZERO}.zenflow": "it steps on stale gradients, so the model trains differently",
-    # Keys that DeepSpeed has removed or renamed
-    "nebula": f"{REMOVED}; use zero_tp.checkpoint",
-    "amp": f"{REMOVED}; use bf16 or fp16",
-    "elasticity": f"{REMOVED}; set the batch size itself",
-    f"{ZERO}.mics_shard_size": f"{REMOVED}; use plain ZeRO-3",
-    f"{ZERO}.mics_hierarchical_params_gather": f"{REMOVED}; use plain ZeRO-3",
-    f"{ZERO}.zeropp_loco_param": REMOVED,
-    **dict.fromkeys(("compression_training", "quantize_training", "eigenvalue", "sparse_attention"), REMOVED),
-    **dict.fromkeys(("graph_harvesting", "curriculum_learning", "progressive_layer_drop", "sparse_gradients"), REMOVED),
-    "bfloat16": f"{RENAMED}; use bf16",
-    f"{ZERO}.cpu_offload": f'{RENAMED}; use {ZERO}.offload_optimizer: {{"device": "cpu"}}',
-    f"{ZERO}.cpu_offload_param": f'{RENAMED}; use {ZERO}.offload_param: {{"device": "cpu"}}',
-    f"{ZERO}.cpu_offload_use_pin_memory": f"{RENAMED}; use pin_memory of offload_optimizer and offload_param",
-    f"{ZERO}.stage3_gather_fp16_weights_on_model_save": f"{RENAMED}; use stage3_gather_16bit_weights_on_model_save",
-}
-"""Keys that no config may have → "reason; remedy"."""
+class Throughput(ConfigModel):
+    """Off by default: DeepSpeed's default, true, synchronises with the device twice per micro-batch."""
 
-NOT_IMPLEMENTED = (False, "it is not built yet")
-ZERO_PLUS_PLUS = (False, "ZeRO++ rounds what ranks exchange, so the model trains differently")
-
-FIXED: dict[str, tuple[Any, str]] = {
-    # What is computed
-    "gradient_allreduce_op": ("mean", 'gradients would grow with the replicas, and the loss is a mean; use "mean"'),
-    "managed_gradient_accumulation": (True, "every micro-step would then be an optimizer step"),
-    f"{ZERO}.compute_grad_norm": (True, "non-finite gradients are found by the norm, and would be applied"),
-    "bf16.check_grad_overflow": (True, "non-finite gradients would be applied, and on_nonfinite would not see them"),
-    "optimizer.legacy_fusion": (False, "DeepSpeed's older step of fp16 was never compared with the plain one"),
-    "optimizer.params.bias_correction": (True, "an Adam without it was never compared with a plain one"),
-    "optimizer.params.fp32_optimizer_states": (True, "the optimizer's states would be rounded to 16 bit"),
-    "optimizer.params.maximize": (False, "it would maximise the loss"),
-    "scheduler.params.decay_mom_rate": (0, "DeepSpeed raises the momentum by it after the cycle, beyond 1"),
-    # Groups and partitions
-    "sequence_parallel_size": (1, "it is Ulysses, which changes ZeRO's groups; use zero_tp.parallel.sequence"),
-    "use_data_before_expert_parallelism": (False, "there is no expert parallelism"),
-    f"{ZERO}.zero_quantized_weights": ZERO_PLUS_PLUS,
-    f"{ZERO}.zero_quantized_nontrainable_weights": ZERO_PLUS_PLUS,
-    f"{ZERO}.zero_quantized_gradients": ZERO_PLUS_PLUS,
-    f"{ZERO}.zero_hpz_partition_size": (1, "no run with ZeRO++'s groups was compared with the plain model"),
-    f"{ZERO}.round_robin_gradients": (False, "its order of gradients was never compared with the plain model"),
-    f"{ZERO}.stage3_module_granularity_threshold": (0, "no run that gathers modules as one was compared"),
-    f"{ZERO}.offload_optimizer.ratio": (1, "an update that is half on the host was never compared with the plain one"),
-    f"{ZERO}.elastic_checkpoint": (False, "it changes the layout of checkpoints that zero_tp reads"),
-    f"{ZERO}.legacy_stage1": (False, "the old implementation was never compared with the plain model"),
-    f"{ZERO}.pipeline_loading_checkpoint": (False, "zero_tp has no pipeline parallelism"),
-    # What zero_tp does itself
-    "dataloader_drop_last": (False, "zero_tp.data decides what a step reads, and DeepSpeed's loader is not used"),
-    # Not implemented
-    "activation_checkpointing.profile": NOT_IMPLEMENTED,
-    "activation_checkpointing.synchronize_checkpoint_boundary": NOT_IMPLEMENTED,
-    "aio.use_gds": NOT_IMPLEMENTED,
-    f"{ZERO}.offload_optimizer.super_offload": NOT_IMPLEMENTED,
-    "bf16.bf16_master_weights_and_grads": NOT_IMPLEMENTED,
-    "bf16.bf16_optimizer_states": NOT_IMPLEMENTED,
-    "fp16.fp16_master_weights_and_grads": NOT_IMPLEMENTED,
-}
-"""Key → its only allowed value, and "reason; remedy"."""
+    enabled: bool = False
+    synchronized: bool = True
 
 
-CURRENT_NAMES = {
-    name: f"stage3_{name}"
-    for name in (
-        *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
-        *("max_live_parameters", "max_reuse_distance", "module_granularity_threshold"),
-        *("gather_16bit_weights_on_model_save", "use_all_reduce_for_fetch_params", "allgather_sequential"),
-    )
-}
-"""Shorter names that DeepSpeed accepts in `zero_optimization` → the documented names of the same keys."""
+class Timers(ConfigModel):
+    throughput: Throughput = Throughput()
 
 
-def use_current_names(values: dict[str, Any]) -> None:
-    """Replace names of `CURRENT_NAMES` in place. ConfigError: a key is given under both names."""
-    zero = values.get(ZERO)
-    if not isinstance(zero, dict):
-        return
-    for name in [name for name in zero if name in CURRENT_NAMES]:
-        if CURRENT_NAMES[name] in zero:
-            problem = f"is another name of {CURRENT_NAMES[name]}, which is given too"
-            raise ConfigError(f"{ZERO}.{name}", problem, "keep one of them")
-        zero[CURRENT_NAMES[name]] = zero.pop(name)
+class BF16(ConfigModel):
+    enabled: bool = False
+    immediate_grad_update: bool = False
+    check_grad_overflow: bool = True
+    bf16_master_weights_and_grads: bool = False
+    bf16_optimizer_states: bool = False
 
 
-def key_errors(values: dict[str, Any]) -> Iterator[ConfigError]:
-    """Yield an error for each key of `REFUSED_KEYS`, and for each value that `FIXED` does not allow."""
-    zero = values.get(ZERO)
-    for key in (*values, *(f"{ZERO}.{name}" for name in (zero if isinstance(zero, dict) else ()))):
-        if key in REFUSED_KEYS:
-            yield refusal(key, f"refused: {REFUSED_KEYS[key]}")
-    for key, (value, reason) in FIXED.items():
-        if look_up(values, key) not in (None, value):
-            yield refusal(key, f"refused unless it is {shown(value)}: {reason}")
+class FP16(ConfigModel):
+    """The loss scale is dynamic if `loss_scale` is 0."""
+
+    enabled: bool = False
+    auto_cast: bool = False
+    loss_scale: Annotated[NonNegative, Field(allow_inf_nan=False)] = 0.0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: int = 1
+    fp16_master_weights_and_grads: bool = False
+
+    @model_validator(mode="after")
+    def _dynamic_scale_can_move(self) -> FP16:
+        for name in ("loss_scale_window", "min_loss_scale"):
+            if self.enabled and self.loss_scale == 0 and getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0 while the loss scale is dynamic")
+        return self
 
 
-def refusal(key: str, text: str) -> ConfigError:
-    """Return the error for a text "problem; remedy". The default remedy is to leave the key out."""
-    problem, _, remedy = text.partition("; ")
-    return ConfigError(key, problem, remedy or "leave it out")
+class OffloadParam(ConfigModel):
+    device: Device = "none"
+    nvme_path: Path | None = None
+    buffer_count: Count = 5
+    buffer_size: Count = 100_000_000
+    max_in_cpu: Count = 1_000_000_000
+    pin_memory: bool = True
+
+
+class OffloadOptimizer(ConfigModel):
+    device: Device = "none"
+    nvme_path: Path | None = None
+    buffer_count: Count = 4
+    pin_memory: bool = True
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+    fast_init: bool = False
+    ratio: Share = 1.0
+    super_offload: bool = False
+    cpuadam_cores_perc: Share = 0.8
+
+
+class Zero(ConfigModel):
+    """ZeRO's block; sizes are numbers of elements."""
+
+    stage: Stage = 0
+    contiguous_gradients: bool = True
+    reduce_scatter: bool = True
+    reduce_bucket_size: Positive = 500_000_000
+    use_multi_rank_bucket_allreduce: bool = True
+    allgather_partitions: bool = True
+    allgather_bucket_size: Count = 500_000_000
+    overlap_comm: bool | None = None
+    compute_grad_norm: bool = True
+    load_from_fp32_weights: bool = True
+    elastic_checkpoint: bool = False
+    offload_param: OffloadParam | None = None
+    offload_optimizer: OffloadOptimizer | None = None
+    sub_group_size: Count = 1_000_000_000
+    stage3_prefetch_bucket_size: Count = 50_000_000
+    stage3_param_persistence_threshold: Count = 100_000
+    stage3_model_persistence_threshold: Count = sys.maxsize
+    stage3_max_live_parameters: Count = 1_000_000_000
+    stage3_max_reuse_distance: Count = 1_000_000_000
+    stage3_gather_16bit_weights_on_model_save: bool = False
+    stage3_module_granularity_threshold: int = 0
+    stage3_use_all_reduce_for_fetch_params: bool = False
+    stage3_allgather_sequential: bool = False
+    ignore_unused_parameters: bool = True
+    legacy_stage1: bool = False
+    round_robin_gradients: bool = False
+    parameter_alignment: bool = False
+    zero_hpz_partition_size: Count = 1
+    zero_quantized_weights: bool = False
+    zero_quantized_nontrainable_weights: bool = False
+    zero_quantized_gradients: bool = False
+    memory_efficient_linear: bool = True
+    pipeline_loading_checkpoint: bool = False
+    override_module_apply: bool = True
+    log_trace_cache_warnings: bool = False
+    enable_sanity_checks: bool = False
+    save_muon_momentum_buffer_in_memory: bool = False
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether gradients are reduced during backward; by default at stage 3 only."""
+        return self.stage == 3 if self.overlap_comm is None else self.overlap_comm
+
+    @property
+    def optimizer_device(self) -> Device:
+        """Return where the optimizer's states are: "none" for the rank's own device."""
+        return "none" if self.offload_optimizer is None else self.offload_optimizer.device
+
+    @property
+    def param_device(self) -> Device:
+        """Return where the parameters are while no layer needs them: "none" for the rank's own device."""
+        return "none" if self.offload_param is None else self.offload_param.device
+
+    @property
+    def nvme_paths(self) -> dict[str, Path | None]:
+        """Return the directories of the offload blocks whose device is "nvme", by the block's name."""
+        blocks = {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}
+        return {name: block.nvme_path for name, block in blocks.items() if block is not None and block.device == "nvme"}
+
+
+class Sections(ConfigModel):
+    """DeepSpeed's part of a config without the optimizer and the schedule."""
+
+    train_batch_size: Samples | None = None
+    train_micro_batch_size_per_gpu: Samples | None = None
+    gradient_accumulation_steps: Positive | None = None
+    managed_gradient_accumulation: bool = True
+    gradient_clipping: NonNegative = 1.0
+    communication_data_type: Dtype | None = None
+    sequence_parallel_size: Positive = 1
+    prescale_gradients: bool = False
+    gradient_predivide_factor: Annotated[float, Field(gt=0)] = 1.0
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    disable_allgather: bool = False
+    steps_per_print: Positive | None = None
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    dump_state: bool = False
+    disable_python_gc: bool = False
+    dataloader_drop_last: bool = False
+    zero_allow_untested_optimizer: bool = False
+    zero_force_ds_cpu_optimizer: bool = True
+    use_data_before_expert_parallelism: bool = False
+    vocabulary_size: Positive | None = None
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
+
+    zero_optimization: Zero = Zero()
+    bf16: BF16 = BF16()
+    fp16: FP16 = FP16()
+    tensorboard: TensorBoard = TensorBoard()
+    wandb: Wandb = Wandb()
+    csv_monitor: CSVMonitor = CSVMonitor()
+    comet: Comet = Comet()
+    comms_logger: CommsLogger = CommsLogger()
+    timers: Timers = Timers()
+
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    data_types: DataTypes = DataTypes()
+    aio: Aio = Aio()
+    flops_profiler: FlopsProfiler = FlopsProfiler()
+
+    @property
+    def dtype(self) -> Dtype:
+        """Return the dtype of weights and activations."""
+        return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
+
+    @property
+    def stage(self) -> int:
+        """Return the stage of ZeRO."""
+        return self.zero_optimization.stage
+
+
+class ConfigFile(Sections):
+    """The keys of a whole file, as written: `params` are not typed yet.
+
+    `optimizer`, `scheduler` and `zero_tp` are None if the file has no such block.
+    """
+
+    optimizer: OptimizerBlock = None  # type: ignore[assignment]  # null is refused
+    scheduler: SchedulerBlock = None  # type: ignore[assignment]
+    zero_tp: ZeroTP = None  # type: ignore[assignment]
+
+
+class DeepSpeedSettings(Sections):
+    """DeepSpeed's part of a config, typed and checked; `parse_settings` and `check_settings` make it.
+
+    Attributes:
+        optimizer: None if a Trainer makes the optimizer.
+    """
+
+    optimizer: SerializeAsAny[Optimizer] | None = None
+    scheduler: SerializeAsAny[Schedule] | None = None
+
+    def written(self) -> dict[str, Any]:
+        """Return the keys that have a value of their own, as JSON."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+    def without(self, *keys: str) -> DeepSpeedSettings:
+        """Return the settings with these top-level keys at their defaults."""
+        names = self.model_fields_set - set(keys)
+        return DeepSpeedSettings.model_construct(names, **{name: getattr(self, name) for name in names})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, SerializeAsAny
 
 from zero_tp.base.errors import ConfigError, did_you_mean, shown
 from zero_tp.base.settings.resolve import look_up
@@ -16,6 +16,8 @@ from zero_tp.base.validation import Below1, ConfigModel, NonNegative, validate
 
 
 class OptimizerBlock(ConfigModel):
+    """The block as written."""
+
     type: str
     params: dict[str, Any] = Field(default_factory=dict)
     legacy_fusion: bool = False
@@ -35,16 +37,21 @@ REFUSED_OPTIMIZERS = {
 }
 
 
-class Adam(ConfigModel):
-    """Arguments of every Adam class, and the two arguments by which DeepSpeed chooses the class.
+class OptimizerParams(ConfigModel):
+    """Arguments of every optimizer.
 
     The engine always passes `weight_decay`: the file's or 0, and never the constructor's default.
     """
 
     lr: NonNegative
+    weight_decay: NonNegative = 0.0
+
+
+class Adam(OptimizerParams):
+    """Arguments of every Adam class, and the two arguments by which DeepSpeed chooses the class."""
+
     betas: tuple[Below1, Below1] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0, lt=1)] = 1e-8  # the update is divided by it
-    weight_decay: NonNegative = 0.0
     torch_adam: bool = False
     adam_w_mode: bool = True
 
@@ -70,24 +77,32 @@ class CPUAdam(Adam):
     fp32_optimizer_states: bool = True
 
 
-class SGD(ConfigModel):
-    lr: NonNegative
+class SGD(OptimizerParams):
     momentum: Below1 = 0.0
     dampening: Below1 = 0.0
-    weight_decay: NonNegative = 0.0
     nesterov: bool = False
     maximize: bool = False
     foreach: bool | None = None
     fused: bool | None = None
 
 
+class Optimizer(ConfigModel):
+    """The block with typed arguments."""
+
+    type: str
+    params: SerializeAsAny[OptimizerParams]
+    legacy_fusion: bool = False
+
+    @property
+    def uses_torch_adam(self) -> bool:
+        return isinstance(self.params, Adam) and self.params.torch_adam
+
+
 IMPLEMENTATION = ("torch_adam", "fused", "foreach")
 """Arguments that choose an implementation of Adam and do not change its result."""
 
-FUSED_ADAM = "FusedAdamBuilder"
 
-
-def params_model(name: str, torch_adam: bool, offload: bool) -> type[ConfigModel]:
+def params_model(name: str, torch_adam: bool, offload: bool) -> type[OptimizerParams]:
     """Return the model of the arguments of the class that DeepSpeed builds (`_configure_basic_optimizer`).
 
     Args:
@@ -99,8 +114,8 @@ def params_model(name: str, torch_adam: bool, offload: bool) -> type[ConfigModel
     return TorchAdam if torch_adam else CPUAdam if offload else FusedAdam
 
 
-def check_optimizer(values: dict[str, Any]) -> ConfigModel:
-    """Return the `params` of the `optimizer` block of DeepSpeed's config, typed."""
+def check_optimizer(values: dict[str, Any]) -> Optimizer:
+    """Return the `optimizer` block of DeepSpeed's config, typed."""
     block = validate(OptimizerBlock, values["optimizer"], "optimizer")
     name, lower = block.type, block.type.lower()
     for other, reason in REFUSED_OPTIMIZERS.items():
@@ -114,7 +129,8 @@ def check_optimizer(values: dict[str, Any]) -> ConfigModel:
     if lower == "adamw" and block.params.get("adam_w_mode") is False:
         problem = 'false is ignored by DeepSpeed when type is "AdamW"'
         raise ConfigError("optimizer.params.adam_w_mode", problem, 'use "Adam" with it, or drop it')
-    return params
+    written = block.model_fields_set | {"params"}
+    return Optimizer.model_construct(written, type=name, params=params, legacy_fusion=block.legacy_fusion)
 
 
 def choose_implementation(values: dict[str, Any]) -> None:
@@ -133,13 +149,6 @@ def choose_implementation(values: dict[str, Any]) -> None:
         return
     if params.setdefault("torch_adam", True) is True and "foreach" not in params:
         params.setdefault("fused", True)
-
-
-def builder_name(values: dict[str, Any]) -> str | None:
-    """Return DeepSpeed's op builder of the optimizer; None for torch's own."""
-    if values["optimizer"]["type"].lower() not in ("adam", "adamw") or look_up(values, "optimizer.params.torch_adam"):
-        return None
-    return "CPUAdamBuilder" if offloads_optimizer(values) else FUSED_ADAM
 
 
 def offloads_optimizer(values: dict[str, Any]) -> bool:

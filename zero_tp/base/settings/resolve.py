@@ -76,17 +76,6 @@ def leaves(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, config
 
 
-def dtype_name(config: dict[str, Any]) -> str:
-    """Return "fp32", "bf16" or "fp16", by DeepSpeed's blocks."""
-    return next((name for name in ("bf16", "fp16") if look_up(config, f"{name}.enabled") is True), "fp32")
-
-
-def copies_gradients(config: dict[str, Any]) -> bool:
-    """Return whether the config makes DeepSpeed copy gradients: contiguous (if written), or to another dtype."""
-    contiguous = look_up(config, "zero_optimization.contiguous_gradients") is True
-    return contiguous or look_up(config, "data_types.grad_accum_dtype") not in (None, dtype_name(config))
-
-
 @dataclasses.dataclass(frozen=True)
 class SavedStart:
     """The state that a resumed run continues from.
@@ -208,7 +197,7 @@ def _schedule_length(path: str, length: int, earlier: int, saved: SavedStart) ->
 
     It follows `training.steps` until the rate begins to fall; after that, a new length would change the rate.
     """
-    schedule = check_scheduler(saved.config).model_dump()
+    schedule = check_scheduler(saved.config).params.model_dump()
     start = next(schedule[name] for name in WARMUPS if name in schedule)
     if "num_decay_steps" in schedule:
         start = schedule["num_training_steps"] - schedule["num_decay_steps"]

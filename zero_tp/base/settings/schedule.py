@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializeAsAny
 
 from zero_tp.base.errors import ConfigError, did_you_mean, shown
 from zero_tp.base.validation import Below1, ConfigModel, Count, NonNegative, Positive, validate
@@ -18,6 +18,8 @@ Phase = Literal["linear", "cosine", "1-sqrt"]
 
 
 class SchedulerBlock(ConfigModel):
+    """The block as written."""
+
     type: str
     params: dict[str, Any] = Field(default_factory=dict)
 
@@ -139,8 +141,24 @@ LENGTHS, WARMUPS = ("total_num_steps", "num_training_steps"), ("warmup_num_steps
 """DeepSpeed's and transformers' names for the length of the schedule and of its warm-up."""
 
 
-def check_scheduler(values: dict[str, Any]) -> ConfigModel:
-    """Return the `params` of the `scheduler` block of DeepSpeed's config, typed."""
+class Schedule(ConfigModel):
+    """The block with typed arguments."""
+
+    type: str
+    params: SerializeAsAny[ConfigModel]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that were given a value."""
+        return self.params.model_dump(mode="json", exclude_unset=True)
+
+    def number(self, name: str) -> float:
+        """Return the argument `name`, its default, or 0 if the schedule has none."""
+        return getattr(self.params, name, None) or 0
+
+
+def check_scheduler(values: dict[str, Any]) -> Schedule:
+    """Return the `scheduler` block of DeepSpeed's config, typed."""
     block = validate(SchedulerBlock, values["scheduler"], "scheduler")
     name = block.type
     if name in REFUSED_SCHEDULES:
@@ -151,4 +169,4 @@ def check_scheduler(values: dict[str, Any]) -> ConfigModel:
     if isinstance(params, CosineWithMinLR) and (params.min_lr is None) == (params.min_lr_rate is None):
         problem = "required, but not given" if params.min_lr is None else "given with min_lr_rate"
         raise ConfigError("scheduler.params.min_lr", problem, "give min_lr, or its ratio to the rate as min_lr_rate")
-    return params
+    return Schedule(type=name, params=params)

@@ -1,1 +1,1 @@
-"""Check DeepSpeed's config: types, defaults, and combinations that would train another model."""
+"""Check a config's keys and the combinations of keys, at every entry point."""

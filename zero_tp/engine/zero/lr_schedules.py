@@ -10,30 +10,30 @@ import torch
 from deepspeed.runtime import lr_schedules
 from torch.optim.lr_scheduler import LambdaLR
 
-from zero_tp.base.settings.schedule import TRANSFORMERS_SCHEDULES
+from zero_tp.base.settings.schedule import TRANSFORMERS_SCHEDULES, Schedule
 
 ONE_STEP_AHEAD = (lr_schedules.LRRangeTest, lr_schedules.OneCycle)
 """Schedules whose formulas use `last_batch_iteration + 1`; others use it as it is."""
 
 
-def transformers_schedule(block: dict[str, Any] | None) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
+def transformers_schedule(schedule: Schedule | None) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
     """Return a factory of the transformers schedule that a `scheduler` block names; None for other schedules.
 
     After `num_training_steps` the rate stays constant; transformers' cosine would rise again.
     """
-    if block is None or block["type"] not in TRANSFORMERS_SCHEDULES:
+    if schedule is None or schedule.type not in TRANSFORMERS_SCHEDULES:
         return None
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, SchedulerType
 
-    function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(block["type"])]
-    params = block.get("params", {})
+    function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(schedule.type)]
+    params = schedule.arguments
 
     def make(optimizer: torch.optim.Optimizer) -> LambdaLR:
-        schedule: LambdaLR = function(optimizer, **params)
+        scheduler: LambdaLR = function(optimizer, **params)
         if "num_training_steps" in params:
             last = params["num_training_steps"]
-            schedule.lr_lambdas = [functools.partial(_hold_last_rate, rate, last) for rate in schedule.lr_lambdas]
-        return schedule
+            scheduler.lr_lambdas = [functools.partial(_hold_last_rate, rate, last) for rate in scheduler.lr_lambdas]
+        return scheduler
 
     return make
 
@@ -74,22 +74,21 @@ class _RateOnly(torch.optim.Optimizer):
         pass
 
 
-def rates(block: dict[str, Any], rate: float, steps: Iterable[int]) -> list[float]:
+def rates(schedule: Schedule, rate: float, steps: Iterable[int]) -> list[float]:
     """Return the learning rates of the steps `steps` of a run.
 
     Args:
-        block: `scheduler` of a config.
-        rate: `optimizer.params.lr`.
+        rate: the optimizer's.
     """
     optimizer = _RateOnly(rate)
-    make_schedule, params = transformers_schedule(block), block.get("params", {})
-    if make_schedule is None:
-        if block["type"] == "OneCycle":
-            params = {**params, "cycle_momentum": False}  # it would set the betas of an Adam
-        make_schedule = functools.partial(getattr(lr_schedules, block["type"]), **params)
-    schedule: Any = make_schedule(optimizer)
+    make, params = transformers_schedule(schedule), schedule.arguments
+    if make is None:
+        if schedule.type == "OneCycle":
+            params["cycle_momentum"] = False  # it would set the betas of an Adam
+        make = functools.partial(getattr(lr_schedules, schedule.type), **params)
+    stepped: Any = make(optimizer)
     values = []
     for step in steps:
-        set_schedule(schedule, step - 1)
+        set_schedule(stepped, step - 1)
         values.append(float(optimizer.param_groups[0]["lr"]))
     return values

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.base.errors import UserError
-from zero_tp.base.settings.optimizer import FUSED_ADAM, builder_name
+from zero_tp.base.settings.deepspeed import DeepSpeedSettings
+from zero_tp.base.settings.optimizer import SGD
 
 
-def check_nvme(paths: Mapping[str, Path]) -> None:
+def check_nvme(paths: Mapping[str, Path | None]) -> None:
     """Check that this machine can offload to these directories.
 
     Args:
@@ -22,6 +23,7 @@ def check_nvme(paths: Mapping[str, Path]) -> None:
     """
     for name, path in paths.items():
         key = f"zero_optimization.{name}"
+        assert path is not None, "a rule refuses it"
         if not (path.is_dir() and os.access(path, os.W_OK | os.X_OK)):
             problem = f"{path} is not a directory on this machine that can be written"
             raise UserError(f"{key}.nvme_path: {problem}; create it, change its permissions, or name another")
@@ -39,23 +41,35 @@ def has_libaio() -> bool:
     return bool(get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible())
 
 
-def compilation_note(config: dict[str, Any], accelerator: Any) -> str | None:
+FUSED_ADAM = "FusedAdamBuilder"
+
+
+def builder_name(settings: DeepSpeedSettings) -> str | None:
+    """Return DeepSpeed's op builder of the optimizer; None for torch's own."""
+    optimizer = settings.optimizer
+    if optimizer is None or isinstance(optimizer.params, SGD) or optimizer.uses_torch_adam:
+        return None
+    offloaded = settings.zero_optimization.optimizer_device != "none"
+    return "CPUAdamBuilder" if offloaded else FUSED_ADAM
+
+
+def compilation_note(settings: DeepSpeedSettings, accelerator: Any) -> str | None:
     """Return a log line about the op that DeepSpeed will compile for a run; None if it is built already or not needed.
 
     DeepSpeed's own optimizers, such as CPU Adam for offloaded states, are built when a machine first needs them, which
     takes g++ more than two minutes.
 
     Args:
-        config: DeepSpeed's, resolved. accelerator: DeepSpeed's.
+        accelerator: DeepSpeed's.
 
     Raises:
         UserError: a part of a compiler is missing.
     """
-    name = builder_name(config)
-    if name is None:
+    name = builder_name(settings)
+    if name is None or settings.optimizer is None:
         return None
     builder = accelerator.create_op_builder(name)
-    kind = config["optimizer"]["type"]
+    kind = settings.optimizer.type
     from deepspeed.git_version_info import installed_ops
 
     if installed_ops.get(builder.name):

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
 from torch import Tensor, nn
 
-from zero_tp.base.settings.resolve import copies_gradients
+from zero_tp.base.settings.deepspeed import DeepSpeedSettings
+from zero_tp.engine.zero.facts import keeps_gradients_in_place, uses_bf16_optimizer
 from zero_tp.engine.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
 from zero_tp.engine.zero.zero3_loops import patch_zero3_loops
 from zero_tp.engine.zero.zero_engine import Trainable, ZeroEngine
@@ -44,14 +44,12 @@ def compute_norms_in_chunks(optimizer: Any) -> None:
 class UnpartitionedStates(ZeroEngine):
     """ZeRO-0: every DP rank holds all masters and states. `_clip` computes the gradient norm and clips, in fp64.
 
-    DeepSpeed computes both in fp64 for ZeRO-1, -2 and -3. Without ZeRO it has no norm in fp32 runs; in 16 bit its norm
-    is in fp32 (inexact at 1e-4 on CPUs) and counts only the gradients of TP rank 0. So its clipping is off.
+    DeepSpeed's own clipping is off: see `deepspeed_clips`.
     """
 
-    def __init__(self, settings: dict[str, Any], topology: Topology):
-        self._limit = float(settings.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT))
+    def __init__(self, settings: DeepSpeedSettings, topology: Topology):
+        super().__init__(settings, topology)
         self._last_norm = float("nan")
-        super().__init__({**settings, "gradient_clipping": 0.0}, topology)
 
     def initialize(self, model: ParallelModel, trainable: Trainable) -> None:
         super().initialize(model, trainable)
@@ -79,7 +77,7 @@ class UnpartitionedStates(ZeroEngine):
         super().backward(loss if self.loss_scale is None else loss * self.loss_scale.value, **options)
 
     def _step(self) -> None:
-        if self.engine.is_gradient_accumulation_boundary():
+        if self.deepspeed_engine.is_gradient_accumulation_boundary():
             self._clip()
         super()._step()
 
@@ -90,8 +88,9 @@ class UnpartitionedStates(ZeroEngine):
         norm = gradient_norm(parameters, self.topology) / scale
         vetoed, self._last_norm = self._ask_veto(norm), norm.item()
         is_applied = not vetoed and math.isfinite(self._last_norm)
-        if is_applied and self._limit > 0:
-            clip_gradients(parameters, self._last_norm, self._limit)
+        limit = self.settings.gradient_clipping
+        if is_applied and limit > 0:
+            clip_gradients(parameters, self._last_norm, limit)
         if not self._has_fp32_masters:
             # A plain torch optimizer checks nothing: remove its gradients, and set the engine's flag.
             self.optimizer.overflow = not is_applied
@@ -151,23 +150,16 @@ class UnpartitionedStates(ZeroEngine):
 class PartitionedStates(ZeroEngine):
     """ZeRO-1 and ZeRO-2: masters and states are partitioned over DP, in flat groups of parameters.
 
-    With one replica gradients stay in place: DeepSpeed would copy each five times for a mean over one rank.
+    With one replica gradients stay in place (`keeps_gradients_in_place`).
     """
-
-    def __init__(self, settings: dict[str, Any], topology: Topology):
-        self._gradients_in_place = keeps_gradients_in_place(settings, topology.data)
-        if self._gradients_in_place:
-            zero = {"contiguous_gradients": False, **settings["zero_optimization"]}
-            settings = {**settings, "zero_optimization": zero}
-        super().__init__(settings, topology)
 
     def initialize(self, model: ParallelModel, trainable: Trainable) -> None:
         super().initialize(model, trainable)
         compute_norms_in_chunks(self.optimizer)
-        if self._gradients_in_place:
+        if keeps_gradients_in_place(self.settings, self.topology.data):
             for name in ("average_tensor", "buffered_reduce_fallback"):
                 setattr(self.optimizer, name, lambda *_, **__: None)
-        if not hasattr(self.optimizer, "scaled_global_norm"):  # ZeRO-1 that accumulates gradients in another dtype
+        if uses_bf16_optimizer(self.settings):
             self._wrap_bf16_step(self.optimizer)
             return
         original = self.optimizer.scaled_global_norm
@@ -210,18 +202,12 @@ class PartitionedStates(ZeroEngine):
         self.optimizer.update_lp_params()
 
 
-def keeps_gradients_in_place(settings: dict[str, Any], data: int) -> bool:
-    """Return whether ZeRO-1 or 2 leaves gradients where they are: one replica, no offload, no key that copies them."""
-    offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
-    return data == 1 and offload.get("device", "none") == "none" and not copies_gradients(settings)
-
-
 class PartitionedParameters(ZeroEngine):
     """ZeRO-3: parameters, too, are partitioned over DP, each by itself, and gathered while they are needed."""
 
     lock_step = True
 
-    def __init__(self, settings: dict[str, Any], topology: Topology):
+    def __init__(self, settings: DeepSpeedSettings, topology: Topology):
         super().__init__(settings, topology)
         self.notes = patch_zero3_loops()
 
@@ -240,7 +226,7 @@ class PartitionedParameters(ZeroEngine):
         self.optimizer._get_norm_groups = norms_or_veto
 
     def _step(self) -> None:
-        is_update = self.engine.is_gradient_accumulation_boundary()
+        is_update = self.deepspeed_engine.is_gradient_accumulation_boundary()
         super()._step()
         accelerator = get_accelerator()
         if is_update and not accelerator.is_synchronized_device():
@@ -265,7 +251,7 @@ class PartitionedParameters(ZeroEngine):
             data_parallel_group=self.topology.data_group,
             mpu=self.topology,
             # No dtype=: with one, DeepSpeed 0.19.8 uses bf16 on devices that do not support fp16.
-            config_dict_or_path=self.settings,
+            config_dict_or_path=self._config,
         )
 
     def states(self) -> OptimizerStates:
@@ -300,6 +286,6 @@ STAGES: dict[int, type[ZeroEngine]] = {
 }
 
 
-def zero_engine(settings: dict[str, Any], topology: Topology) -> ZeroEngine:
-    """Return the engine of a DeepSpeed config's stage; it is not initialised yet."""
-    return STAGES[int(settings.get("zero_optimization", {}).get("stage", 0))](settings, topology)
+def zero_engine(settings: DeepSpeedSettings, topology: Topology) -> ZeroEngine:
+    """Return the engine of a config's stage; it is not initialised yet."""
+    return STAGES[settings.stage](settings, topology)

@@ -12,7 +12,8 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from zero_tp.engine.settings.config_file import Timers
+from zero_tp.base.settings.deepspeed import DeepSpeedSettings
+from zero_tp.engine.zero.facts import deepspeed_dict
 from zero_tp.engine.zero.loss_scale import LossScale
 from zero_tp.engine.zero.lr_schedules import set_schedule, transformers_schedule
 from zero_tp.engine.zero.states import Fragment, OptimizerStates
@@ -49,8 +50,8 @@ class ZeroEngine(ABC):
     """One ZeRO stage: build the model inside `construction()`, then `initialize` wraps it in DeepSpeed's engine.
 
     Attributes:
-        settings: DeepSpeed's config, as its engine gets it.
-        model: the unwrapped model. engine, optimizer, scheduler: results of `deepspeed.initialize`.
+        settings: DeepSpeed's part of the config.
+        model: the unwrapped model. deepspeed_engine, optimizer, scheduler: results of `deepspeed.initialize`.
         loss_scale: of fp16; None in another dtype.
         lock_step: all DP ranks must run the same number of forwards, because each forward gathers over DP.
         vetoed: the gradient norm of the last step if its veto skipped it; else None.
@@ -63,17 +64,15 @@ class ZeroEngine(ABC):
     native_schedule_start = False
     vetoed: Tensor | None = None
     model: ParallelModel
-    engine: Any
+    deepspeed_engine: Any
     loss_scale: LossScale | None
     optimizer: Any
     scheduler: Any
 
-    def __init__(self, settings: dict[str, Any], topology: Topology):
-        self.settings = {**settings, "timers": Timers(**settings.get("timers", {})).model_dump()}
-        self._scheduler = transformers_schedule(settings.get("scheduler"))
-        if self._scheduler is not None:
-            del self.settings["scheduler"]  # DeepSpeed gets a function instead
-        self.topology = topology
+    def __init__(self, settings: DeepSpeedSettings, topology: Topology):
+        self.settings, self.topology = settings, topology
+        self._config = deepspeed_dict(settings, topology.data)
+        self._scheduler = transformers_schedule(settings.scheduler)
         self.recent: list[list[float]] = []
         self.notes: list[str] = []
         self._veto: Veto | None = None
@@ -95,18 +94,20 @@ class ZeroEngine(ABC):
         self.model = model
         argument = "optimizer" if isinstance(trainable, torch.optim.Optimizer) else "model_parameters"
         with without_compiler():
-            self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
+            self.deepspeed_engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
                 model=model,
-                config=self.settings,
+                config=self._config,
                 mpu=self.topology,
                 lr_scheduler=self._scheduler,
                 **{argument: trainable},
             )
-        replicas = self.engine.dp_world_size
+        replicas = self.deepspeed_engine.dp_world_size
         if replicas != self.topology.data:
             raise RuntimeError(f"DeepSpeed has {replicas} data-parallel ranks, the topology {self.topology.data}")
         self._set_schedule(0)
-        self.loss_scale = LossScale(self.engine, self.optimizer) if self.engine.fp16_enabled() else None
+        self.loss_scale = None
+        if self.deepspeed_engine.fp16_enabled():
+            self.loss_scale = LossScale(self.deepspeed_engine, self.optimizer)
 
     def _set_schedule(self, updates: int) -> None:
         """Set the config's schedule, which may differ from a save's, for the step after `updates` updates."""
@@ -115,7 +116,7 @@ class ZeroEngine(ABC):
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run a micro-batch's backward, in fp16 of the scaled loss, with DeepSpeed's options."""
-        self.engine.backward(loss, **options)
+        self.deepspeed_engine.backward(loss, **options)
 
     def step(self, veto: Veto | None = None) -> None:
         """End a micro-batch's backward; after the last of a step, clip the gradients and update the weights.
@@ -123,13 +124,13 @@ class ZeroEngine(ABC):
         A veto skips the update, as DeepSpeed skips one with gradients that are not finite, but keeps fp16's loss scale.
         """
         self._veto, self.vetoed = veto, None
-        last = self.engine.is_gradient_accumulation_boundary()
+        last = self.deepspeed_engine.is_gradient_accumulation_boundary()
         self._step()
         if last and self.loss_scale is not None:
             self.loss_scale.update(self.optimizer.overflow and self.vetoed is None)
 
     def _step(self) -> None:
-        self.engine.step()
+        self.deepspeed_engine.step()
 
     def _ask_veto(self, norm: Tensor) -> bool:
         """Return whether the veto skips a step with this norm; if so, set `vetoed`. All ranks must call it."""
@@ -150,7 +151,7 @@ class ZeroEngine(ABC):
         return self._norm(), False
 
     def _norm(self) -> Tensor | float:
-        norm: Tensor | float | None = self.engine.get_global_grad_norm()
+        norm: Tensor | float | None = self.deepspeed_engine.get_global_grad_norm()
         return norm if norm is not None else float("nan")
 
     def states(self) -> OptimizerStates:
@@ -161,7 +162,7 @@ class ZeroEngine(ABC):
         """Return the run's progress, equal on all ranks, for a checkpoint's manifest."""
         return {
             "optimizer_steps": self.states().steps,
-            "counters": {name: getattr(self.engine, name) for name in COUNTERS},
+            "counters": {name: getattr(self.deepspeed_engine, name) for name in COUNTERS},
             "schedule": self.scheduler.state_dict() if self.scheduler is not None else None,
             "learning_rates": [float(group["lr"]) for group in self.optimizer.param_groups],
             "loss_scale": {} if self.loss_scale is None else self.loss_scale.state(),
@@ -172,10 +173,11 @@ class ZeroEngine(ABC):
         """Restore `progress()`. Learning rates follow the config."""
         self.restore_update_count(progress)
         for name in COUNTERS:
-            setattr(self.engine, name, progress["counters"][name])
+            setattr(self.deepspeed_engine, name, progress["counters"][name])
         # DeepSpeed steps when this count is a multiple of the accumulation, which may differ from the saved run's.
-        self.engine.micro_steps = self.engine.global_steps * self.engine.gradient_accumulation_steps()
-        self._set_schedule(self.engine.global_steps - self.engine.skipped_steps)
+        engine = self.deepspeed_engine
+        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+        self._set_schedule(engine.global_steps - engine.skipped_steps)
         self.recent = [list(pair) for pair in progress.get("recent", [])]
 
     def restore_update_count(self, progress: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from zero_tp.base.errors import UserError, shown
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.base.validation import validate
 from zero_tp.model.architectures import native_class_of
@@ -39,7 +40,7 @@ class HuggingFaceModel(PretrainedWeights):
     _supports_sdpa = True
     _no_split_modules = ["SequentialLayer", "ParallelLayer", "PostNormLayer"]  # noqa: RUF012 - transformers' own
     _activations: ActivationMemory | None = None
-    _checkpointing: tuple[RecomputePolicy, dict[str, Any]] | None = None
+    _checkpointing: tuple[RecomputePolicy, ActivationCheckpointing] | None = None
 
     def __init__(self, config: PretrainedConfig, topology: Topology | None = None, **options: Any):
         PreTrainedModel.__init__(self, config)
@@ -140,7 +141,7 @@ class HuggingFaceModel(PretrainedWeights):
                 raise UserError(f"gradient_checkpointing_kwargs: {name}: {reason}")
         self.activation_checkpointing_disable()
         if policy.mode != "none":
-            self._checkpointing = policy, {"cpu_checkpointing": offload}
+            self._checkpointing = policy, ActivationCheckpointing(cpu_checkpointing=offload)
             self._activations = ActivationMemory(self, *self._checkpointing, self.device)
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:

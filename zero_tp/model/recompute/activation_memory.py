@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_tp.base.errors import UserError
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.model.recompute.recompute import Forward, RecomputedOutput, plain_forward, recompute
@@ -26,7 +26,7 @@ class ActivationMemory:
 
     Args:
         policy: `zero_tp.recompute`.
-        settings: DeepSpeed's `activation_checkpointing` block.
+        checkpointing: where the recomputed layers' inputs are kept.
         device: where the model computes.
 
     Attributes:
@@ -35,7 +35,11 @@ class ActivationMemory:
     """
 
     def __init__(
-        self, model: ParallelModel, policy: RecomputePolicy, settings: Mapping[str, Any], device: torch.device
+        self,
+        model: ParallelModel,
+        policy: RecomputePolicy,
+        checkpointing: ActivationCheckpointing,
+        device: torch.device,
     ):
         self.policy = policy
         self.notes: list[str] = []
@@ -44,7 +48,9 @@ class ActivationMemory:
             problem = f"{policy.layers}, but the model has {model.spec.layers}"
             raise UserError(f"zero_tp.recompute.layers: {problem}; use a smaller one")
         self._streams = model.streams
-        self._store = self._make_store(settings, model.topology, device) if policy.mode == "full" else InPlaceStore()
+        self._store: Store = InPlaceStore()
+        if policy.mode == "full":
+            self._store = self._make_store(checkpointing, model.topology, device)
         self._recomputes = True  # changed by `begin_micro_batch`, if the run calls it
         self._wrapped: list[nn.Module] = []
         modules = {"none": (), "full": ("layer",), "selective": policy.chosen_modules}[policy.mode]
@@ -85,14 +91,14 @@ class ActivationMemory:
     def _run(self, recomputing: Forward, plain: Forward, *inputs: Any, **options: Any) -> Tensor:
         return (recomputing if self._recomputes else plain)(*inputs, **options)
 
-    def _make_store(self, settings: Mapping[str, Any], topology: Topology, device: torch.device) -> Store:
-        to_host = bool(settings.get("cpu_checkpointing")) and device.type != "cpu"
+    def _make_store(self, checkpointing: ActivationCheckpointing, topology: Topology, device: torch.device) -> Store:
+        to_host = checkpointing.cpu_checkpointing and device.type != "cpu"
         buffer = None
-        if settings.get("contiguous_memory_optimization"):
-            slots = settings.get("number_checkpoints") or len(self.layers)
+        if checkpointing.contiguous_memory_optimization:
+            slots = checkpointing.number_checkpoints or len(self.layers)
             buffer = ContiguousBuffer(slots, torch.device("cpu") if to_host else None, pinned=to_host)
         store: Store = HostStore(buffer) if to_host else buffer or InPlaceStore()
-        if not settings.get("partition_activations"):
+        if not checkpointing.partition_activations:
             return store
         if topology.sequence or topology.tensor == 1:
             reason = "sequence parallelism has split the checkpoints already" if topology.sequence else "tensor is 1"

@@ -189,7 +189,7 @@ class Parallelism(NamedTuple):
 
 def fixed_settings(config: RunConfig) -> dict[str, Any]:
     """Return the keys of a config that no resume may change."""
-    block, optimizer = config.zero_tp, config.deepspeed_config()["optimizer"]
+    block, optimizer = config.zero_tp, config.settings.written()["optimizer"]
     params = optimizer["params"]
     return {
         "zero_tp.model": {key: block.model[key] for key in sorted(block.model)},

@@ -8,8 +8,9 @@ from typing import Any
 from pydantic import BaseModel, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
-from zero_tp.base.settings.deepspeed import REFUSED_KEYS
+from zero_tp.base.settings.deepspeed import ConfigFile
 from zero_tp.base.settings.optimizer import OPTIMIZERS, SGD, CPUAdam, FusedAdam, OptimizerBlock, TorchAdam
+from zero_tp.base.settings.refused import REFUSED_KEYS
 from zero_tp.base.settings.resolve import AUTO, BATCH_FIELDS
 from zero_tp.base.settings.schedule import SCHEDULES
 from zero_tp.base.settings.schema import ZeroTP
@@ -30,12 +31,11 @@ class _WithoutExtras(GenerateJsonSchema):
 
 
 def json_schema() -> Json:
-    """Return the JSON schema (draft 2020-12) of a run's file. This imports DeepSpeed: about two seconds.
+    """Return the JSON schema (draft 2020-12) of a run's file.
 
     It has keys, types and ranges; `params` depend on `type`, and a model's fields on `model_type`. Every config that
     RunConfig accepts is valid. It does not check combinations of keys and batch arithmetic.
     """
-    from zero_tp.engine.settings.config_file import ConfigFile
     from zero_tp.model.architectures import ARCHITECTURES
 
     blocks: dict[str, Any] = {"optimizer": (OptimizerBlock, ...), "zero_tp": (ZeroTP, ...)}

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError, did_you_mean
-from zero_tp.base.settings.deepspeed import MONITORS, use_current_names
+from zero_tp.base.settings.deepspeed import MONITORS, DeepSpeedSettings
 from zero_tp.base.settings.optimizer import choose_implementation
+from zero_tp.base.settings.refused import use_current_names
 from zero_tp.base.settings.resolve import (
     BATCH_FIELDS,
     BatchSizes,
@@ -31,8 +32,9 @@ from zero_tp.base.shipped import config_names
 from zero_tp.base.strict_json import read_json
 from zero_tp.base.validation import ErrorCollector, validate
 from zero_tp.base.weight_files import is_cached, is_hub_name, pin_commit, pin_to_first_start
-from zero_tp.engine.settings.checks import notes, refuse
-from zero_tp.engine.settings.typed import TypedConfig, check_types
+from zero_tp.engine.settings.parse import parse_settings
+from zero_tp.engine.settings.rule import Combination
+from zero_tp.engine.settings.rules import notes, refuse
 from zero_tp.parallel.topology import data_parallel_size
 from zero_tp.run.config.model_block import FROM_PRETRAINED, check_model, ignored_fields, model_config
 
@@ -51,13 +53,15 @@ class RunConfig:
         path: the JSON file.
         world_size: number of ranks, or None when the config was checked without one.
         batch: the batch sizes; a size that depends on an unknown world size is None.
-        typed: every value with its type.
+        settings: DeepSpeed's part, with "auto" and batch sizes filled in.
+        zero_tp: the `zero_tp` block.
     """
 
     path: Path
     world_size: int | None
     batch: BatchSizes
-    typed: TypedConfig = dataclasses.field(repr=False)
+    settings: DeepSpeedSettings = dataclasses.field(repr=False)
+    zero_tp: ZeroTP = dataclasses.field(repr=False)
     _hf_config: PreTrainedConfig = dataclasses.field(repr=False)
     _schedule_lines: Sequence[str] = ()
 
@@ -101,22 +105,18 @@ class RunConfig:
         # 2. Fill in defaults, "auto" and batch sizes.
         zero_tp = _fill_steps(zero_tp, batch.total)
         lines = fill(values, auto_keys, batch, zero_tp.training.steps, hf_config.hidden_size, saved)
-        typed = TypedConfig(values, check_types(values), zero_tp, layers=hf_config.num_hidden_layers)
+        settings = parse_settings(values)
 
         # 3. Refuse: combinations that would train another model, or cannot be trained.
-        refuse(typed)
-        return cls(path, world_size, batch, typed, hf_config, lines)
+        refuse(Combination.of_run(settings, zero_tp, hf_config.num_hidden_layers))
+        return cls(path, world_size, batch, settings, zero_tp, hf_config, lines)
 
     def with_pinned_tokenizer(self) -> RunConfig:
         """Return the config with the commit of its tokenizer. The hub is asked if the tokenizer is a name there."""
         if self.zero_tp.tokenizer is None:
             return self
         zero_tp = self.zero_tp.model_copy(update={"tokenizer": pin_commit(self.zero_tp.tokenizer, TOKENIZER_KEY)})
-        return dataclasses.replace(self, typed=dataclasses.replace(self.typed, zero_tp=zero_tp))
-
-    @property
-    def zero_tp(self) -> ZeroTP:
-        return self.typed.zero_tp
+        return dataclasses.replace(self, zero_tp=zero_tp)
 
     @property
     def name(self) -> str:
@@ -145,12 +145,12 @@ class RunConfig:
 
     @property
     def zero_stage(self) -> int:
-        return self.typed.stage
+        return self.settings.stage
 
     @property
-    def nvme_paths(self) -> dict[str, Path]:
+    def nvme_paths(self) -> dict[str, Path | None]:
         """Return the directories of the offload blocks whose device is "nvme", by the block's name."""
-        return self.typed.nvme_paths
+        return self.settings.zero_optimization.nvme_paths
 
     def missing_files(self) -> list[Path]:
         """Return the files and directories that the run reads but that are missing here and in the hub's cache."""
@@ -160,7 +160,8 @@ class RunConfig:
         others = (self.zero_tp.tokenizer, evaluation.task_include_path, *evaluation.task_data.values())
         named += [Path(name) for name in others if name is not None and name not in self.hub_names]
         named += [Path(name) for name, weights in self.hub_names.items() if not is_cached(name, weights=weights)]
-        return [path for path in (*named, *self.nvme_paths.values()) if not os.path.exists(path)]
+        named += [path for path in self.nvme_paths.values() if path is not None]
+        return [path for path in named if not os.path.exists(path)]
 
     @property
     def hub_names(self) -> dict[str, bool]:
@@ -171,16 +172,17 @@ class RunConfig:
     @property
     def dtype(self) -> str:
         """Return "fp32", "bf16" or "fp16": the dtype of the model's weights and activations."""
-        return self.typed.dtype
+        return self.settings.dtype
 
-    def deepspeed_config(self) -> dict[str, Any]:
-        """Return a new dict for `deepspeed.initialize`, without `zero_tp` and monitors. Needs a world size."""
+    @property
+    def engine_settings(self) -> DeepSpeedSettings:
+        """Return the settings of `TrainingEngine`: without monitors. Needs a world size."""
         _required(self.world_size)
-        return copy.deepcopy({key: value for key, value in self.typed.values.items() if key not in MONITORS})
+        return self.settings.without(*MONITORS)
 
     def resolved(self) -> dict[str, Any]:
         """Return the whole config with every default of `zero_tp` and every "auto" filled in, as a loadable dict."""
-        return {**copy.deepcopy(self.typed.values), "zero_tp": self.zero_tp.model_dump(mode="json", by_alias=True)}
+        return {**self.settings.written(), "zero_tp": self.zero_tp.model_dump(mode="json", by_alias=True)}
 
     @property
     def label_fraction(self) -> float:
@@ -188,13 +190,17 @@ class RunConfig:
         masked = self.zero_tp.masked
         return 1.0 if masked is None else masked.mask_probability
 
+    @property
+    def _combination(self) -> Combination:
+        return Combination.of_run(self.settings, self.zero_tp, self._hf_config.num_hidden_layers)
+
     def without_effect(self) -> list[str]:
         """Return a line for each setting that changes nothing in this run."""
-        return notes(self.typed, "no effect")
+        return notes(self._combination, "no effect")
 
     def cautions(self) -> list[str]:
         """Return a line for each unusual setting."""
-        return [*self._schedule_lines, *notes(self.typed, "note"), *ignored_fields(self.zero_tp.model)]
+        return [*self._schedule_lines, *notes(self._combination, "note"), *ignored_fields(self.zero_tp.model)]
 
     @property
     def pretrained(self) -> Path | None:
@@ -232,7 +238,7 @@ def _check_keys(
     """
     collector, zero_tp, hf_config, batch, data = ErrorCollector(), None, None, None, None
     with collector:
-        check_types(values, auto_keys=auto_keys)
+        parse_settings(values, auto_keys=auto_keys)
     with collector:
         zero_tp = _check_block(block)
     if zero_tp is not None and world_size is not None:

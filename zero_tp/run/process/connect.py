@@ -99,7 +99,7 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment) -> tuple[
     ops.check_nvme(config.nvme_paths)
     ops.disable_shared_memory_collectives()
     report_build_locks()
-    message = ops.compilation_note(config.deepspeed_config(), accelerator)
+    message = ops.compilation_note(config.settings, accelerator)
     if message is not None and environment.rank == 0:
         print(message, flush=True)
     limits, margin = config.zero_tp.training.timeouts, timedelta(seconds=WATCHDOG_MARGIN_SECONDS)

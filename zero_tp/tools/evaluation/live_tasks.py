@@ -62,7 +62,7 @@ class LiveTasks(Callback):
     def evaluate(self, engine: TrainingEngine, batch_size: int) -> dict[str, dict[str, float | None]]:
         """Return the metrics to log, by task. Collective."""
         model = EvalModel(
-            ParallelScorer(engine.engine),
+            ParallelScorer(engine.deepspeed_engine),
             engine.model,
             self._tokenizer,
             self._model_config,
@@ -73,8 +73,8 @@ class LiveTasks(Callback):
             lock_step=engine.zero.lock_step,
             quiet=True,
         )
-        engine.engine.eval()
+        engine.deepspeed_engine.eval()
         try:
             return {task.name: task.metrics_to_log(task.run(model)) for task in self._tasks}
         finally:
-            engine.engine.train()
+            engine.deepspeed_engine.train()

@@ -181,9 +181,9 @@ def evaluate(
     """
     world = environment.world if environment else 1
     settings.check_ranks(world)
-    for task, file in data.items():
-        if task not in names:
-            raise UserError(f"--data {task}={file}: {task!r} is not among --tasks {','.join(names)}")
+    for name, file in data.items():
+        if name not in names:
+            raise UserError(f"--data {name}={file}: {name!r} is not among --tasks {','.join(names)}")
     directory = open_directory(model, allow_pickle=settings.allow_pickle, tokenizer=settings.tokenizer)
     tasks = make_tasks(names, data, settings)
     length = directory.sequence_length(settings.sequence_length)

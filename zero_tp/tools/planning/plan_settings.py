@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing, OffloadOptimizer
+from zero_tp.base.settings.optimizer import SGD, Optimizer, TorchAdam
 from zero_tp.base.settings.recompute import RecomputePolicy
-from zero_tp.base.settings.resolve import copies_gradients
+from zero_tp.engine.zero import facts
 from zero_tp.run.config import RunConfig
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -28,7 +29,7 @@ class Workload:
         tensor, sequence: the TP degree, and whether SP is on.
         dtype: "fp32", "bf16" or "fp16".
         cpu: the ranks run on CPUs, else on accelerators.
-        checkpointing: DeepSpeed's `activation_checkpointing` block.
+        checkpointing: where the recomputed layers' inputs are kept.
         documents: attention stays inside a document (`data.document_attention` "reset").
         label_fraction: share of the tokens that have labels.
         varlen: the accelerators support `varlen_attn`, so documents and windows need no mask.
@@ -41,7 +42,7 @@ class Workload:
     dtype: str = "bf16"
     cpu: bool = False
     policy: RecomputePolicy = field(default_factory=lambda: RecomputePolicy(mode="none"))
-    checkpointing: Mapping[str, Any] = field(default_factory=dict)
+    checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     documents: bool = False
     label_fraction: float = 1.0
     varlen: bool = True
@@ -59,20 +60,20 @@ class Workload:
     @property
     def partitions_checkpoints(self) -> bool:
         """Return whether P_a partitions activation checkpoints over TP. SP shards them anyway."""
-        return bool(self.checkpointing.get("partition_activations")) and self.tensor > 1 and not self.sequence
+        return self.checkpointing.partition_activations and self.tensor > 1 and not self.sequence
 
     @property
     def offloads_checkpoints(self) -> bool:
         """Return whether an accelerator's activation checkpoints are kept in host memory (P_a+cpu)."""
-        return bool(self.checkpointing.get("cpu_checkpointing")) and not self.cpu
+        return self.checkpointing.cpu_checkpointing and not self.cpu
 
     def activation_checkpoint_bytes(self, hidden: int, layers: int) -> tuple[float, float]:
         """Return the permanent bytes of activation checkpoints on the device (M_D's buffer) and on the host."""
         recomputed = len(self.policy.recomputed_layers(layers))
-        slots = self.checkpointing.get("number_checkpoints") or recomputed
+        slots = self.checkpointing.number_checkpoints or recomputed
         parts = self.tensor if self.sequence or self.partitions_checkpoints else 1
         size = self.itemsize * math.ceil(self.length * self.batch * hidden / parts)
-        if not self.checkpointing.get("contiguous_memory_optimization"):
+        if not self.checkpointing.contiguous_memory_optimization:
             return (0.0, float(recomputed * page_locked(size))) if self.offloads_checkpoints else (0.0, 0.0)
         return (0.0, float(page_locked(slots * size))) if self.offloads_checkpoints else (float(slots * size), 0.0)
 
@@ -104,7 +105,7 @@ def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workloa
         dtype=config.dtype,
         cpu=cpu,
         policy=block.recompute_policy,
-        checkpointing=config.typed.values.get("activation_checkpointing", {}),
+        checkpointing=config.settings.activation_checkpointing,
         documents=block.data.document_attention == "reset" and block.masked is None,
         label_fraction=config.label_fraction,
         varlen=varlen,
@@ -127,7 +128,7 @@ class ZeroSettings:
         moments: bytes of the optimizer's states for one parameter, without the fp32 master.
         torch_optimizer: the optimizer is an unfused class of torch whose update allocates temporaries.
         clips_gradients: see `gradient_clipping`.
-        copies_gradients: see `zero_tp.base.settings.resolve.copies_gradients`.
+        copies_gradients: see `zero_tp.engine.zero.facts.copies_gradients`.
         overlap: `overlap_comm`.
         requests_owner_reduction: the config asks for reductions to the gradients' owners; see `reduces_to_owners`.
         pins_optimizer: the offloaded optimizer's buffers are page-locked; those of offloaded parameters always are.
@@ -160,32 +161,32 @@ class ZeroSettings:
     @classmethod
     def of(cls, config: RunConfig, *, cpu: bool) -> ZeroSettings:
         """Return the settings of a run's config, which has a world size."""
-        typed, zero = config.typed, config.typed["zero_optimization"]
-        optimizer, params = typed["optimizer.type"], typed["optimizer.params"]
-        offload = zero["offload_optimizer"] or {}
+        settings, zero = config.settings, config.settings.zero_optimization
+        optimizer, offload = settings.optimizer, zero.offload_optimizer or OffloadOptimizer()
+        assert optimizer is not None, "a run's config has one"
         return cls(
             stage=config.zero_stage,
             data=config.data_parallel,
             dtype=config.dtype,
             cpu=cpu,
             accumulation=config.accumulation,
-            grad_accum_itemsize=ELEMENT_BYTES[typed["data_types.grad_accum_dtype"] or config.dtype],
-            communication_itemsize=ELEMENT_BYTES[typed["communication_data_type"] or config.dtype],
-            moments=_moment_bytes(optimizer, params),
-            torch_optimizer=_allocates_temporaries(optimizer, params),
-            clips_gradients=typed["gradient_clipping"] > 0,
-            copies_gradients=copies_gradients(typed.values),
-            overlap=zero["overlap_comm"],
-            requests_owner_reduction=not zero["use_multi_rank_bucket_allreduce"] and zero["reduce_scatter"],
-            offload_optimizer=typed.offloads("offload_optimizer"),
-            offload_param=typed.offloads("offload_param"),
-            pins_optimizer=offload.get("pin_memory", True) and not typed.on_nvme("offload_optimizer"),
-            reduce_bucket=zero["reduce_bucket_size"],
-            prefetch_bucket=zero["stage3_prefetch_bucket_size"],
-            persistence_threshold=zero["stage3_param_persistence_threshold"],
-            max_live=zero["stage3_max_live_parameters"],
-            max_reuse=zero["stage3_max_reuse_distance"],
-            sub_group=zero["sub_group_size"],
+            grad_accum_itemsize=ELEMENT_BYTES[settings.data_types.grad_accum_dtype or config.dtype],
+            communication_itemsize=ELEMENT_BYTES[settings.communication_data_type or config.dtype],
+            moments=_moment_bytes(optimizer),
+            torch_optimizer=_allocates_temporaries(optimizer),
+            clips_gradients=settings.gradient_clipping > 0,
+            copies_gradients=facts.copies_gradients(settings),
+            overlap=zero.overlaps,
+            requests_owner_reduction=not zero.use_multi_rank_bucket_allreduce and zero.reduce_scatter,
+            offload_optimizer=zero.optimizer_device != "none",
+            offload_param=zero.param_device != "none",
+            pins_optimizer=offload.pin_memory and zero.optimizer_device != "nvme",
+            reduce_bucket=zero.reduce_bucket_size,
+            prefetch_bucket=zero.stage3_prefetch_bucket_size,
+            persistence_threshold=zero.stage3_param_persistence_threshold,
+            max_live=zero.stage3_max_live_parameters,
+            max_reuse=zero.stage3_max_reuse_distance,
+            sub_group=zero.sub_group_size,
         )
 
     @property
@@ -195,8 +196,10 @@ class ZeroSettings:
 
     @property
     def keeps_gradients_in_place(self) -> bool:
-        """Return whether gradients stay in `parameter.grad`; see the function in `engine/zero/stages.py`."""
-        return self.stage in (1, 2) and self.data == 1 and not self.offload_optimizer and not self.copies_gradients
+        """Return whether gradients stay in `parameter.grad`."""
+        return facts.in_place_gradients(
+            self.stage, self.data, copied=self.copies_gradients, offloaded=self.offload_optimizer
+        )
 
     @property
     def accumulates_wider(self) -> bool:
@@ -206,7 +209,8 @@ class ZeroSettings:
     @property
     def separate_fp32_grads(self) -> bool:
         """Return whether DeepSpeed's BF16_Optimizer runs, which accumulates all gradients in a permanent tensor."""
-        return self.stage == 1 and self.dtype == "bf16" and self.accumulates_wider and not self.offload_optimizer
+        wider = self.dtype == "bf16" and self.accumulates_wider
+        return facts.is_bf16_optimizer(self.stage, sums_in_fp32=wider, offloaded=self.offload_optimizer)
 
     @property
     def reduces_in_buckets(self) -> bool:
@@ -241,15 +245,17 @@ class ZeroSettings:
         return replace(self, stage=stage, overlap=overlap, **changes)
 
 
-def _allocates_temporaries(optimizer: str, params: Mapping[str, Any]) -> bool:
+def _allocates_temporaries(optimizer: Optimizer) -> bool:
     """Return whether the optimizer is an unfused class of torch whose update allocates temporaries."""
-    if optimizer == "SGD":
-        return not params["fused"] and bool(params["weight_decay"] or params["nesterov"])
-    return bool(params.get("torch_adam")) and not params["fused"]
+    params = optimizer.params
+    if isinstance(params, SGD):
+        return not params.fused and bool(params.weight_decay or params.nesterov)
+    return isinstance(params, TorchAdam) and not params.fused
 
 
-def _moment_bytes(optimizer: str, params: Mapping[str, Any]) -> int:
+def _moment_bytes(optimizer: Optimizer) -> int:
     """Return the bytes of an optimizer's fp32 states for one parameter; torch's SGD has none without momentum."""
-    if optimizer == "SGD":
-        return 4 if params["momentum"] else 0
-    return 12 if params.get("amsgrad") else 8
+    params = optimizer.params
+    if isinstance(params, SGD):
+        return 4 if params.momentum else 0
+    return 12 if isinstance(params, TorchAdam) and params.amsgrad else 8

@@ -18,6 +18,7 @@ import torch
 
 from zero_tp.base.constants import DTYPES, GIB
 from zero_tp.base.errors import ConfigError, UserError
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputeMode, RecomputePolicy
 from zero_tp.base.settings.resolve import apply_overrides
 from zero_tp.base.strict_json import read_json
@@ -130,13 +131,14 @@ class Search:
                 settings = run_settings.with_stage(stage, data=data, accumulation=samples // micro, **changes)
                 if stage < lowest_stage or settings.reduces_to_owners != owners:
                     continue
+                checkpointing = run_workload.checkpointing
                 workload = replace(
                     run_workload,
                     batch=micro,
                     tensor=tensor,
                     sequence=sequence,
                     policy=policy,
-                    checkpointing=run_workload.checkpointing if policy.mode == "full" else {},
+                    checkpointing=checkpointing if policy.mode == "full" else ActivationCheckpointing(),
                 )
                 zero = ZeroMemory(model.parameters, settings, workload.fully_recomputed_layers(model.spec.layers))
                 yield Estimate(device, model, workload, RankMemory(zero, _estimated_samples(model, workload, zero)))

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from zero_tp.base.errors import UserError
-from zero_tp.base.settings.resolve import dtype_name
 from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.model.weights.load import PretrainedSource
@@ -40,17 +39,16 @@ def save_states(
     """
 
     def describe() -> dict[str, Any]:
-        topology, model = zero.topology, describe_model(zero)
+        topology, settings, model = zero.topology, zero.settings, describe_model(zero)
         if zero.scheduler is None:
             model["progress"]["schedule"] = scheduler.state_dict()
-        stage, dtype = int(zero.settings["zero_optimization"]["stage"]), dtype_name(zero.settings)
         return {
-            **Parallelism(topology.tensor, topology.data, topology.sequence, stage, dtype)._asdict(),
+            **Parallelism(topology.tensor, topology.data, topology.sequence, settings.stage, settings.dtype)._asdict(),
             **model,
             "fixed": {"zero_tp.training.seed": seed},
             "corpora": {},
             "tokenizer": None,
-            "config": zero.settings,
+            "config": settings.written(),
         }
 
     saver = Saver(zero, folder, describe, timeout_minutes=timeout_minutes)

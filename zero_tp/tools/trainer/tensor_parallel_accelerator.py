@@ -24,10 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_tp.base.errors import UserError
+from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.base.settings.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
+from zero_tp.base.settings.schema import Parallel
 from zero_tp.engine.guards import check_hooks, check_replicas
-from zero_tp.engine.settings.checks import check_deepspeed, notes
-from zero_tp.engine.settings.typed import EntryPoint
+from zero_tp.engine.settings.parse import check_settings
+from zero_tp.engine.settings.rule import EntryPoint
+from zero_tp.engine.settings.rules import notes
 from zero_tp.engine.zero.ops import check_nvme
 from zero_tp.engine.zero.stages import zero_engine
 from zero_tp.engine.zero.zero_engine import ZeroEngine
@@ -42,15 +45,15 @@ class SteppedEngine:
     """Replaces accelerate's wrapper of a DeepSpeed engine: runs backward and, at a step's end, the update.
 
     Attributes:
-        zero: the engine of the ZeRO stage; it computes the norm and clips. engine: DeepSpeed's.
+        zero: the engine of the ZeRO stage; it computes the norm and clips. deepspeed_engine: DeepSpeed's.
     """
 
     def __init__(self, zero: ZeroEngine):
-        self.zero, self.engine = zero, zero.engine
+        self.zero, self.deepspeed_engine = zero, zero.deepspeed_engine
 
     def backward(self, loss: Tensor, sync_gradients: bool = True, **options: Any) -> None:
         """Run a micro-batch's backward; after the last one of a step clip the gradients and update the weights."""
-        self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
+        self.deepspeed_engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.zero.backward(loss, **options)
         check_hooks(self.zero.model)
         if sync_gradients:
@@ -104,7 +107,7 @@ class TensorParallelAccelerator(Accelerator):
             self._models.append(objects[0].to(self.device))
             return objects
         model, optimizer, *rest = objects
-        settings = finalized_config(self.deepspeed_plugin, self.topology, self.clipping)
+        settings = finalized_settings(self.deepspeed_plugin, self.topology, self.clipping)
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer = _sharded_optimizer(optimizer, settings)
         zero = zero_engine(settings, self.topology)
@@ -116,11 +119,12 @@ class TensorParallelAccelerator(Accelerator):
         if not hasattr(zero.optimizer, "overflow"):
             zero.optimizer.overflow = False  # accelerate checks once for it, before ZeRO-0 sets it
         if not hasattr(zero.optimizer, "defaults"):
-            zero.optimizer.defaults = zero.engine.basic_optimizer.defaults  # some schedules read the rate there
+            # Some schedules read the rate there.
+            zero.optimizer.defaults = zero.deepspeed_engine.basic_optimizer.defaults
         wrapped = DeepSpeedOptimizerWrapper(zero.optimizer)
-        result = [zero.engine, wrapped, *(_scheduler(dummy, zero, wrapped) for dummy in rest)]
+        result = [zero.deepspeed_engine, wrapped, *(_scheduler(dummy, zero, wrapped) for dummy in rest)]
         self.deepspeed_engine_wrapped = SteppedEngine(zero)
-        self._models.append(zero.engine)
+        self._models.append(zero.deepspeed_engine)
         self._optimizers.append(wrapped)
         self.on_engine(zero)
         return tuple(result)
@@ -136,29 +140,31 @@ def check_trainable(model: nn.Module) -> None:
             )
 
 
-def finalized_config(plugin: Any, topology: Topology, clipping: float | None) -> dict[str, Any]:
-    """Return DeepSpeed's config with accelerate's values and the batch of data-parallel ranks filled in."""
+def finalized_settings(plugin: Any, topology: Topology, clipping: float | None) -> DeepSpeedSettings:
+    """Return DeepSpeed's settings with accelerate's values and the batch of data-parallel ranks filled in."""
     plugin.deepspeed_config_process(
         must_match=False,
         **{"gradient_clipping": clipping, "zero_optimization.stage3_gather_16bit_weights_on_model_save": False},
     )
-    settings: dict[str, Any] = copy.deepcopy(plugin.deepspeed_config)
-    settings["gradient_clipping"] = settings.get("gradient_clipping", clipping) or 0.0  # Trainer's None clips nothing
-    micro, accumulation = settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
-    settings["train_batch_size"] = micro * accumulation * topology.data
-    if settings.get("steps_per_print") == float("inf"):  # accelerate's "never", which no JSON can say
-        settings["steps_per_print"] = sys.maxsize
-    typed = check_deepspeed(settings, topology, EntryPoint.TRAINER)
-    check_nvme(typed.nvme_paths)
+    values: dict[str, Any] = copy.deepcopy(plugin.deepspeed_config)
+    values["gradient_clipping"] = values.get("gradient_clipping", clipping) or 0.0  # Trainer's None clips nothing
+    micro, accumulation = values["train_micro_batch_size_per_gpu"], values["gradient_accumulation_steps"]
+    values["train_batch_size"] = micro * accumulation * topology.data
+    if values.get("steps_per_print") == float("inf"):  # accelerate's "never", which no JSON can say
+        values["steps_per_print"] = sys.maxsize
+    parallel = Parallel(tensor=topology.tensor, sequence=topology.sequence)
+    checked = check_settings(values, parallel, EntryPoint.TRAINER)
+    settings = checked.settings
+    check_nvme(settings.zero_optimization.nvme_paths)
     # Without an `optimizer` block Trainer makes the optimizer, and DeepSpeed takes torch's SGD only with this key.
-    unused = () if "optimizer" in settings else ("zero_allow_untested_optimizer: ",)
-    for line in notes(typed, "no effect", "note") if topology.rank == 0 else ():
+    unused = () if settings.optimizer is not None else ("zero_allow_untested_optimizer: ",)
+    for line in notes(checked, "no effect", "note") if topology.rank == 0 else ():
         if not line.startswith(unused):
             warnings.warn(f"DeepSpeed's config: {line}", stacklevel=2)
     return settings
 
 
-def _sharded_optimizer(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> torch.optim.Optimizer:
+def _sharded_optimizer(optimizer: torch.optim.Optimizer, settings: DeepSpeedSettings) -> torch.optim.Optimizer:
     """Return the optimizer, or DeepSpeed's of its kind for states that are offloaded, as accelerate does."""
     name = type(optimizer).__name__
     library = type(optimizer).__module__.partition(".")[0]  # bitsandbytes has an AdamW too, with states in blocks
@@ -170,8 +176,8 @@ def _sharded_optimizer(optimizer: torch.optim.Optimizer, settings: dict[str, Any
             f"optimizer {name} of {library} is refused: {reason}; use one of {', '.join(OPTIMIZERS)}, such as "
             'optim="adamw_torch"'
         )
-    offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
-    if offload.get("device", "none") == "none" or not settings.get("zero_force_ds_cpu_optimizer", True):
+    offloaded = settings.zero_optimization.optimizer_device != "none"
+    if not offloaded or not settings.zero_force_ds_cpu_optimizer:
         return optimizer
     mapped: torch.optim.Optimizer = map_pytorch_optim_to_deepspeed(optimizer)
     return mapped

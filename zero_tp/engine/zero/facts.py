@@ -1,0 +1,78 @@
+"""What DeepSpeed 0.19.8 does with a config: facts that its stages, the rules and the planner share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zero_tp.base.settings.deepspeed import DeepSpeedSettings
+from zero_tp.base.settings.schedule import TRANSFORMERS_SCHEDULES
+
+
+def sums_in_fp32(settings: DeepSpeedSettings) -> bool:
+    """Return whether bf16 gradients are accumulated in fp32."""
+    return settings.dtype == "bf16" and settings.data_types.grad_accum_dtype == "fp32"
+
+
+def is_bf16_optimizer(stage: int, *, sums_in_fp32: bool, offloaded: bool) -> bool:
+    """Return whether DeepSpeed takes its BF16_Optimizer (`_do_optimizer_sanity_check`)."""
+    return stage == 1 and sums_in_fp32 and not offloaded
+
+
+def uses_bf16_optimizer(settings: DeepSpeedSettings) -> bool:
+    """Return `is_bf16_optimizer` of a config."""
+    zero = settings.zero_optimization
+    offloaded = zero.optimizer_device != "none"
+    return is_bf16_optimizer(zero.stage, sums_in_fp32=sums_in_fp32(settings), offloaded=offloaded)
+
+
+def copies_gradients(settings: DeepSpeedSettings) -> bool:
+    """Return whether a key makes DeepSpeed copy gradients: contiguous (if written), or a cast."""
+    zero = settings.zero_optimization
+    contiguous = "contiguous_gradients" in zero.model_fields_set and zero.contiguous_gradients
+    return contiguous or settings.data_types.grad_accum_dtype not in (None, settings.dtype)
+
+
+def in_place_gradients(stage: int, data: int, *, copied: bool, offloaded: bool) -> bool:
+    """Return whether ZeRO-1 or 2 leaves gradients in `parameter.grad`: there is one replica."""
+    return stage in (1, 2) and data == 1 and not copied and not offloaded
+
+
+def keeps_gradients_in_place(settings: DeepSpeedSettings, data: int) -> bool:
+    """Return `in_place_gradients` of a config with `data` replicas."""
+    zero = settings.zero_optimization
+    offloaded = zero.optimizer_device != "none"
+    return in_place_gradients(
+        zero.stage, data, copied=copies_gradients(settings), offloaded=offloaded
+    )
+
+
+def deepspeed_clips(stage: int) -> bool:
+    """Return whether DeepSpeed's own clipping is exact: it computes the norm in fp64.
+
+    Without ZeRO it has no norm in fp32 runs; in 16 bit its norm is in fp32 (inexact at 1e-4 on
+    CPUs) and counts only the gradients of TP rank 0.
+    """
+    return stage > 0
+
+
+def deepspeed_dict(settings: DeepSpeedSettings, data: int) -> dict[str, Any]:
+    """Return the config that `deepspeed.initialize` gets.
+
+    A schedule of transformers is passed as a function instead.
+
+    Args:
+        data: number of replicas.
+    """
+    values = settings.written()
+    schedule = settings.scheduler
+    if schedule is not None and schedule.type in TRANSFORMERS_SCHEDULES:
+        del values["scheduler"]
+    # DeepSpeed's own default is true.
+    values["timers"] = settings.timers.model_dump()
+    if not deepspeed_clips(settings.zero_optimization.stage):
+        values["gradient_clipping"] = 0.0
+    if keeps_gradients_in_place(settings, data):
+        # DeepSpeed would copy each gradient five times for a mean over one rank.
+        contiguous = {"contiguous_gradients": False}
+        values["zero_optimization"] = contiguous | values["zero_optimization"]
+    return values
