@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config
 
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.engine.guards import deterministic_algorithms
 from zero_tp.model.huggingface import ZeroTPForCausalLM

@@ -12,13 +12,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.pools import Pools
 from tests.support.settings import replica, rows
 from tests.tiers import in_tiers
 from zero_tp.base.settings.schema import Spike
-from zero_tp.engine.engine import TrainingEngine
-from zero_tp.engine.guards import detect_spike
+from zero_tp.engine.zero.veto import StepVeto, detect_spike
 
 
 @contextmanager
@@ -30,6 +30,16 @@ def scaled_gradients(engine: Any, factor: float) -> Iterator[None]:
         hook.remove()
 
 
+def spikes(is_spike: bool) -> Any:
+    """What finds a spike in this step, or none."""
+
+    def finds_spike(veto: StepVeto, norm: Tensor) -> bool:
+        veto.norm, veto.spike = (norm, "a spike") if is_spike else (None, "")
+        return is_spike
+
+    return finds_spike
+
+
 def skipped_both_ways(stage: int, dtype: str) -> list[Any]:
     """A run that skips step 3 by a veto and one whose gradients are not finite there: what is left of each."""
     found = []
@@ -38,13 +48,13 @@ def skipped_both_ways(stage: int, dtype: str) -> list[Any]:
         state: list[Any] = []
         for step in range(1, 6):
             with (
-                mock.patch.object(TrainingEngine, "_is_spike", lambda *_, s=step, w=way: w == "veto" and s == 3),
+                mock.patch.object(StepVeto, "finds_spike", spikes(way == "veto" and step == 3)),
                 scaled_gradients(engine, math.nan if way == "nan" and step == 3 else 1.0),
             ):
                 engine.train_step(rows(engine, step))
             states = engine.zero.states()
             tensors = [states.get(fragment, kind).clone() for kind in states.kinds() for fragment in states.fragments]
-            state.append((engine.zero.progress(), tensors, engine.zero.vetoed is not None, engine.skipped))
+            state.append((engine.zero.progress(), tensors, engine.zero.veto.norm is not None, engine.skipped))
         found.append(state)
     return found
 
@@ -94,7 +104,7 @@ def spiking(resumed_after: int) -> tuple[list[str], list[float], list[int]]:
         spikes.append(engine.spike)
         if step == resumed_after:
             progress = json.loads(json.dumps(engine.zero.progress()))
-            engine.zero.recent = []
+            engine.zero.veto.recent = []
             engine.zero.restore_progress(progress)
     return spikes, losses, [engine.deepspeed_engine.skipped_steps, engine.deepspeed_engine.global_steps]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from tests.support.plain_run import BETAS, DEFAULT_EPS, MOMENTS, STEPS, Trace, b
 from tests.support.settings import engine_of
 from zero_tp.data.batch import MaskedBatch, as_batch
 from zero_tp.run.config import RunConfig
-
-if TYPE_CHECKING:
-    from zero_tp.engine.zero.zero_engine import Veto
 
 
 def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False, **options: Any) -> Trace:
@@ -36,13 +33,13 @@ def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False, **optio
     trace = Trace()
     end_micro_batch = engine.zero.step
 
-    def record_gradients_first(veto: Veto | None = None) -> None:
+    def record_gradients_first(loss: Tensor | None = None) -> None:
         # Gradients are whole and unclipped between the last backward and the step.
         if engine.deepspeed_engine.is_gradient_accumulation_boundary():
             gradients = {name: safe_get_full_grad(weight) for name, weight in named.items()}
             trace.gradients = whole_tensors(engine, gradients)
             engine.zero.step = end_micro_batch
-        end_micro_batch(veto)
+        end_micro_batch(loss)
 
     engine.zero.step = record_gradients_first
     for step in range(STEPS + more_steps):

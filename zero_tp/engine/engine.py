@@ -5,13 +5,11 @@ engine/zero/stages.py has the differences between the ZeRO stages.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -28,6 +26,7 @@ from zero_tp.engine.zero.build_lock import report_build_locks
 from zero_tp.engine.zero.ops import check_nvme, disable_shared_memory_collectives
 from zero_tp.engine.zero.stages import zero_engine
 from zero_tp.engine.zero.states import local_shape
+from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.model_class import model_class as default_model_class
 from zero_tp.model.parallel_model import ParallelModel
@@ -62,8 +61,7 @@ class TrainingEngine:
         activations: the activations that backward keeps or recomputes.
         compiled: whether training's elementwise work runs in compiled kernels.
         skipped: whether the last step updated nothing, because its gradients were not finite on some rank.
-        spike: why the last step was skipped as a spike; else empty.
-        mark: called with the name of the phase that this rank begins.
+        on_phase: called with the phase that this rank enters: "forward", "backward" or "update".
 
     Raises:
         UserError: the sizes do not fit the topology, or torch can't compile here.
@@ -110,11 +108,11 @@ class TrainingEngine:
         self.deepspeed_engine = self.zero.deepspeed_engine
         self._loss = torch.tensor(float("nan"))
         self._norm: Tensor | float = float("nan")
-        self.skipped, self.spike = False, ""
+        self.skipped = False
         self._figures = torch.full((len(self.model.metric_names),), float("nan"))
-        self._spike_bounds = spike
-        self.mark: Callable[[str], None] = lambda phase: None
-        self.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
+        self.zero.veto = StepVeto(topology, spike)
+        self.on_phase: Callable[[str], None] | None = None
+        self.model.register_forward_pre_hook(lambda *_: self._enter("forward"))
 
     @classmethod
     def from_dict(
@@ -151,6 +149,11 @@ class TrainingEngine:
         The host waits for the device.
         """
         return float(self._norm)
+
+    @property
+    def spike(self) -> str:
+        """Return why the last step was skipped as a spike; else an empty string."""
+        return self.zero.veto.spike
 
     @property
     def figures(self) -> dict[str, float]:
@@ -220,16 +223,14 @@ class TrainingEngine:
                 f"a step was given {len(batches)} micro-batches, and gradient_accumulation_steps is {accumulation}: "
                 "DeepSpeed would update in the middle of a global batch; give as many"
             )
-        divisors = self._loss_divisors(batches)
+        divisors = self._mean_label_counts(batches)
         if guarded is not None and guard_gradients:
             self._check_reproducible(batches[0], divisors, guarded)
         self._accumulate(batches, divisors, guarded)
         guards.check_hooks(self.model)
         if guarded is not None:
             guards.check_duplicates(self.zero, guarded)
-        self.spike = ""
-        self.zero.step(self._is_spike if self._spike_bounds is not None else None)
-        self._norm, self.skipped = self.zero.norm_and_skipped()
+        self._update()
 
     def _as_batches(self, batches: Sequence[AnyBatch | tuple[Tensor, Tensor]]) -> list[AnyBatch]:
         """Return batches of the model's objective; a causal model's labels are shifted already, an encoder's never."""
@@ -250,39 +251,45 @@ class TrainingEngine:
     def _accumulate(self, batches: Sequence[AnyBatch], divisors: Mapping[str, Tensor], guarded: int | None) -> None:
         """Run the forward and backward of all micro-batches; set the step's loss and figures, means over DP."""
         self.deepspeed_engine.train()
+        names = self.model.metric_names
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        figures = torch.zeros(len(self.model.metric_names), dtype=torch.float64, device=self.device)
+        figures = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
             self.activations.begin_micro_batch(index)
             guarding = guarded is not None and index == 0
             with guards.check_expert_choices(self.model, self.topology, guarded or 0) if guarding else nullcontext():
                 output = self._forward(self.deepspeed_engine, batch, **divisors)
-            loss: Tensor = output.loss
-            self.mark("backward")
-            self.zero.backward(loss)
-            total += loss.detach()
-            for number, name in enumerate(self.model.metric_names):
+            self._backward(output.loss)
+            total += output.loss.detach()
+            for number, name in enumerate(names):
                 figures[number] += getattr(output, name).detach()
             if index < len(batches) - 1:
-                self.zero.step()
-        self.mark("update")
-        self._loss = all_reduce(total / len(batches), self.topology.data_group) / self.topology.data
-        if self.model.metric_names:
-            self._figures = all_reduce(figures / len(batches), self.topology.data_group) / self.topology.data
+                self.zero.step()  # adds the gradients up
+        self._enter("update")
+        self._loss = self._mean(total, len(batches))
+        if names:
+            self._figures = self._mean(figures, len(batches))
 
-    def _is_spike(self, norm: Tensor) -> bool:
-        """Judge the step by rank 0's loss and norm, on all ranks; set `spike`. Broadcast of two numbers, read at once.
+    def _forward(self, model: Any, batch: AnyBatch, **options: Any) -> Any:
+        return model(batch.input_ids, **batch.arguments(), **options)
 
-        DeepSpeed skips a step whose numbers are not finite; some of its norms are -1 then.
-        """
-        assert self._spike_bounds is not None
-        numbers = torch.stack([self._loss, norm.to(self._loss)])
-        if self.topology.world > 1:
-            dist.broadcast(numbers, 0)
-        loss, gradient_norm = numbers.tolist()
-        if math.isfinite(loss) and math.isfinite(gradient_norm) and gradient_norm >= 0:
-            self.spike = guards.detect_spike(self._spike_bounds, self.zero.recent, loss, gradient_norm)
-        return bool(self.spike)
+    def _backward(self, loss: Tensor) -> None:
+        self._enter("backward")
+        self.zero.backward(loss)
+
+    def _update(self) -> None:
+        """Compute the norm, veto a spike, clip, and update the weights; `ZeroEngine.step` says who does what."""
+        self.zero.step(self._loss)
+        self._norm, self.skipped = self.zero.norm_and_skipped()
+
+    def _mean(self, total: Tensor, micro_batches: int) -> Tensor:
+        """Return the mean over micro-batches and replicas. All-reduce over DP."""
+        group, replicas = self.topology.data_group, self.topology.data
+        return all_reduce(total / micro_batches, group) / replicas
+
+    def _enter(self, phase: str) -> None:
+        if self.on_phase is not None:
+            self.on_phase(phase)
 
     def _check_reproducible(self, batch: AnyBatch, divisors: Mapping[str, Tensor], step: int) -> None:
         """Run a micro-batch twice, outside DeepSpeed's engine, which would reduce its gradients."""
@@ -296,14 +303,17 @@ class TrainingEngine:
 
         guards.check_reproducible(run, self.model, self.model.streams, step)
 
-    def _forward(self, model: Any, batch: AnyBatch, **options: Any) -> Any:
-        return model(batch.input_ids, **batch.arguments(), **options)
+    def _mean_label_counts(self, batches: Sequence[AnyBatch]) -> dict[str, Tensor]:
+        """Return the mean number of labels of a micro-batch [fp64, 0-d], by the name of the forward's argument.
 
-    def _loss_divisors(self, batches: Sequence[AnyBatch]) -> dict[str, Tensor]:
-        """Return the divisors of a micro-batch's summed losses: the mean number of labels of a micro-batch, fp64.
+        A forward divides its summed loss by it. DeepSpeed then takes the mean over micro-batches
+        and DP ranks: together that is the mean over all labels. With 2 ranks of 2 micro-batches:
 
-        DeepSpeed then takes the mean over micro-batches and DP ranks; together that is the mean over all labels. One
-        all-reduce over DP of the numbers of labels, and of labelled rows. The host does not wait for them.
+            labels           rank 0: 5, 3    rank 1: 2, 0      mean 10 / 4 = 2.5
+            losses           sum5/2.5, sum3/2.5, sum2/2.5, 0   their mean is sum10 / 10
+
+        One all-reduce over DP of the numbers of labels, and of labelled rows; the host does not
+        wait for them.
         """
         counts = torch.zeros(2, dtype=torch.int64, device=self.device)
         for batch in batches:

@@ -2,13 +2,12 @@
 
 - Over TP: partial gradients are summed, replicated parameters are equal, and all ranks choose the same experts.
 - Over DP: what several ranks have (their duplicates) is equal bit for bit.
-- On each rank: a micro-batch that runs twice has the same gradients, and no step is a spike.
+- On each rank: a micro-batch that runs twice has the same gradients.
 """
 
 from __future__ import annotations
 
 import hashlib
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero_tp.base.errors import UserError
-from zero_tp.base.settings.schema import Spike
 from zero_tp.engine.zero.states import partition_of
 from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.model.moe import Router
@@ -229,30 +227,3 @@ def _deviating_ranks(digests: dict[int, int]) -> list[int]:
         return []
     usual, count = Counter(digests.values()).most_common(1)[0]
     return [rank for rank, number in digests.items() if 2 * count <= len(digests) or number != usual]
-
-
-def detect_spike(settings: Spike, recent: list[list[float]], loss: float, norm: float) -> str:
-    """Add a step's finite loss and norm to `recent`, and return why the step is a spike; "" if it is none.
-
-    Nothing is a spike until the window is half full.
-
-    As in OLMo-core's skip-step optimizer, a spike exceeds the window's mean by more than `settings.loss` or
-    `settings.grad_norm` standard deviations. Spikes enter the window too, so a new level soon stops being one.
-
-    Args:
-        recent: [loss, norm] of the last steps; checkpoints save it.
-    """
-    reasons = []
-    if len(recent) >= max(2, settings.window // 2):
-        losses, norms = zip(*recent, strict=True)
-        bounded = (("loss", loss, settings.loss, losses), ("gradient norm", norm, settings.grad_norm, norms))
-        for name, value, limit, before in bounded:
-            mean, deviation = statistics.fmean(before), statistics.stdev(before)
-            if limit is not None and value - mean > limit * deviation:
-                reasons.append(
-                    f"its {name} {value:.4g} is above {mean + limit * deviation:.4g}, {limit:g} standard deviations "
-                    f"over the mean of the {len(before)} steps before"
-                )
-    recent.append([loss, norm])
-    del recent[: -settings.window]
-    return reasons[0] if reasons else ""

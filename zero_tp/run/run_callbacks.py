@@ -108,7 +108,7 @@ class WatchdogCallback(Callback):
         self.watch = watch
 
     def on_start(self, state: TrainState) -> None:
-        state.engine.mark = self.watch.mark
+        state.engine.on_phase = self.watch.mark
 
     def on_step_begin(self, state: TrainState) -> None:
         self.watch.enter("step", state.step)

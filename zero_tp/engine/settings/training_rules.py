@@ -52,8 +52,7 @@ def gradient_rules(settings: DeepSpeedSettings) -> Iterator[Rule]:
         yield refused(
             key,
             dtype == "fp16" and value == "fp32",
-            'as "fp32" with fp16: no run with it was compared with the plain model; leave it out, '
-            "or use bf16",
+            'as "fp32" with fp16: no run with it was compared with the plain model; leave it out, or use bf16',
         )
     yield refused(
         "data_types.grad_accum_dtype",
@@ -88,14 +87,12 @@ def optimizer_rules(config: Combination) -> Iterator[Rule]:
     yield refused(
         "zero_allow_untested_optimizer",
         stage > 0 and sgd is not None and not allowed,
-        "as false with ZeRO and SGD: DeepSpeed has not tested SGD under ZeRO; set it to true, or "
-        "use AdamW",
+        "as false with ZeRO and SGD: DeepSpeed has not tested SGD under ZeRO; set it to true, or use AdamW",
     )
     yield refused(
         f"{OPTIMIZER}.nesterov",
         sgd is not None and sgd.nesterov and (sgd.momentum <= 0 or sgd.dampening != 0),
-        "without momentum, or with dampening: torch's SGD has no such step; give a momentum and "
-        "no dampening",
+        "without momentum, or with dampening: torch's SGD has no such step; give a momentum and no dampening",
     )
     yield refused(
         f"{OPTIMIZER}.foreach",
@@ -187,9 +184,7 @@ def run_rules(settings: DeepSpeedSettings, zero_tp: ZeroTP) -> Iterator[Rule]:
         no_corpus and not evaluation.tasks,
         "there is neither zero_tp.data.validation nor a task to evaluate",
     )
-    yield no_effect(
-        "zero_tp.evaluation.batches", no_corpus, "there is no zero_tp.data.validation"
-    )
+    yield no_effect("zero_tp.evaluation.batches", no_corpus, "there is no zero_tp.data.validation")
     yield no_effect(
         "zero_tp.evaluation.task_limit zero_tp.evaluation.task_include_path",
         not evaluation.tasks,
@@ -217,8 +212,7 @@ def run_rules(settings: DeepSpeedSettings, zero_tp: ZeroTP) -> Iterator[Rule]:
     yield note(
         " ".join(f"{SCHEDULER}.{name}" for name in LENGTHS),
         0 < length <= steps,
-        "the schedule ends before the run does, and its last rate may be 0; "
-        '"auto" is zero_tp.training.steps + 1',
+        'the schedule ends before the run does, and its last rate may be 0; "auto" is zero_tp.training.steps + 1',
     )
     warmup = max(numbers.get(name) or 0 for name in WARMUPS)
     yield note(
@@ -252,8 +246,7 @@ def activation_rules(config: Combination) -> Iterator[Rule]:
         yield refused(
             f"{ACTIVATIONS}.{name}",
             is_set and not moves_inputs,
-            "with zero_tp.recompute none or selective: only full recomputation keeps layer inputs "
-            "that could be moved",
+            "with zero_tp.recompute none or selective: only full recomputation keeps layer inputs that could be moved",
         )
     for name, number in (("layers", policy.layers), ("every", policy.every)):
         yield refused(
@@ -271,8 +264,7 @@ def activation_rules(config: Combination) -> Iterator[Rule]:
     yield refused(
         f"{ACTIVATIONS}.number_checkpoints",
         slots is not None and slots < len(policy.recomputed_layers(layers or 0)),
-        "below the recomputed layers: each has a checkpoint; use as many as layers, or leave it "
-        "out",
+        "below the recomputed layers: each has a checkpoint; use as many as layers, or leave it out",
     )
     yield no_effect(
         f"{ACTIVATIONS}.number_checkpoints",

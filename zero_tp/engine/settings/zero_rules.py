@@ -38,27 +38,23 @@ def offload_rules(config: Combination) -> Iterator[Rule]:
         yield refused(
             f"{ZERO}.{block}",
             zero.stage < stage and devices[block] != "none",
-            f"below stage {stage}: {reason}, and DeepSpeed would ignore it; use stage {stage}, or "
-            "leave it out",
+            f"below stage {stage}: {reason}, and DeepSpeed would ignore it; use stage {stage}, or leave it out",
         )
     yield refused(
         f"{ZERO}.offload_optimizer.device",
         zero.stage < 3 and zero.optimizer_device == "nvme",
-        'as "nvme" below stage 3: DeepSpeed swaps the optimizer\'s states at stage 3 only; use '
-        'stage 3, or "cpu"',
+        'as "nvme" below stage 3: DeepSpeed swaps the optimizer\'s states at stage 3 only; use stage 3, or "cpu"',
     )
     yield refused(
         f"{ZERO}.offload_optimizer.device",
         config.is_trainer and zero.optimizer_device == "nvme",
-        'as "nvme" in ZeroTPTrainer: its checkpoints could not hold the optimizer\'s states; use '
-        '"cpu"',
+        'as "nvme" in ZeroTPTrainer: its checkpoints could not hold the optimizer\'s states; use "cpu"',
     )
     for block, keys in NVME.items():
         yield refused(
             f"{ZERO}.{block}.nvme_path",
             block in zero.nvme_paths and zero.nvme_paths[block] is None,
-            'when it is missing with device "nvme": DeepSpeed swaps to a directory; give one on '
-            "the NVMe device",
+            'when it is missing with device "nvme": DeepSpeed swaps to a directory; give one on the NVMe device',
         )
         all_but_device = f"{ZERO}.{block}.[!d]*"
         yield no_effect(all_but_device, devices[block] == "none", f"{block}.device is none")
@@ -100,17 +96,13 @@ def zero_rules(settings: DeepSpeedSettings) -> Iterator[Rule]:
         uses_bf16,
         "DeepSpeed's optimizer of ZeRO-1 in bf16 with fp32 accumulation does not read it",
     )
-    yield no_effect(
-        _zero_keys(buckets), zero.stage not in (1, 2), "only ZeRO-1 and ZeRO-2 read it"
-    )
+    yield no_effect(_zero_keys(buckets), zero.stage not in (1, 2), "only ZeRO-1 and ZeRO-2 read it")
     yield no_effect(
         _zero_keys("use_multi_rank_*"),
         not zero.contiguous_gradients,
         "it is for contiguous_gradients",
     )
-    yield no_effect(
-        _zero_keys(reduction, "reduce_bucket_size"), zero.stage == 0, "ZeRO-0 does not read it"
-    )
+    yield no_effect(_zero_keys(reduction, "reduce_bucket_size"), zero.stage == 0, "ZeRO-0 does not read it")
 
 
 def log_rules(settings: DeepSpeedSettings) -> Iterator[Rule]:

@@ -41,9 +41,7 @@ def keeps_gradients_in_place(settings: DeepSpeedSettings, data: int) -> bool:
     """Return `in_place_gradients` of a config with `data` replicas."""
     zero = settings.zero_optimization
     offloaded = zero.optimizer_device != "none"
-    return in_place_gradients(
-        zero.stage, data, copied=copies_gradients(settings), offloaded=offloaded
-    )
+    return in_place_gradients(zero.stage, data, copied=copies_gradients(settings), offloaded=offloaded)
 
 
 def deepspeed_clips(stage: int) -> bool:

@@ -86,8 +86,8 @@ class UnpartitionedStates(ZeroEngine):
         parameters = list(self.model.parameters())
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         norm = gradient_norm(parameters, self.topology) / scale
-        vetoed, self._last_norm = self._ask_veto(norm), norm.item()
-        is_applied = not vetoed and math.isfinite(self._last_norm)
+        is_spike, self._last_norm = self.veto.finds_spike(norm), norm.item()
+        is_applied = not is_spike and math.isfinite(self._last_norm)
         limit = self.settings.gradient_clipping
         if is_applied and limit > 0:
             clip_gradients(parameters, self._last_norm, limit)
@@ -97,7 +97,7 @@ class UnpartitionedStates(ZeroEngine):
             if not is_applied:
                 for parameter in parameters:
                     parameter.grad = None
-        elif self.vetoed is not None:
+        elif is_spike:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.fill_(float("nan"))  # DeepSpeed's wrapper skips the step
@@ -166,21 +166,20 @@ class PartitionedStates(ZeroEngine):
 
         def norm_or_veto(norm_type: int = 2) -> Tensor:
             norm: Tensor = original(norm_type)
-            # Without a veto the norm is not read.
-            vetoed = self._veto is not None and self._ask_veto(norm / self.optimizer.loss_scale)
-            return torch.full_like(norm, float("inf")) if vetoed else norm
+            is_spike = self.veto.finds_spike(norm / self.optimizer.loss_scale)
+            return torch.full_like(norm, float("inf")) if is_spike else norm
 
         self.optimizer.scaled_global_norm = norm_or_veto
 
     def _wrap_bf16_step(self, optimizer: Any) -> None:
-        """Make BF16_Optimizer ask the veto first: its `step` computes the norm inside."""
+        """Make BF16_Optimizer look for a spike first: its `step` computes the norm inside."""
         step = optimizer.step
 
         def step_unless_vetoed() -> None:
-            if self._veto is not None:
+            if self.veto.is_active:
                 gradients, _ = optimizer.get_grads_for_norm()
                 norm = get_global_norm_of_tensors(gradients, optimizer.norm_type, optimizer.mpu)
-                if self._ask_veto(norm):
+                if self.veto.finds_spike(norm):
                     for gradient in gradients:
                         gradient.fill_(float("nan"))  # BF16_Optimizer skips the step
             step()
@@ -218,10 +217,10 @@ class PartitionedParameters(ZeroEngine):
 
         def norms_or_veto() -> list[Any]:
             norms: list[Any] = original()
-            if self._veto is None:
+            if not self.veto.is_active:
                 return norms
             norm = combine_grad_norm_groups(norms) / self.optimizer.loss_scale
-            return [float("inf")] if self._ask_veto(norm) else norms
+            return [float("inf")] if self.veto.finds_spike(norm) else norms
 
         self.optimizer._get_norm_groups = norms_or_veto
 

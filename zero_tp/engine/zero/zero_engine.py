@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,13 @@ from zero_tp.engine.zero.facts import deepspeed_dict
 from zero_tp.engine.zero.loss_scale import LossScale
 from zero_tp.engine.zero.lr_schedules import set_schedule, transformers_schedule
 from zero_tp.engine.zero.states import Fragment, OptimizerStates
+from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.parallel.topology import Topology
 
 if TYPE_CHECKING:
     from zero_tp.model.parallel_model import ParallelModel
 
 Trainable = list[dict[str, Any]] | list[nn.Parameter] | torch.optim.Optimizer
-Veto = Callable[[Tensor], bool]
-"""Decides from the gradient norm (0-d, on the device), identically on all ranks, whether to skip a step."""
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -54,15 +53,13 @@ class ZeroEngine(ABC):
         model: the unwrapped model. deepspeed_engine, optimizer, scheduler: results of `deepspeed.initialize`.
         loss_scale: of fp16; None in another dtype.
         lock_step: all DP ranks must run the same number of forwards, because each forward gathers over DP.
-        vetoed: the gradient norm of the last step if its veto skipped it; else None.
-        recent: [loss, norm] of the last steps, for the next veto.
+        veto: decides whether a step updates the weights.
         native_schedule_start: DeepSpeed's schedules start where DeepSpeed starts them (`set_schedule`).
         notes: lines for the log of a run's start.
     """
 
     lock_step = False
     native_schedule_start = False
-    vetoed: Tensor | None = None
     model: ParallelModel
     deepspeed_engine: Any
     loss_scale: LossScale | None
@@ -73,9 +70,8 @@ class ZeroEngine(ABC):
         self.settings, self.topology = settings, topology
         self._config = deepspeed_dict(settings, topology.data)
         self._scheduler = transformers_schedule(settings.scheduler)
-        self.recent: list[list[float]] = []
+        self.veto = StepVeto(topology)
         self.notes: list[str] = []
-        self._veto: Veto | None = None
 
     def construction(self) -> AbstractContextManager[Any]:
         """Return the context in which to build the model."""
@@ -118,34 +114,34 @@ class ZeroEngine(ABC):
         """Run a micro-batch's backward, in fp16 of the scaled loss, with DeepSpeed's options."""
         self.deepspeed_engine.backward(loss, **options)
 
-    def step(self, veto: Veto | None = None) -> None:
-        """End a micro-batch's backward; after the last of a step, clip the gradients and update the weights.
+    def step(self, loss: Tensor | None = None) -> None:
+        """End a micro-batch's backward; after the last of a step: norm, veto, clip and update.
 
-        A veto skips the update, as DeepSpeed skips one with gradients that are not finite, but keeps fp16's loss scale.
+        At stages 1 to 3 DeepSpeed's step does all of them and asks the veto for spikes; at stage 0
+        `UnpartitionedStates` computes the norm, vetoes and clips before DeepSpeed updates.
+        A spike skips the update, as DeepSpeed skips one with gradients that are not finite, but
+        keeps fp16's loss scale.
+
+        Args:
+            loss: of the whole step, for its last micro-batch; without it no spike is found.
         """
-        self._veto, self.vetoed = veto, None
+        self.veto.begin(loss)
         last = self.deepspeed_engine.is_gradient_accumulation_boundary()
         self._step()
         if last and self.loss_scale is not None:
-            self.loss_scale.update(self.optimizer.overflow and self.vetoed is None)
+            self.loss_scale.update(self.optimizer.overflow and not self.veto.spike)
 
     def _step(self) -> None:
         self.deepspeed_engine.step()
 
-    def _ask_veto(self, norm: Tensor) -> bool:
-        """Return whether the veto skips a step with this norm; if so, set `vetoed`. All ranks must call it."""
-        if self._veto is not None and self._veto(norm):
-            self.vetoed = norm
-        return self.vetoed is not None
-
     def norm_and_skipped(self) -> tuple[Tensor | float, bool]:
         """Return (gradient norm before clipping, skipped) of the last step, without waiting for the device.
 
-        A step with gradients that are not finite on some rank is (nan, True). A veto skips a step, too, but is reported
-        by `vetoed` alone: here it is (norm, False).
+        A step with gradients that are not finite on some rank is (nan, True). A spike is skipped, too, but is reported
+        by `veto.spike` alone: here it is (norm, False).
         """
-        if self.vetoed is not None:
-            return self.vetoed, False
+        if self.veto.norm is not None:
+            return self.veto.norm, False
         if getattr(self.optimizer, "overflow", False):
             return float("nan"), True
         return self._norm(), False
@@ -166,7 +162,7 @@ class ZeroEngine(ABC):
             "schedule": self.scheduler.state_dict() if self.scheduler is not None else None,
             "learning_rates": [float(group["lr"]) for group in self.optimizer.param_groups],
             "loss_scale": {} if self.loss_scale is None else self.loss_scale.state(),
-            "recent": [list(pair) for pair in self.recent],
+            "recent": [list(pair) for pair in self.veto.recent],
         }
 
     def restore_progress(self, progress: dict[str, Any]) -> None:
@@ -178,7 +174,7 @@ class ZeroEngine(ABC):
         engine = self.deepspeed_engine
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
         self._set_schedule(engine.global_steps - engine.skipped_steps)
-        self.recent = [list(pair) for pair in progress.get("recent", [])]
+        self.veto.recent = [list(pair) for pair in progress.get("recent", [])]
 
     def restore_update_count(self, progress: dict[str, Any]) -> None:
         """Restore only what belongs to the optimizer's states: the count of updates, and the loss scale."""

@@ -1,0 +1,90 @@
+"""Decide whether a step updates the weights."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_tp.base.settings.schema import Spike
+from zero_tp.parallel.topology import Topology
+
+
+class StepVeto:
+    """Skips a step with gradients that are not finite, or with a spike, on all ranks alike.
+
+    DeepSpeed finds gradients that are not finite by itself where it clips (`deepspeed_clips`).
+
+    Attributes:
+        recent: [loss, norm] of the last steps, for the next judgement; checkpoints save it.
+        spike: why the last step was skipped as a spike; else empty.
+        norm: the gradient norm of a spike; else None.
+    """
+
+    def __init__(self, topology: Topology, bounds: Spike | None = None):
+        self.recent: list[list[float]] = []
+        self.spike = ""
+        self.norm: Tensor | None = None
+        self._topology, self._bounds = topology, bounds
+        self._loss: Tensor | None = None
+
+    def begin(self, loss: Tensor | None) -> None:
+        """Begin a step with this loss; None: a micro-batch that is not the step's last."""
+        self._loss, self.spike, self.norm = loss, "", None
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether a norm of this step would be judged."""
+        return self._bounds is not None and self._loss is not None
+
+    def finds_spike(self, norm: Tensor) -> bool:
+        """Return whether the step is a spike. Every rank calls it.
+
+        Without bounds the host does not wait for the norm. With them rank 0's loss and norm are
+        broadcast and read at once. Numbers that are not finite are no spike; some of DeepSpeed's
+        norms are -1 then.
+
+        Args:
+            norm: the gradient norm before clipping [0-d].
+        """
+        if self._bounds is None or self._loss is None:
+            return False
+        numbers = torch.stack([self._loss, norm.to(self._loss)])
+        if self._topology.world > 1:
+            dist.broadcast(numbers, 0)
+        loss, gradient_norm = numbers.tolist()
+        if math.isfinite(loss) and math.isfinite(gradient_norm) and gradient_norm >= 0:
+            self.spike = detect_spike(self._bounds, self.recent, loss, gradient_norm)
+        if self.spike:
+            self.norm = norm
+        return bool(self.spike)
+
+
+def detect_spike(settings: Spike, recent: list[list[float]], loss: float, norm: float) -> str:
+    """Add a step's finite loss and norm to `recent`, and return why the step is a spike; "" if it is none.
+
+    Nothing is a spike until the window is half full.
+
+    As in OLMo-core's skip-step optimizer, a spike exceeds the window's mean by more than `settings.loss` or
+    `settings.grad_norm` standard deviations. Spikes enter the window too, so a new level soon stops being one.
+
+    Args:
+        recent: [loss, norm] of the last steps; checkpoints save it.
+    """
+    reasons = []
+    if len(recent) >= max(2, settings.window // 2):
+        losses, norms = zip(*recent, strict=True)
+        bounded = (("loss", loss, settings.loss, losses), ("gradient norm", norm, settings.grad_norm, norms))
+        for name, value, limit, before in bounded:
+            mean, deviation = statistics.fmean(before), statistics.stdev(before)
+            if limit is not None and value - mean > limit * deviation:
+                reasons.append(
+                    f"its {name} {value:.4g} is above {mean + limit * deviation:.4g}, {limit:g} standard deviations "
+                    f"over the mean of the {len(before)} steps before"
+                )
+    recent.append([loss, norm])
+    del recent[: -settings.window]
+    return reasons[0] if reasons else ""
