@@ -20,7 +20,8 @@ from zero_tp.base.shipped import CONFIGS, shipped_path
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
 from zero_tp.run.config import RunConfig
-from zero_tp.tools.evaluation.zero_shot import EvaluationSettings, evaluate
+from zero_tp.tools.evaluation.settings import EvaluationSettings
+from zero_tp.tools.evaluation.zero_shot import evaluate
 from zero_tp.tools.planning.memory import run_model_size
 
 ZERO_SHOT = {"355 M": (19.31, 45.18), "2.5 B": (12.76, 61.73), "8.3 B": (10.81, 66.51)}

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
 from zero_tp.base import cli
 from zero_tp.base.errors import UserError, visible
 from zero_tp.base.files import write_named
+from zero_tp.base.options import add_options, from_options
 from zero_tp.run.process.environment import RankEnvironment
 from zero_tp.run.process.lifecycle import run_rank
+from zero_tp.tools.evaluation.settings import EvaluationSettings
 
 EPILOG = """\
 examples:
@@ -35,73 +36,28 @@ Without --data the texts come from the Hugging Face hub or its cache. docs/evalu
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
-    parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="a run, a checkpoint, a Hugging Face directory or name"
-    )
+    model = "a run, a checkpoint, a Hugging Face directory or name"
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help=model)
     parser.add_argument("--tasks", required=True, metavar="TASK[,TASK]", help="what to evaluate")
     parser.add_argument(
-        "--data", nargs="+", action="extend", default=[], metavar="TASK=FILE", help="the text a task reads"
+        "--data",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="TASK=FILE",
+        help="the text a task reads",
     )
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="batch size of each rank (default: 8)")
-    parser.add_argument(
-        "--sequence-length",
-        type=int,
-        metavar="N",
-        help="tokens of a window, with its context (default: the model's maximum)",
-    )
-    parser.add_argument(
-        "--overlap",
-        type=int,
-        metavar="N",
-        help="stride of the windows in tokens: after a text's first window, each scores only its last N tokens "
-        "(default: 32 for wikitext103; for perplexity the window's length, so windows don't overlap)",
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
-    _add_lm_eval_arguments(parser)
-    parser.add_argument(
-        "--tensor-parallel", type=int, default=1, metavar="T", help="ranks, of those launched, that share one model"
-    )
-    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default: float32)")
-    parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda if there is one, else cpu)")
-    parser.add_argument(
-        "--text-key", default="text", metavar="KEY", help="field of the text in JSON lines (default: text)"
-    )
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="another tokenizer's directory or hub name")
-    parser.add_argument(
-        "--allow-pickle",
-        action="store_true",
-        help="read pickled weights if there are no safetensors; only if you trust them",
-    )
+    add_options(parser, EvaluationSettings)
     parser.add_argument("--output", type=Path, metavar="JSON", help="write the results here too")
-    parser.add_argument("--verbose", action="store_true", help="show what the libraries print, and every traceback")
-    parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers add it
-
-
-def _add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question of lm-eval's tasks")
-    parser.add_argument(
-        "--apply-chat-template",
-        "--apply_chat_template",
-        action="store_true",
-        help="format the requests of lm-eval's tasks by the tokenizer's chat template, examples as turns of their own",
-    )
-    parser.add_argument(
-        "--log-samples",
-        "--log_samples",
-        action="store_true",
-        help="write each request of lm-eval's tasks with its answer next to --output, as JSON lines for each task",
-    )
-    parser.add_argument("--include-path", type=Path, metavar="DIR", help="a directory with lm-eval task files (.yaml)")
-    parser.add_argument(
-        "--allow-task-code",
-        action="store_true",
-        help="let task files of --include-path run Python; only if you trust them",
-    )
+    verbose = "show what the libraries print, and every traceback"
+    parser.add_argument("--verbose", action="store_true", help=verbose)
+    # Launchers add it.
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
     from zero_tp.tools.evaluation.evaluation_report import table, write_samples
-    from zero_tp.tools.evaluation.zero_shot import EvaluationSettings, evaluate, parse_data, parse_tasks
+    from zero_tp.tools.evaluation.zero_shot import evaluate, parse_data, parse_tasks
 
     if options.log_samples and options.output is None:
         raise UserError("--log-samples: the samples are written next to --output JSON; give it too")
@@ -110,7 +66,7 @@ def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
             raise UserError(f"--output {options.output}: not a file; give the name of one")
         cli.check_writable(options.output.parent)
     names = parse_tasks(options.tasks)
-    settings = EvaluationSettings(**{field.name: getattr(options, field.name) for field in fields(EvaluationSettings)})
+    settings = from_options(EvaluationSettings, options)
     results = evaluate(options.model, names, parse_data(options.data), settings, environment)
     if environment.rank == 0:
         print(table(results))

@@ -6,12 +6,10 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zero_tp.base.errors import UserError, visible
-
-if TYPE_CHECKING:
-    from zero_tp.tools.corpus.settings import Prepared
+from zero_tp.base.options import add_options, from_options, options_of
+from zero_tp.tools.corpus.settings import Prepared, PrepareSettings
 
 EPILOG = """\
 example:
@@ -30,109 +28,45 @@ for standard input, hf:NAME[:CONFIGURATION[:SPLIT]] for a data set of the Huggin
 Records that can't be read are counted by reason and skipped. The split depends only on the documents and the seed, not
 on their order. The same command again reuses OUTPUT, or resumes if it was interrupted.
 """
-OPTIONS = {"validation": "validation_fraction", "stdin": "stdin_kind"}
-OPTIONS |= {"repair": "repair_unicode", "sentences": "split_sentences"}
-"""Fields of PrepareSettings whose options have other names."""
+STEPS = ("repair", "min_tokens", "deduplicate", "decontaminate", "sentences")
+"""Fields of PrepareSettings that are steps, in their order."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument(
-        "--input", nargs="+", action="extend", metavar="FILE|DIR|GLOB|-|hf:NAME", help="inputs, see below"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="DIR|bpe:SIZE|wordpiece:SIZE|wordpiece-cased:SIZE",
-        help="a Hugging Face tokenizer directory or a name on its hub, or a tokenizer to train: a byte-level BPE of "
-        "SIZE tokens, or a WordPiece vocabulary for the masked objective, uncased or cased",
-    )
-    parser.add_argument("--output", type=Path, metavar="DIR", help="directory to make")
-    parser.add_argument(
-        "--eos",
-        metavar="TOKEN",
-        help="the token that ends a document, if the tokenizer is given (default: its eos token, or its only one with "
-        "a well-known name)",
-    )
-    parser.add_argument(
-        "--tokenizer-documents", type=int, metavar="N", help="train the tokenizer on N documents (default: all)"
-    )
-    show = parser.add_argument_group("instead of preparing")
-    show.add_argument("--show", type=Path, metavar="DIR", help="print documents and packed samples of a corpus as text")
-    show.add_argument("--sample", type=int, default=3, metavar="N", help="how many documents and samples (default: 3)")
-    show.add_argument("--sequence-length", type=int, default=256, metavar="S", help="tokens of a sample (default: 256)")
-    _add_document_arguments(parser)
-    _add_step_arguments(
-        parser.add_argument_group("steps", "in this order, each off by default and counted in report.json")
-    )
-    parser.add_argument("--strict", action="store_true", help="stop at the first record that is no document")
-    parser.add_argument(
-        "--processes", type=int, metavar="N", help="processes that read and tokenise (default: one per core)"
-    )
-    parser.add_argument(
-        "--merge", type=Path, metavar="PARTS", help="join the parts that a cluster wrote (launch/prepare_cluster.py)"
-    )
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace an OUTPUT or an interrupted preparation of other inputs or settings",
-    )
-
-
-def _add_document_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--validation-fraction",
-        type=float,
-        default=0.02,
-        metavar="F|COUNT",
-        help="documents to hold out: a fraction below 1, or a whole number of documents (default: 0.02)",
-    )
-    parser.add_argument("--seed", type=int, default=1234, help="seed of the split (default: 1234)")
-    parser.add_argument("--text-key", metavar="KEY", help="field of the text (default: text, see docs/data.md)")
-    parser.add_argument(
-        "--documents",
-        choices=("file", "line", "blank-line"),
-        default="file",
-        help="what is one document in a .txt file: the file, a line, or a paragraph (default: file)",
-    )
-    parser.add_argument(
-        "--stdin-kind",
-        choices=("jsonl", "json", "txt", "csv"),
-        default="jsonl",
-        help="the format of standard input (default: jsonl)",
-    )
-
-
-def _add_step_arguments(steps: argparse._ArgumentGroup) -> None:
-    steps.add_argument("--repair-unicode", action="store_true", help="mend Unicode (ftfy)")
-    steps.add_argument(
-        "--min-tokens",
-        type=int,
-        nargs="?",
-        const=128,
-        default=0,
-        metavar="N",
-        help="drop documents of fewer than N tokens (128 if N is omitted)",
-    )
-    steps.add_argument(
-        "--deduplicate",
-        choices=("exact", "near"),
-        help="drop copies; near: also documents that share 0.7 of their 5-word shingles with an earlier one (MinHash)",
-    )
-    steps.add_argument(
-        "--decontaminate",
+        "--input",
         nargs="+",
         action="extend",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="drop documents with 13 consecutive words of these evaluation sets, and WikiText's articles by title",
+        metavar="FILE|DIR|GLOB|-|hf:NAME",
+        help="inputs, see below",
     )
-    steps.add_argument(
-        "--split-sentences",
-        metavar="LANGUAGE",
-        help="store where sentences begin, by the rules of a language (its ISO 639 code, such as en); the masked "
-        "objective's second segments begin there",
-    )
+    add_options(parser, PrepareSettings, ["tokenizer"])
+    parser.add_argument("--output", type=Path, metavar="DIR", help="directory to make")
+    add_options(parser, PrepareSettings, ["eos", "tokenizer_documents"])
+    show = parser.add_argument_group("instead of preparing")
+    corpus = "print documents and packed samples of a corpus as text"
+    show.add_argument("--show", type=Path, metavar="DIR", help=corpus)
+    number = "how many documents and samples (default: 3)"
+    show.add_argument("--sample", type=int, default=3, metavar="N", help=number)
+    length = "tokens of a sample (default: 256)"
+    show.add_argument("--sequence-length", type=int, default=256, metavar="S", help=length)
+    documents = ["validation", "seed", "text_key", "documents", "stdin"]
+    add_options(parser, PrepareSettings, documents)
+    order = "in this order, each off by default and counted in report.json"
+    add_options(parser.add_argument_group("steps", order), PrepareSettings, STEPS)
+    _add_run_arguments(parser)
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    strict = "stop at the first record that is no document"
+    parser.add_argument("--strict", action="store_true", help=strict)
+    processes = "processes that read and tokenise (default: one per core)"
+    parser.add_argument("--processes", type=int, metavar="N", help=processes)
+    parts = "join the parts that a cluster wrote (launch/prepare_cluster.py)"
+    parser.add_argument("--merge", type=Path, metavar="PARTS", help=parts)
+    replace = "replace an OUTPUT or an interrupted preparation of other inputs or settings"
+    parser.add_argument("--overwrite", action="store_true", help=replace)
 
 
 def main(options: argparse.Namespace) -> None:
@@ -150,13 +84,13 @@ def main(options: argparse.Namespace) -> None:
 
 
 def _prepare(options: argparse.Namespace) -> Prepared:
-    from zero_tp.data import PrepareSettings, prepare
+    from zero_tp.data import prepare
 
-    settings = {field.name: getattr(options, OPTIONS.get(field.name, field.name)) for field in fields(PrepareSettings)}
+    settings = from_options(PrepareSettings, options)
     return prepare(
         options.input,
         options.output,
-        PrepareSettings(**settings | {"decontaminate": tuple(options.decontaminate)}),
+        settings,
         overwrite=options.overwrite,
         strict=options.strict,
         processes=options.processes,
@@ -164,16 +98,16 @@ def _prepare(options: argparse.Namespace) -> Prepared:
 
 
 def _merge(options: argparse.Namespace) -> Prepared:
-    from zero_tp.data import PrepareSettings
     from zero_tp.tools.corpus.parts import merge
 
-    defaults = {OPTIONS.get(field.name, field.name): field.default for field in fields(PrepareSettings)}
-    defaults |= {"input": None, "tokenizer": None, "strict": False, "processes": None, "decontaminate": []}
-    defaults["validation_fraction"] = options.validation_fraction
+    settings = options_of(PrepareSettings)
+    defaults = {field.name: field.default for field in fields(PrepareSettings)}
+    defaults |= {"tokenizer": None, "validation": options.validation, "decontaminate": []}
+    defaults |= {"input": None, "strict": False, "processes": None}
     if changed := [name for name, default in defaults.items() if getattr(options, name) != default]:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+        flags = ", ".join(settings[name].all_flags(name)[0] if name in settings else f"--{name}" for name in changed)
         raise UserError(f"--merge takes the documents of the parts as they are: leave out {flags}")
-    return merge(options.merge, options.output, options.validation_fraction, overwrite=options.overwrite)
+    return merge(options.merge, options.output, options.validation, overwrite=options.overwrite)
 
 
 def _summary(prepared: Prepared) -> Iterator[str]:

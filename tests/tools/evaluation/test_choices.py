@@ -17,7 +17,7 @@ from tests.support.lm_eval_tasks import task_file
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.schema import Evaluation
 from zero_tp.tools.evaluation.live_tasks import LiveTasks
-from zero_tp.tools.evaluation.task import TaskOptions
+from zero_tp.tools.evaluation.settings import TaskOptions
 from zero_tp.tools.evaluation.zero_shot import make_tasks
 
 QUESTION = {"query": "Some words of a", "choices": ["text", "word"], "gold": 0}

@@ -17,7 +17,8 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 from tests.support.tiny_models import tiny_gpt2
 from zero_tp.base.errors import UserError
 from zero_tp.tools.evaluation.lambada import lambada_passages
-from zero_tp.tools.evaluation.zero_shot import EvaluationSettings, evaluate
+from zero_tp.tools.evaluation.settings import EvaluationSettings
+from zero_tp.tools.evaluation.zero_shot import evaluate
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.parallel.token_scores import TokenScores
 from zero_tp.parallel.topology import Topology
 from zero_tp.tools.evaluation.eval_model import EvalModel, ParallelScorer
-from zero_tp.tools.evaluation.task import TaskOptions
+from zero_tp.tools.evaluation.settings import TaskOptions
 from zero_tp.tools.evaluation.zero_shot import make_tasks
 
 LIMIT = 25

@@ -23,7 +23,8 @@ from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
 from zero_tp.tools.evaluation.eval_model import EvalModel
 from zero_tp.tools.evaluation.lm_eval_tasks import LM_EVAL_TASKS
-from zero_tp.tools.evaluation.task import CHOICE_FIELDS, Task, TaskOptions
+from zero_tp.tools.evaluation.settings import TaskOptions
+from zero_tp.tools.evaluation.task import CHOICE_FIELDS, Task
 from zero_tp.tools.evaluation.zero_shot import make_tasks
 
 LIMIT = 25

@@ -25,8 +25,9 @@ from zero_tp.tools.corpus.tokenizer_training import train_bpe
 from zero_tp.tools.evaluation import perplexity as module
 from zero_tp.tools.evaluation.eval_model import EvalModel, HuggingFaceScorer
 from zero_tp.tools.evaluation.perplexity import original_tokens, perplexity, sliding_windows, wikitext_split
-from zero_tp.tools.evaluation.task import TaskOptions, as_json
-from zero_tp.tools.evaluation.zero_shot import EvaluationSettings, evaluate, make_tasks
+from zero_tp.tools.evaluation.settings import EvaluationSettings, TaskOptions
+from zero_tp.tools.evaluation.task import as_json
+from zero_tp.tools.evaluation.zero_shot import evaluate, make_tasks
 
 DOCUMENTS = [
     "The state of the union is strong, my fellow citizens. " * 3,

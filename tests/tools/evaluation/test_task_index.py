@@ -13,7 +13,7 @@ from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.schema import Evaluation
 from zero_tp.tools.evaluation.live_tasks import LiveTasks
-from zero_tp.tools.evaluation.task import TaskOptions
+from zero_tp.tools.evaluation.settings import TaskOptions
 from zero_tp.tools.evaluation.task_index import find_task_manager, open_task_directory
 from zero_tp.tools.evaluation.zero_shot import make_tasks
 

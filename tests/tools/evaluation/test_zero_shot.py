@@ -21,7 +21,8 @@ from zero_tp.run.checkpoint.convert import to_huggingface
 from zero_tp.run.checkpoint.manifest import states_file
 from zero_tp.tools.evaluation.evaluation_report import table, write_samples
 from zero_tp.tools.evaluation.model_directory import open_directory
-from zero_tp.tools.evaluation.zero_shot import EvaluationSettings, evaluate, make_tasks, parse_data, parse_tasks
+from zero_tp.tools.evaluation.settings import EvaluationSettings
+from zero_tp.tools.evaluation.zero_shot import evaluate, make_tasks, parse_data, parse_tasks
 
 SETTINGS = EvaluationSettings(device="cpu", batch_size=3)
 
@@ -78,7 +79,8 @@ def test_paths_and_texts_are_checked_before_torch_is_imported(model: Path, tmp_p
     (tmp_path / "wrong.jsonl").write_text('{"other": 1}\n')
     code = (
         "import sys; from pathlib import Path; from zero_tp.base.errors import UserError;"
-        "from zero_tp.tools.evaluation.zero_shot import EvaluationSettings, evaluate, parse_data\n"
+        "from zero_tp.tools.evaluation.settings import EvaluationSettings;"
+        "from zero_tp.tools.evaluation.zero_shot import evaluate, parse_data\n"
         "for model, names, data in (('none', ['lambada'], []), (sys.argv[1], ['lambada'], ['lambada=wrong.jsonl']),"
         "(sys.argv[1], ['multiple_choice'], ['multiple_choice=wrong.jsonl']),"
         "(sys.argv[1], ['copa'], ['copa=none'])):\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from zero_tp.base.errors import UserError, shown
+from zero_tp.base.options import option
 from zero_tp.base.strict_json import read_json
 from zero_tp.base.validation import ConfigModel, Count, Positive, validate
 from zero_tp.data.documents import file_sha256
@@ -29,37 +30,66 @@ SPOOL_FORMAT = 7  # increment it when the format of a spool changes
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """Settings that decide the output, together with the inputs.
+    """Settings that decide the output, together with the inputs; options of `zero-tp prepare`."""
 
-    Attributes:
-        tokenizer: `bpe:SIZE`, `wordpiece:SIZE`, `wordpiece-cased:SIZE` or a directory.
-        validation: below 1, the fraction of the documents held out (at least one document); from 1, their number.
-        seed: seed of the split.
-        text_key: field of the text; None: see `records.choose_key`.
-        documents: the unit of a .txt file that is one document: "file", "line" or "blank-line" (paragraphs).
-        stdin: kind of standard input, one of `STREAMS`.
-        repair: mend Unicode with ftfy.
-        min_tokens: drop shorter documents; 0: none.
-        deduplicate: drop "exact" copies, or "near" ones too; the first one stays.
-        decontaminate: files of evaluation sets; documents that overlap with one are dropped.
-        eos: the token that ends documents, if the tokenizer is a directory; None: see `load_tokenizer`.
-        tokenizer_documents: train the tokenizer on this many of the training documents; None: all.
-        sentences: ISO 639 code: split documents into sentences by the rules of this language.
-    """
-
-    tokenizer: str
-    validation: float = 0.02
-    seed: int = 1234
-    text_key: str | None = None
-    documents: str = "file"
-    stdin: str = "jsonl"
-    repair: bool = False
-    min_tokens: int = 0
-    deduplicate: str | None = None
-    decontaminate: tuple[Path, ...] = ()
-    sentences: str | None = None
-    eos: str | None = None
-    tokenizer_documents: int | None = None
+    tokenizer: str = option(
+        MISSING,
+        "a Hugging Face tokenizer directory or a name on its hub, or a tokenizer to train: a "
+        "byte-level BPE of SIZE tokens, or a WordPiece vocabulary for the masked objective, uncased "
+        "or cased",
+        metavar="DIR|bpe:SIZE|wordpiece:SIZE|wordpiece-cased:SIZE",
+    )
+    validation: float = option(
+        0.02,
+        "documents to hold out: a fraction below 1, or a whole number of documents (default: 0.02)",
+        "--validation-fraction",
+        metavar="F|COUNT",
+    )
+    seed: int = option(1234, "seed of the split (default: 1234)")
+    text_key: str | None = option(None, "field of the text (default: text, see docs/data.md)", metavar="KEY")
+    documents: str = option(
+        "file",
+        "what is one document in a .txt file: the file, a line, or a paragraph (default: file)",
+        choices=("file", "line", "blank-line"),
+    )
+    stdin: str = option(
+        "jsonl",
+        "the format of standard input (default: jsonl)",
+        "--stdin-kind",
+        choices=("jsonl", "json", "txt", "csv"),
+    )
+    repair: bool = option(False, "mend Unicode (ftfy)", "--repair-unicode")
+    min_tokens: int = option(
+        0,
+        "drop documents of fewer than N tokens (128 if N is omitted)",
+        nargs="?",
+        const=128,
+        metavar="N",
+    )
+    deduplicate: str | None = option(
+        None,
+        "drop copies; near: also documents that share 0.7 of their 5-word shingles with an earlier one (MinHash)",
+        choices=("exact", "near"),
+    )
+    decontaminate: tuple[Path, ...] = option(
+        (),
+        "drop documents with 13 consecutive words of these evaluation sets, and WikiText's articles by title",
+        metavar="FILE",
+    )
+    sentences: str | None = option(
+        None,
+        "store where sentences begin, by the rules of a language (its ISO 639 code, such as en); "
+        "the masked objective's second segments begin there",
+        "--split-sentences",
+        metavar="LANGUAGE",
+    )
+    eos: str | None = option(
+        None,
+        "the token that ends a document, if the tokenizer is given (default: its eos token, or its "
+        "only one with a well-known name)",
+        metavar="TOKEN",
+    )
+    tokenizer_documents: int | None = option(None, "train the tokenizer on N documents (default: all)", metavar="N")
 
     def enabled_options(self) -> dict[str, Any]:
         """Return the optional settings that are on, with the hashes of the evaluation sets."""

@@ -16,7 +16,8 @@ from zero_tp.data.documents import file_format, read_documents, read_objects
 from zero_tp.data.records import text_of
 from zero_tp.run.metrics import perplexity
 from zero_tp.tools.evaluation.rows import check_continuations, continuation_rows, encode_pair
-from zero_tp.tools.evaluation.task import Origin, Task, TaskOptions, file_origin, read_hub_test_split
+from zero_tp.tools.evaluation.settings import TaskOptions
+from zero_tp.tools.evaluation.task import Origin, Task, file_origin, read_hub_test_split
 
 if TYPE_CHECKING:
     from zero_tp.tools.evaluation.eval_model import EvalModel

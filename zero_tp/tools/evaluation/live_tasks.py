@@ -13,7 +13,7 @@ from zero_tp.run.callback import Callback, TrainState
 from zero_tp.run.step_logger import format_number
 from zero_tp.tools.evaluation.eval_model import EvalModel, ParallelScorer
 from zero_tp.tools.evaluation.model_directory import check_tokenizer
-from zero_tp.tools.evaluation.task import TaskOptions
+from zero_tp.tools.evaluation.settings import TaskOptions
 from zero_tp.tools.evaluation.zero_shot import make_tasks
 
 if TYPE_CHECKING:

@@ -40,12 +40,12 @@ from zero_tp.tools.evaluation.choices import check_choices, check_texts
 from zero_tp.tools.evaluation.eval_model import EvalModel
 from zero_tp.tools.evaluation.lm_eval_model import LMEvalModel
 from zero_tp.tools.evaluation.rows import check_continuations
+from zero_tp.tools.evaluation.settings import TaskOptions
 from zero_tp.tools.evaluation.task import (
     CHOICE_FIELDS,
     MULTIPLE_CHOICE,
     Origin,
     Task,
-    TaskOptions,
     hash_records,
     require_fields,
 )

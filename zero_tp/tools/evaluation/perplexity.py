@@ -20,7 +20,8 @@ import numpy as np
 from zero_tp.base.errors import UserError
 from zero_tp.run import metrics
 from zero_tp.tools.evaluation.rows import Row, Tokens, prefix_token
-from zero_tp.tools.evaluation.task import Origin, Task, TaskOptions, read_hub_test_split, read_texts, require_lm_eval
+from zero_tp.tools.evaluation.settings import TaskOptions
+from zero_tp.tools.evaluation.task import Origin, Task, read_hub_test_split, read_texts, require_lm_eval
 
 if TYPE_CHECKING:
     from zero_tp.tools.evaluation.eval_model import EvalModel

@@ -6,7 +6,6 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -27,46 +26,12 @@ Origin = dict[str, Any]
 
 MULTIPLE_CHOICE, CHOICE_FIELDS = "multiple_choice", ("query", "choices", "gold")
 """The task that evaluates a user's file of questions, and the fields of that file."""
-MINIMUM = {"batch_size": 1, "sequence_length": 1, "limit": 1, "overlap": 1, "num_fewshot": 0}
-MAXIMUM = 2**31 - 1
 
 
 def require_lm_eval(what: str) -> None:
     """Check that the optional lm-eval is installed, without importing it, which takes seconds."""
     if find_spec("lm_eval") is None:
         raise UserError(f"{what} needs lm-eval, which is not installed: pip install -c constraints.txt -e .[eval]")
-
-
-@dataclass(frozen=True)
-class TaskOptions:
-    """Options of tasks.
-
-    Attributes:
-        text_key: key of the text in JSON lines.
-        overlap: the stride of windows, in tokens; None: the task's default.
-        limit: examples (documents) of a task; None: all.
-        num_fewshot: examples before each question of lm-eval's tasks; None: as in the task file.
-        include_path: a directory of lm-eval task files.
-        allow_task_code: these files may run Python.
-        apply_chat_template: format the requests of lm-eval's tasks with the tokenizer's chat template.
-        log_samples: add each request of lm-eval's tasks and the model's answer to the result.
-    """
-
-    text_key: str = "text"
-    overlap: int | None = None
-    limit: int | None = None
-    num_fewshot: int | None = None
-    include_path: Path | None = None
-    allow_task_code: bool = False
-    apply_chat_template: bool = False
-    log_samples: bool = False
-
-    def check(self) -> None:
-        """Raise a UserError for a number that is out of range."""
-        for name, minimum in MINIMUM.items():
-            value = getattr(self, name, None)
-            if value is not None and not minimum <= value <= MAXIMUM:
-                raise UserError(f"--{name.replace('_', '-')} {value}: from {minimum} to {MAXIMUM}")
 
 
 class Task(ABC):

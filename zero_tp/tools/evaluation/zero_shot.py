@@ -10,11 +10,10 @@ import difflib
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.base.constants import DTYPES
 from zero_tp.base.errors import UserError, first_line
 from zero_tp.data.documents import check_files
 from zero_tp.parallel.topology import Topology
@@ -23,7 +22,8 @@ from zero_tp.tools.evaluation.choices import check_choice_file
 from zero_tp.tools.evaluation.lambada import LambadaTask
 from zero_tp.tools.evaluation.model_directory import open_directory
 from zero_tp.tools.evaluation.perplexity import PerplexityTask, WikitextTask
-from zero_tp.tools.evaluation.task import CHOICE_FIELDS, MULTIPLE_CHOICE, Task, TaskOptions, as_json, require_lm_eval
+from zero_tp.tools.evaluation.settings import EvaluationSettings, TaskOptions
+from zero_tp.tools.evaluation.task import CHOICE_FIELDS, MULTIPLE_CHOICE, Task, as_json, require_lm_eval
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,42 +64,6 @@ PACKAGES = ("torch", "transformers", "tokenizers", "lm-eval", "datasets")
 """Packages whose versions the report has."""
 COMPARED = 1024
 """Elements of each parameter that DP ranks compare after loading."""
-
-
-@dataclass(frozen=True)
-class EvaluationSettings(TaskOptions):
-    """Options of `zero-tp evaluate`, under their names on the command line.
-
-    Attributes:
-        batch_size: rows of a batch on each data-parallel rank.
-        sequence_length: the longest window or context, in tokens; None: the model's positions.
-        dtype: the weights': float32, bfloat16 or float16.
-        device: a torch device; None: `cuda` if there is one, else `cpu`.
-        tensor_parallel: ranks that share one copy of the model.
-        tokenizer: directory of another tokenizer than the model's own.
-        allow_pickle: read pickled weights if there are no safetensors.
-    """
-
-    batch_size: int = 8
-    sequence_length: int | None = None
-    dtype: str = "float32"
-    device: str | None = None
-    tensor_parallel: int = 1
-    tokenizer: Path | None = None
-    allow_pickle: bool = False
-
-    def check_ranks(self, world: int) -> None:
-        """Check the settings for `world` ranks."""
-        self.check()
-        if self.dtype not in DTYPES.values():
-            raise UserError(f"--dtype {self.dtype}: one of {', '.join(DTYPES.values())}")
-        if self.tensor_parallel < 1 or world % self.tensor_parallel:
-            raise UserError(
-                f"--tensor-parallel {self.tensor_parallel}: it must divide the {world} rank{'s' if world > 1 else ''}; "
-                f"deepspeed --num_accelerators N starts N"
-            )
-        if world > 1 and self.device not in (None, "cuda", "cpu"):
-            raise UserError(f"--device {self.device}: with several ranks cuda or cpu; each rank uses its own")
 
 
 def parse_tasks(text: str) -> list[str]:
