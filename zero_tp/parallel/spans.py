@@ -111,7 +111,8 @@ class Spans:
         spans = []
         for own, theirs in itertools.product(self, other):
             start = max(own.whole_start, theirs.whole_start)
-            length = min(own.whole.stop, theirs.whole.stop) - start
+            own_stop = own.whole_start + own.length
+            length = min(own_stop, theirs.whole_start + theirs.length) - start
             if length > 0:
                 source = own.local_start + start - own.whole_start
                 target = theirs.local_start + start - theirs.whole_start

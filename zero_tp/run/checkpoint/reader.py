@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,12 @@ class ParameterLayout:
 
     def spans(self, rank: int, size: int) -> tuple[Spans, ...]:
         """Return the map between the parameter and a TP rank's shard, along each dimension."""
-        return self.layout.spans(self.shape, rank, size)
+        return _spans(self.layout, self.shape, rank, size)
+
+
+@cache  # a parameter is read once for its master and once for each moment
+def _spans(layout: Layout, shape: tuple[int, ...], rank: int, size: int) -> tuple[Spans, ...]:
+    return layout.spans(shape, rank, size)
 
 
 class StatesFile:
@@ -108,7 +114,6 @@ class CheckpointReader:
         self._preferred_rank = min(data_rank, self.data - 1)
         self._files: dict[tuple[int, int], StatesFile] = {}
         self._fragments: dict[int, dict[str, list[tuple[int, StatesFile]]]] = {}
-        self._shards: dict[str, list[tuple[int, tuple[Spans, ...]]]] = {}
 
     def _file(self, tensor_rank: int, data_rank: int) -> StatesFile:
         ranks = tensor_rank, data_rank
@@ -172,19 +177,16 @@ class CheckpointReader:
         index, offset = enclosing_block(shape, start, stop)
         target = [along.narrow(rows) for along, rows in zip(shard, index, strict=True)]
         block = torch.zeros([along.local_length for along in target])  # padding stays zero
-        for saved_rank, source in self._saved_shards(name):
+        for source, saved_rank in self._holders(name).items():
             for saved_index, block_index in overlaps(source, target):
                 block[block_index] = self._block(name, kind, saved_rank, saved_index)
         return block.flatten()[offset : offset + stop - start]
 
-    def _saved_shards(self, name: str) -> list[tuple[int, tuple[Spans, ...]]]:
-        """Return (TP rank, map along each dimension) of each saved shard, of replicas the first."""
-        if name not in self._shards:
-            ranks: dict[tuple[Spans, ...], int] = {}
-            for rank in range(self.tensor):
-                ranks.setdefault(self.parameters[name].spans(rank, self.tensor), rank)
-            self._shards[name] = [(rank, spans) for spans, rank in ranks.items()]
-        return self._shards[name]
+    def _holders(self, name: str) -> dict[tuple[Spans, ...], int]:
+        """Return each saved shard's map along each dimension → the first TP rank that has it."""
+        saved = self.parameters[name]
+        ranks = reversed(range(self.tensor))
+        return {saved.spans(rank, self.tensor): rank for rank in ranks}
 
     def _block(self, name: str, kind: str, saved_rank: int, index: Index) -> Tensor:
         """Return a block of a saved shard. What it lacks between its rows is not copied."""
