@@ -15,6 +15,7 @@ from transformers import GPT2Config
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import MARKS, Replicated, Sharded, audit, layout_of, set_layout
+from zero_tp.parallel.spans import blocks
 from zero_tp.parallel.topology import Topology
 
 LAYERS, VOCABULARY, STD = 2, 301, 0.02
@@ -56,12 +57,14 @@ def test_unshard_of_shards_is_the_whole(data: st.DataObject) -> None:
     assert torch.equal(layout.unshard(pieces), whole)
     assert sum(int((piece != 0).sum()) for piece in pieces) == whole.numel()
     for rank, piece in enumerate(pieces):
-        lengths = [stop - start + padding for start, stop, padding in layout.ranges(rank, size)]
-        assert tuple(lengths) == layout.piece_sizes(size)
-        for (start, stop, padding), held in zip(layout.ranges(rank, size), piece.split(lengths, dim), strict=True):
-            assert torch.equal(held.narrow(dim, 0, stop - start), whole.narrow(dim, start, stop - start))
-            assert not held.narrow(dim, stop - start, padding).any()
-            assert padded or padding == 0
+        spans = layout.spans(shape, rank, size)
+        assert tuple(along.local_length for along in spans) == tuple(piece.shape)
+        copy = piece.clone()
+        for whole_index, local_index in blocks(spans):
+            assert torch.equal(piece[local_index], whole[whole_index])
+            copy[local_index] = 0
+        assert not copy.any()
+        assert padded or not list(spans[dim].padding())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.support.pools import Pools
 from zero_tp.parallel import elementwise
 from zero_tp.parallel import loss as module
 from zero_tp.parallel.collectives import all_gather
-from zero_tp.parallel.layout import Sharded
+from zero_tp.parallel.layout import Sharded, vocab_shard_range
 from zero_tp.parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_logits
 from zero_tp.parallel.token_scores import vocab_parallel_token_scores
 
@@ -70,8 +70,8 @@ def shard_of(weight: Tensor, rank: int, world: int) -> Tensor:
     """Return this rank's rows; padding rows are 1000, so that reading one changes the result."""
     layout = Sharded(0, (len(weight),), padded=True)
     local = layout.shard(weight, rank, world)
-    *_, (start, stop, _padding) = layout.ranges(rank, world)
-    local[stop - start :] = 1000.0
+    _, count = vocab_shard_range(len(weight), rank, world)
+    local[count:] = 1000.0
     return local
 
 

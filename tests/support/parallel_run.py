@@ -107,8 +107,8 @@ def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:
     states = engine.zero.states()
     local = {name: torch.zeros(local_shape(weight)) for name, weight in engine.model.named_parameters()}
     for fragment in states.fragments:
-        piece = slice(fragment.start, fragment.start + fragment.numel)
-        local[fragment.name].view(-1)[piece] = states.get(fragment, key or MASTER)
+        shard = local[fragment.name].view(-1)
+        shard[fragment.span.whole] = states.get(fragment, key or MASTER)
     if engine.deepspeed_engine.zero_optimization_stage() > 0:  # each data-parallel rank holds its own run
         local = {name: all_reduce(tensor, engine.topology.data_group) for name, tensor in local.items()}
     return whole_tensors(engine, local)

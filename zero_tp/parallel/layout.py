@@ -6,15 +6,15 @@ import, export, resharding and memory estimates all read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 
 from zero_tp.base.errors import UserError
+from zero_tp.parallel.spans import Span, Spans, blocks, zero_padding
 from zero_tp.parallel.topology import Topology
 
 
@@ -41,42 +41,36 @@ class Sharded:
                 raise ValueError(f"{part} does not divide by tensor parallel size {size}")
         return tuple(-(-part // size) for part in self.parts)
 
-    def ranges(self, rank: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (start, stop, padding) of each part: this rank's rows of the whole, and the zero rows after them."""
-        offset = 0
-        for part, length in zip(self.parts, self.piece_sizes(size), strict=True):
-            start, stop = (min(r * length, part) for r in (rank, rank + 1))
-            yield offset + start, offset + stop, length - (stop - start)
-            offset += part
-
-    def rows_of(self, shard: Tensor, rank: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Zero the padding. Yield each part's start and stop in the whole, and a view of its rows in the shard."""
-        offset = 0
-        for start, stop, padding in self.ranges(rank, size):
-            yield start, stop, shard.narrow(self.dim, offset, stop - start)
-            shard.narrow(self.dim, offset + stop - start, padding).zero_()
-            offset += stop - start + padding
+    def spans(self, whole: Sequence[int], rank: int, size: int) -> tuple[Spans, ...]:
+        """Return the map between the whole tensor and this rank's shard, along each dimension."""
+        if whole[self.dim] != sum(self.parts):
+            problem = f"not the sum of its parts {self.parts}"
+            raise ValueError(f"dimension {self.dim} is {whole[self.dim]}, {problem}")
+        spans = [Spans.identity(length) for length in whole]
+        spans[self.dim] = Spans.concatenate(
+            Spans((Span.block(rank, length, part),), part, length)
+            for part, length in zip(self.parts, self.piece_sizes(size), strict=True)
+        )
+        return tuple(spans)
 
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """Return this rank's piece of the whole tensor, zero-padded where `padded`."""
-        if whole.shape[self.dim] != sum(self.parts):
-            raise ValueError(f"dimension {self.dim} is {whole.shape[self.dim]}, not the sum of its parts {self.parts}")
+        spans = self.spans(whole.shape, rank, size)
         shard = whole.new_empty(self.local_shape(whole.shape, size))
-        for start, stop, rows in self.rows_of(shard, rank, size):
-            rows.copy_(whole.narrow(self.dim, start, stop - start))
+        zero_padding(shard, spans)
+        for whole_index, local_index in blocks(spans):
+            shard[local_index] = whole[whole_index]
         return shard
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """Return the whole tensor from every rank's piece in TP order; padding is dropped."""
-        lengths = self.piece_sizes(len(shards))
-        split = [shard.split(list(lengths), self.dim) for shard in shards]
-        pieces = []
-        for index, remaining in enumerate(self.parts):
-            for pieces_of_rank in split:
-                piece = pieces_of_rank[index].narrow(self.dim, 0, min(remaining, lengths[index]))
-                pieces.append(piece)
-                remaining -= piece.shape[self.dim]
-        return torch.cat(pieces, self.dim)
+        shape = list(shards[0].shape)
+        shape[self.dim] = sum(self.parts)
+        whole = shards[0].new_empty(shape)
+        for rank, shard in enumerate(shards):
+            for whole_index, local_index in blocks(self.spans(shape, rank, len(shards))):
+                whole[whole_index] = shard[local_index]
+        return whole
 
     def local_shape(self, whole: Sequence[int], size: int) -> tuple[int, ...]:
         shape = list(whole)
@@ -96,8 +90,8 @@ class Replicated:
 
     dim: ClassVar[int] = 0  # SeededInit draws blocks of rows along it
 
-    def rows_of(self, shard: Tensor, rank: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
-        yield 0, shard.shape[0], shard
+    def spans(self, whole: Sequence[int], rank: int, size: int) -> tuple[Spans, ...]:
+        return tuple(Spans.identity(length) for length in whole)
 
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         return whole
@@ -119,8 +113,9 @@ def split_vocabulary(size: int) -> Sharded:
 
 def vocab_shard_range(size: int, rank: int, ranks: int) -> tuple[int, int]:
     """Return (first, count) of the tokens whose rows rank `rank` of `ranks` holds, without padding."""
-    ((first, last, _),) = split_vocabulary(size).ranges(rank, ranks)
-    return first, last - first
+    (length,) = split_vocabulary(size).piece_sizes(ranks)
+    span = Span.block(rank, length, size)
+    return span.whole_start, span.length
 
 
 # DeepSpeed's gradient norm counts a parameter with one of these attributes on every TP rank; others on rank 0 only.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from zero_tp.parallel.collectives import Group, group_rank, group_size
 from zero_tp.parallel.layout import Layout, set_layout
+from zero_tp.parallel.spans import zero_padding
 from zero_tp.parallel.topology import Topology
 
 BLOCK_ROWS = 64
@@ -64,8 +65,11 @@ class SeededInit:
         if isinstance(init, ConstantInit):
             local.fill_(init.value)
             return
-        for start, _, part in layout.rows_of(local, topology.tensor_rank, topology.tensor):
-            self._draw(part.movedim(layout.dim, 0), name, start, whole[layout.dim], init)
+        spans = layout.spans(whole, topology.tensor_rank, topology.tensor)
+        zero_padding(local, spans)
+        rows = local.movedim(layout.dim, 0)
+        for span in spans[layout.dim]:
+            self._draw(rows[span.local], name, span.whole_start, whole[layout.dim], init)
 
     def _draw(self, rows: Tensor, name: str, start: int, total: int, init: Normal) -> None:
         """Draw the parameter's rows from `start` on into `rows`, in blocks and fp32; `total`: all its rows."""

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from zero_tp.engine.zero.states import Fragment, OptimizerStates
+from zero_tp.parallel.spans import Span
 
 
 def restored(device: str, **settings: Any) -> dict[str, Any]:
     """Return the state of one flat master on `device` after a resume at step 3."""
     flat = torch.nn.Parameter(torch.zeros(8, device=device))
     optimizer = torch.optim.AdamW([flat], **settings)
-    states = OptimizerStates([Fragment("weight", 0, flat, 0, 8)], optimizer)
+    states = OptimizerStates([Fragment("weight", Span(0, 0, 8), flat)], optimizer)
     for kind in ("exp_avg", "exp_avg_sq"):
         states.get(states.fragments[0], kind)
     states.set_steps(3)

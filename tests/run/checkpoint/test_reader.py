@@ -60,9 +60,27 @@ def test_any_piece_is_what_another_topology_holds(data: st.DataObject) -> None:
     numel = data.draw(st.integers(1, len(expected) - start), "numel")
     with tempfile.TemporaryDirectory() as folder:
         reader = saved(Path(folder), whole, before, old, data.draw(st.integers(1, 4), "replicas"))
-        found = reader.piece(NAME, MASTER, ParameterLayout(after, tuple(shape)), rank, new, start, numel)
-        assert torch.equal(found, expected[start : start + numel])
-        assert torch.equal(reader.piece(NAME, MASTER, ParameterLayout(after, tuple(shape)), rank, new), expected)
+        elements = slice(start, start + numel)
+        wanted = ParameterLayout(after, tuple(shape))
+        found = reader.piece(NAME, MASTER, wanted, rank, new, elements)
+        assert torch.equal(found, expected[elements])
+        assert torch.equal(reader.piece(NAME, MASTER, wanted, rank, new), expected)
+
+
+@given(st.data())
+def test_a_layout_may_split_another_dimension(data: st.DataObject) -> None:
+    """As experts are split where a TP layout split their rows."""
+    whole = torch.arange(1.0, 1 + 4 * 6 * 2).reshape(4, 6, 2)
+    layouts = (Sharded(0, (4,)), Sharded(1, (4, 2)), Sharded(2, (2,)))
+    before, after = (data.draw(st.sampled_from(layouts), which) for which in ("before", "after"))
+    expected = after.shard(whole, 1, 2).flatten()
+    start = data.draw(st.integers(0, len(expected) - 1), "start")
+    elements = slice(start, data.draw(st.integers(start + 1, len(expected)), "stop"))
+    with tempfile.TemporaryDirectory() as folder:
+        reader = saved(Path(folder), whole, before, 2, 3)
+        wanted = ParameterLayout(after, (4, 6, 2))
+        found = reader.piece(NAME, MASTER, wanted, 1, 2, elements)
+        assert torch.equal(found, expected[elements])
 
 
 @pytest.mark.parametrize("dim", [0, 1])

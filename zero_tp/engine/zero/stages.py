@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -19,6 +20,7 @@ from zero_tp.engine.zero.states import MASTER, Fragment, OptimizerStates, States
 from zero_tp.engine.zero.zero3_loops import patch_zero3_loops
 from zero_tp.engine.zero.zero_engine import Trainable, ZeroEngine
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squares
+from zero_tp.parallel.spans import Span
 from zero_tp.parallel.topology import Topology
 
 if TYPE_CHECKING:
@@ -118,7 +120,7 @@ class UnpartitionedStates(ZeroEngine):
         masters = dict(self._masters())
         for name, parameter in self.model.named_parameters():
             flat, offset = masters[parameter]
-            yield Fragment(name, 0, flat, offset, parameter.numel())
+            yield Fragment(name, Span(0, offset, parameter.numel()), flat)
 
     def _masters(self) -> Iterator[tuple[nn.Parameter, tuple[Tensor, int]]]:
         """Yield each parameter with its master, (flat tensor, offset): in fp32 the parameter itself."""
@@ -135,11 +137,12 @@ class UnpartitionedStates(ZeroEngine):
                     yield parameter, (flat, offset)
                     offset += parameter.numel()
 
-    def checkpoint_slice(self, fragment: Fragment) -> slice:
+    def checkpoint_slice(self, fragment: Fragment) -> Fragment:
         """Return this rank's piece: all DP ranks hold the same fragment, and each writes a part."""
-        length = -(-fragment.numel // self.topology.data)
-        first = self.topology.data_rank * length
-        return slice(min(fragment.numel, first), min(fragment.numel, first + length))
+        numel = fragment.span.length
+        length = -(-numel // self.topology.data)
+        share = Span.block(self.topology.data_rank, length, numel)
+        return replace(fragment, span=fragment.span.narrow(share.whole))
 
     @torch.no_grad()
     def fill_module(self) -> None:
@@ -194,7 +197,8 @@ class PartitionedStates(ZeroEngine):
             if mapping is not None:
                 address = mapping.get_hp_fragment_address()
                 flat = groups[mapping.param_group_index]
-                yield Fragment(name, mapping.lp_fragment_address.start, flat, address.start, address.numel)
+                span = Span(mapping.lp_fragment_address.start, address.start, address.numel)
+                yield Fragment(name, span, flat)
 
     @torch.no_grad()
     def fill_module(self) -> None:
@@ -261,16 +265,15 @@ class PartitionedParameters(ZeroEngine):
     def fragments(self) -> Iterator[Fragment]:
         for name, parameter in self.model.named_parameters():
             group, offset, length = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
-            start = self.topology.data_rank * length
             shard_numel: int = parameter.ds_numel  # type: ignore[attr-defined]
-            numel = max(0, min(length, shard_numel - start))
-            yield Fragment(name, start, self.optimizer.fp32_partitioned_groups_flat[group], offset, numel)
+            span = Span.block(self.topology.data_rank, length, shard_numel, offset)
+            yield Fragment(name, span, self.optimizer.fp32_partitioned_groups_flat[group])
 
     @torch.no_grad()
     def fill_module(self) -> None:
         for fragment in self.states().fragments:
             partition = partition_of(self.model.get_parameter(fragment.name))
-            partition.data.view(-1).narrow(0, 0, fragment.numel).copy_(fragment.master)
+            partition.data.view(-1).narrow(0, 0, fragment.span.length).copy_(fragment.master)
         resident: list[Any] = list(self.optimizer.persistent_parameters)
         if resident:
             resident[0].partition(resident)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_tp.parallel.spans import Span
+
 MASTER = "master"
 
 
@@ -23,24 +25,21 @@ class Fragment:
 
     Attributes:
         name: the parameter's.
-        start: the fragment's first element in the flattened shard.
+        span: the elements' place in the flattened shard (the whole) and in `flat` (local).
         flat: the optimizer's own fp32 tensor, the key of its states.
-        offset, numel: the fragment's range in `flat`.
     """
 
     name: str
-    start: int
+    span: Span
     flat: Tensor
-    offset: int
-    numel: int
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Return the fragment's elements of `flat`, or of a state of that length. [numel]"""
-        return tensor.detach().view(-1).narrow(0, self.offset, self.numel)
+        """Return the fragment's elements of `flat`, or of a state of that length. [span.length]"""
+        return tensor.detach().view(-1)[self.span.local]
 
     @property
     def master(self) -> Tensor:
-        """Return a view of its fp32 master. [numel]"""
+        """Return a view of its fp32 master. [span.length]"""
         return self.view(self.flat)
 
 
@@ -53,7 +52,7 @@ class OptimizerStates:
     """
 
     def __init__(self, fragments: Iterable[Fragment], optimizer: Any):
-        self.fragments = [fragment for fragment in fragments if fragment.numel]
+        self.fragments = [fragment for fragment in fragments if fragment.span.length]
         while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = optimizer.optimizer
         self.optimizer = optimizer
@@ -68,7 +67,7 @@ class OptimizerStates:
         return [MASTER, *(key for key, value in tensors.items() if value.numel() == flat.numel())]
 
     def get(self, fragment: Fragment, kind: str) -> Tensor:
-        """Return a view of the fragment's master or state, fp32 [numel]; a new state is zeros."""
+        """Return a view of its master or state, fp32 [span.length]; a new state is zeros."""
         if kind == MASTER:
             return fragment.master
         state = self.optimizer.state[fragment.flat]
@@ -114,7 +113,7 @@ class StatesOnNVMe(OptimizerStates):
         from deepspeed.utils import safe_get_local_fp32_param
 
         master = safe_get_local_fp32_param(self._model.get_parameter(fragment.name))
-        return master.detach().flatten()[: fragment.numel].clone()
+        return master.detach().flatten()[: fragment.span.length].clone()
 
 
 def _replay_cpu_adam(adam: Any, steps: int) -> None:

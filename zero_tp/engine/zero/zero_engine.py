@@ -190,9 +190,9 @@ class ZeroEngine(ABC):
     def fragments(self) -> Iterator[Fragment]:
         """Yield this rank's fragment of each parameter, in the model's order; some may be empty."""
 
-    def checkpoint_slice(self, fragment: Fragment) -> slice:
-        """Return the elements of a fragment that this rank writes into a checkpoint."""
-        return slice(0, fragment.numel)
+    def checkpoint_slice(self, fragment: Fragment) -> Fragment:
+        """Return the part of a fragment that this rank saves; it may be empty."""
+        return fragment
 
     @abstractmethod
     def fill_module(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -13,16 +14,7 @@ from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError
 from zero_tp.model.architectures.fields import Fields
 from zero_tp.model.architectures.spec import TransformerSpec
-
-
-@dataclass(frozen=True)
-class RowRange:
-    """Rows [our_start, our_start + length) of our parameter are rows [hf_start, hf_start + length) of a tensor."""
-
-    hf_name: str
-    our_start: int
-    hf_start: int
-    length: int
+from zero_tp.parallel.spans import Span, Spans
 
 
 @dataclass(frozen=True)
@@ -71,20 +63,27 @@ class Weight:
         starts = range(0, len(self.names), parts)
         return [replace(self, hf_name=self.names[start : start + parts], experts=None) for start in starts]
 
-    def row_ranges(self, rows: int) -> Iterator[RowRange]:
-        """Map our parameter's `rows` rows to rows of Hugging Face's tensors, in our order."""
+    def spans(self, rows: int) -> dict[str, Spans]:
+        """Return Hugging Face's name → the map between our parameter's rows and the tensor's.
+
+        Names and spans are in the order of our rows. Two heads, interleaved in Hugging Face's QKV:
+
+            ours    q0 q1 k0 k1 v0 v1
+            theirs  q0 k0 v0 q1 k1 v1
+        """
         if self.heads is not None:
             size = rows // (3 * self.heads)
-            for part in range(3):
-                for head in range(self.heads):
-                    yield RowRange(self.names[0], (part * self.heads + head) * size, (head * 3 + part) * size, size)
-            return
+            spans = tuple(
+                Span((part * self.heads + head) * size, (head * 3 + part) * size, size)
+                for part, head in itertools.product(range(3), range(self.heads))
+            )
+            return {self.names[0]: Spans(spans, rows, rows)}
         if self.rows is not None:
-            yield RowRange(self.names[0], 0, self.rows[0], rows)
-            return
+            start, _, total = self.rows
+            return {self.names[0]: Spans((Span(0, start, rows),), rows, total)}
         size = rows // len(self.names)
-        for index, name in enumerate(self.names):
-            yield RowRange(name, index * size, 0, size)
+        runs = (Span(index * size, 0, size) for index in range(len(self.names)))
+        return {name: Spans((run,), rows, size) for name, run in zip(self.names, runs, strict=True)}
 
     def shapes(self, whole: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of Hugging Face's tensors, given our whole parameter's shape."""
@@ -97,7 +96,8 @@ class Weight:
         """Return our whole parameter from Hugging Face's tensors."""
         oriented = {name: tensors[name].t() if self.transposed else tensors[name] for name in self.names}
         rows = self.rows[1] - self.rows[0] if self.rows else sum(tensor.shape[0] for tensor in oriented.values())
-        parts = [oriented[part.hf_name][part.hf_start :][: part.length] for part in self.row_ranges(rows)]
+        maps = self.spans(rows).items()
+        parts = [oriented[name][span.local] for name, spans in maps for span in spans]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.unflatten(0, (self.experts, -1)) if self.experts else whole
 
@@ -113,9 +113,10 @@ def to_hf(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[str,
     transposed: dict[str, bool] = {}
     for weight in weights:
         whole = weight.as_rows(read(weight.our_name))
-        for part in weight.row_ranges(whole.shape[0]):
-            pieces.setdefault(part.hf_name, []).append((part.hf_start, whole[part.our_start :][: part.length]))
-            transposed[part.hf_name] = weight.transposed
+        for name, spans in weight.spans(whole.shape[0]).items():
+            parts = [(span.local_start, whole[span.whole]) for span in spans]
+            pieces.setdefault(name, []).extend(parts)
+            transposed[name] = weight.transposed
     tensors = {}
     for name, rows_by_start in pieces.items():
         ordered = [rows for _, rows in sorted(rows_by_start, key=lambda pair: pair[0])]

@@ -81,9 +81,9 @@ def load_native(
             if name in tensors and tuple(tensors[name].shape) != shape:
                 raise RuntimeError(f"{name}: shape {tuple(tensors[name].shape)}, the model has {shape}")
         parameter = weight.as_rows(parameters[weight.our_name])
-        for row_range in weight.row_ranges(parameter.shape[0]):
-            if row_range.hf_name in tensors:
-                tensor = tensors[row_range.hf_name].t() if weight.transposed else tensors[row_range.hf_name]
-                rows = tensor[row_range.hf_start : row_range.hf_start + row_range.length]
-                parameter[row_range.our_start : row_range.our_start + row_range.length].copy_(rows)
+        for name, spans in weight.spans(parameter.shape[0]).items():
+            if name in tensors:
+                tensor = tensors[name].t() if weight.transposed else tensors[name]
+                for span in spans:
+                    parameter[span.whole].copy_(tensor[span.local])
     return missing, sorted(tensors.keys() - names)

@@ -42,6 +42,7 @@ from zero_tp.model.weights.stacked_experts import unstack_experts
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init, SeededInit
 from zero_tp.parallel.safetensors_files import DTYPE_NAMES
+from zero_tp.parallel.spans import Index, Spans, overlaps, zero_padding
 from zero_tp.parallel.topology import Topology
 
 FLOATING_DTYPES = ("F64", "F32", "BF16", "F16")
@@ -126,30 +127,27 @@ class PretrainedSource:
         if weight.names[0] not in self.file_names:
             self._seeded_init.fill(local, name, whole, layout, init, topology)
             return
-        dim = layout.dim - 1 if weight.experts else layout.dim  # of one expert's matrix
-        for start, stop, rows in layout.rows_of(local, topology.tensor_rank, topology.tensor):
-            if start < stop:  # start == stop on a rank that holds only padding
-                matrices = rows if weight.experts else [rows]
-                for matrix, target in zip(weight.matrices(), matrices, strict=True):
-                    target.copy_(self._read(matrix, dim, start, stop, whole[1 if weight.experts else 0]))
-                if not is_finite(rows):
-                    raise non_finite_error(self.directory, ", ".join(weight.names), rows)
+        spans = layout.spans(whole, topology.tensor_rank, topology.tensor)
+        zero_padding(local, spans)
+        matrices = local if weight.experts else [local]
+        for matrix, target in zip(weight.matrices(), matrices, strict=True):
+            self._read(target, matrix, spans[1:] if weight.experts else spans)
+        if not is_finite(local):
+            raise non_finite_error(self.directory, ", ".join(weight.names), local)
 
-    def _read(self, weight: Weight, dim: int, start: int, stop: int, num_rows: int) -> Tensor:
-        """Return indices [start, stop) along dimension `dim` of our parameter, which has `num_rows` rows."""
-        pieces = []
-        for row_range in weight.row_ranges(num_rows):
-            first, last = row_range.hf_start, row_range.hf_start + row_range.length
-            if dim == 0:  # the requested rows of this range
-                first += max(start - row_range.our_start, 0)
-                last -= max(row_range.our_start + row_range.length - stop, 0)
-            if first >= last:
-                continue
-            index = (slice(first, last),) if dim == 0 else (slice(first, last), slice(start, stop))
-            pieces.append(self._slice(row_range.hf_name, index, transposed=weight.transposed))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    def _read(self, target: Tensor, weight: Weight, spans: Sequence[Spans]) -> None:
+        """Read a part of one matrix, or of a vector, into `target`.
 
-    def _slice(self, hf_name: str, index: tuple[slice, ...], *, transposed: bool) -> Tensor:
+        Args:
+            spans: the part's map along each dimension. Hugging Face's tensors split the rows, too.
+        """
+        rows, *columns = spans
+        whole_columns = [Spans.identity(along.whole_length) for along in columns]
+        for name, stored_rows in weight.spans(rows.whole_length).items():
+            for stored_index, index in overlaps((stored_rows, *whole_columns), spans):
+                target[index] = self._slice(name, stored_index, transposed=weight.transposed)
+
+    def _slice(self, hf_name: str, index: Index, *, transposed: bool) -> Tensor:
         """Return a slice of a Hugging Face tensor; `index` is that of our parameter, which may be its transpose."""
 
         def read(name: str) -> Tensor:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from zero_tp.base.strict_json import parse_json
 from zero_tp.engine.zero.states import MASTER
 from zero_tp.parallel.layout import Layout, Replicated, Sharded, layout_of, whole_shape
 from zero_tp.parallel.parameter import Init
+from zero_tp.parallel.spans import Index, Spans, enclosing_block, overlaps
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint.directory import MANIFEST, Damaged
 from zero_tp.run.checkpoint.manifest import Manifest, ReplicatedParameter, ShardedParameter, states_file
@@ -56,10 +58,14 @@ class ParameterLayout:
     def to_json(self) -> dict[str, Any]:
         return {"layout": type(self.layout).__name__, **vars(self.layout), "shape": list(self.shape)}
 
-    def same_split(self, other: ParameterLayout) -> bool:
-        """Return whether both give each TP rank the same elements at any TP size."""
-        both_replicated = isinstance(self.layout, Replicated) and isinstance(other.layout, Replicated)
-        return both_replicated or self.layout == other.layout
+    def spans(self, rank: int, size: int) -> tuple[Spans, ...]:
+        """Return the map between the parameter and a TP rank's shard, along each dimension."""
+        return _spans(self.layout, self.shape, rank, size)
+
+
+@cache  # a parameter is read once for its master and once for each moment
+def _spans(layout: Layout, shape: tuple[int, ...], rank: int, size: int) -> tuple[Spans, ...]:
+    return layout.spans(shape, rank, size)
 
 
 class StatesFile:
@@ -145,58 +151,60 @@ class CheckpointReader:
         wanted: ParameterLayout,
         rank: int,
         size: int,
-        start: int = 0,
-        numel: int | None = None,
+        elements: slice | None = None,
     ) -> Tensor:
-        """Return elements [start, start + numel) of the flattened shard of TP rank `rank` of `size`, fp32 [numel].
+        """Return elements of the flattened shard of TP rank `rank` of `size`, fp32 [numel].
+
+        A fused QKV of 4 + 2 + 2 rows, saved at TP 2. At TP 1 a ZeRO fragment wants the rows 1 to 5:
+
+            saved rank 0    q0 q1 k0 v0          its row 1 → the block's row 0, 2 → 3
+            saved rank 1    q2 q3 k1 v1          its rows 0 and 1 → 1 and 2, 2 → 4
+            wanted shard    q0 q1 q2 q3 k0 k1 v0 v1
+            block              q1 q2 q3 k0 k1
+
+        Only these rows are read, from the files that have them.
 
         Args:
             wanted: the parameter's layout at that TP size, with the same whole shape.
-            numel: by default, all from `start` on.
+            elements: by default all.
         """
-        if numel is None:
-            numel = math.prod(wanted.layout.local_shape(wanted.shape, size)) - start
-        saved = self.parameters[name]
-        if saved.same_split(wanted) and (size == self.tensor or isinstance(saved.layout, Replicated)):
-            return self._elements(name, kind, rank if size == self.tensor else 0, start, numel)
-        # View shards as [outer, rows, inner]: layouts split the rows. Read only the indices that the piece needs.
-        dim = saved.layout.dim if isinstance(saved.layout, Sharded) else wanted.layout.dim
-        shape = wanted.layout.local_shape(wanted.shape, size)
-        rows, inner = shape[dim], math.prod(shape[dim + 1 :])
-        outer = range(start // (rows * inner), -(-(start + numel) // (rows * inner)))
-        offset = outer.start * rows * inner
-        low, high = (0, rows) if len(outer) > 1 else ((start - offset) // inner, -(-(start + numel - offset) // inner))
-        block = torch.zeros(len(outer), high - low, inner)  # padding stays zero
-        for saved_rank in range(1 if isinstance(saved.layout, Replicated) else self.tensor):
-            for saved_start, saved_stop, saved_first in _row_ranges(saved, dim, saved_rank, self.tensor):
-                for own_start, own_stop, own_first in _row_ranges(wanted, dim, rank, size):
-                    shift = own_first - own_start - low  # from a row of the whole parameter to a row of the block
-                    first = max(saved_start, own_start, -shift)
-                    last = min(saved_stop, own_stop, high - low - shift)
-                    if first < last:
-                        source = saved_first + first - saved_start
-                        values = self._rows(name, kind, saved_rank, dim, outer, source, last - first)
-                        block[:, first + shift : last + shift].copy_(values)
-        return block.flatten()[start - offset - low * inner :][:numel]
+        shard = wanted.spans(rank, size)
+        shape = [along.local_length for along in shard]
+        start, stop, _ = (elements or slice(None)).indices(math.prod(shape))
+        nearest = rank if size == self.tensor else 0  # a replica is read from the rank's own file
+        if self.parameters[name].spans(nearest, self.tensor) == shard:
+            return self._elements(name, kind, nearest, start, stop)
+        index, offset = enclosing_block(shape, start, stop)
+        target = [along.narrow(rows) for along, rows in zip(shard, index, strict=True)]
+        block = torch.zeros([along.local_length for along in target])  # padding stays zero
+        for source, saved_rank in self._holders(name).items():
+            for saved_index, block_index in overlaps(source, target):
+                block[block_index] = self._block(name, kind, saved_rank, saved_index)
+        return block.flatten()[offset : offset + stop - start]
 
-    def _rows(self, name: str, kind: str, saved_rank: int, dim: int, outer: range, first: int, count: int) -> Tensor:
-        """Return rows [first, first + count) of a saved shard for these outer indices → [outer, count, inner]."""
+    def _holders(self, name: str) -> dict[tuple[Spans, ...], int]:
+        """Return each saved shard's map along each dimension → the first TP rank that has it."""
+        saved = self.parameters[name]
+        ranks = reversed(range(self.tensor))
+        return {saved.spans(rank, self.tensor): rank for rank in ranks}
+
+    def _block(self, name: str, kind: str, saved_rank: int, index: Index) -> Tensor:
+        """Return a block of a saved shard. What it lacks between its rows is not copied."""
         saved = self.parameters[name]
         shape = saved.layout.local_shape(saved.shape, self.tensor)
-        inner = math.prod(shape[dim + 1 :])
-        step, length = shape[dim] * inner, count * inner
-        start = outer.start * step + first * inner
-        elements = self._elements(name, kind, saved_rank, start, (len(outer) - 1) * step + length)
-        return elements.as_strided((len(outer), count, inner), (step, inner, 1))
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        first = sum(rows.start * stride for rows, stride in zip(index, strides, strict=True))
+        last = sum((rows.stop - 1) * stride for rows, stride in zip(index, strides, strict=True))
+        elements = self._elements(name, kind, saved_rank, first, last + 1)
+        return elements.as_strided([rows.stop - rows.start for rows in index], strides)
 
     def whole(self, name: str, kind: str = MASTER) -> Tensor:
         """Return the whole parameter's master or state, without padding, fp32."""
         shape = self.parameters[name].shape
         return self.piece(name, kind, ParameterLayout(Replicated(), shape), 0, 1).view(shape)
 
-    def _elements(self, name: str, kind: str, tensor_rank: int, start: int, numel: int) -> Tensor:
+    def _elements(self, name: str, kind: str, tensor_rank: int, start: int, stop: int) -> Tensor:
         """Return elements of a saved shard from the files of the DP ranks that have them."""
-        stop = start + numel
         pieces = [self._file(tensor_rank, self._preferred_rank).elements(name, kind, start, stop)]
         position = start + len(pieces[0])
         fragments = self._fragments_of(name, tensor_rank) if position < stop else []
@@ -208,14 +216,3 @@ class CheckpointReader:
                 raise Damaged(self.directory / MANIFEST, problem)
             position += len(pieces[-1])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _row_ranges(parameter: ParameterLayout, dim: int, rank: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, first): the shard's rows from `first` on are rows [start, stop) of the whole parameter."""
-    if isinstance(parameter.layout, Replicated):
-        yield 0, parameter.shape[dim], 0
-        return
-    first = 0
-    for start, stop, padding in parameter.layout.ranges(rank, size):
-        yield start, stop, first
-        first += stop - start + padding

@@ -69,7 +69,7 @@ def _read_states(
     disable = None if topology.rank == 0 else True
     for fragment, kind in tqdm(pieces, "resuming", unit="tensor", disable=disable, leave=False):
         shard = (wanted[fragment.name], topology.tensor_rank, topology.tensor)
-        piece = reader.piece(fragment.name, kind, *shard, fragment.start, fragment.numel)
+        piece = reader.piece(fragment.name, kind, *shard, fragment.span.whole)
         states.get(fragment, kind).copy_(piece)
 
 

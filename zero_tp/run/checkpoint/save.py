@@ -19,13 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.schema import Checkpoint
 from zero_tp.base.weight_files import has_commit
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
-from zero_tp.engine.zero.states import Fragment, OptimizerStates
 from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.parallel.host_copy import HostCopy
 from zero_tp.parallel.safetensors_files import Entry, FileDigest, write_tensors
@@ -254,13 +252,14 @@ def own_entries(zero: ZeroEngine) -> tuple[list[Entry], dict[str, str]]:
     states, entries, starts = zero.states(), [], dict[str, int]()
     kinds = states.kinds()
     for fragment in states.fragments:
-        share = zero.checkpoint_slice(fragment)
-        if share.stop <= share.start:
+        own = zero.checkpoint_slice(fragment)
+        if not own.span.length:
             continue
-        starts[fragment.name] = fragment.start + share.start
+        starts[own.name] = own.span.whole_start
         for kind in kinds:
-            read = partial(_read, states, fragment, kind, share)
-            entries.append(Entry(tensor_name(fragment.name, kind), (share.stop - share.start,), read().dtype, read))
+            read = partial(states.get, own, kind)
+            shape = (own.span.length,)
+            entries.append(Entry(tensor_name(own.name, kind), shape, read().dtype, read))
     for name, state in zero.model.streams.state_dict().items():
         entries.append(Entry(f"{RANDOM}/{name}", tuple(state.shape), state.dtype, partial(torch.clone, state)))
     return entries, {STARTS: json.dumps(starts)}
@@ -290,10 +289,6 @@ def describe_model(zero: ZeroEngine) -> dict[str, Any]:
         "progress": zero.progress(),
         "versions": versions(),
     }
-
-
-def _read(states: OptimizerStates, fragment: Fragment, kind: str, share: slice) -> Tensor:
-    return states.get(fragment, kind)[share]
 
 
 def _copy_to_host(entry: Entry) -> Entry:
