@@ -34,10 +34,10 @@ from zero_tp.engine.engine import TrainingEngine
 from zero_tp.engine.zero.ops import disable_shared_memory_collectives
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint import directory
+from zero_tp.run.checkpoint.find import find_checkpoint, verify_checkpoint
 from zero_tp.run.checkpoint.reader import CheckpointReader
-from zero_tp.run.checkpoint.resume import resume
-from zero_tp.run.checkpoint.resume_point import verify_checkpoint
 from zero_tp.run.checkpoint.save import run_saver
+from zero_tp.run.checkpoint.start_point import Resume
 from zero_tp.run.config import RunConfig
 
 WARM_UP = 4  # until saves remove old checkpoints
@@ -153,8 +153,9 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
 
 def load(engine: TrainingEngine, checkpoint: Path, seed: int) -> None:
     """Verify and resume a checkpoint, as a start does."""
-    verify_checkpoint(checkpoint, directory.read_manifest(checkpoint))
-    resume(engine.zero, checkpoint, seed)
+    opened = find_checkpoint(checkpoint)
+    verify_checkpoint(opened)
+    Resume(opened).restore(engine.zero, seed)
 
 
 def standing_still(folder: Path, rounds: int) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,12 +31,11 @@ from zero_tp.parallel.agreement import require_same_on_all_ranks
 from zero_tp.parallel.safetensors_files import PART_BYTES, FileDigest
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint import directory
+from zero_tp.run.checkpoint.find import RunCheckpoint, find_readable_checkpoint
 from zero_tp.run.checkpoint.manifest import Manifest, states_file
 from zero_tp.run.checkpoint.reader import STARTS, ParameterLayout, tensor_name
-from zero_tp.run.checkpoint.resume import resume
-from zero_tp.run.checkpoint.resume_point import broadcast_resume_point, find_resume_point
-from zero_tp.run.checkpoint.run_directory import saved_start
 from zero_tp.run.checkpoint.save import Saver, run_saver
+from zero_tp.run.checkpoint.start_point import Resume
 from zero_tp.run.config import RunConfig
 from zero_tp.run.process.hang_report import RankStatus
 from zero_tp.run.process.signals import Requests
@@ -82,13 +80,13 @@ def as_rank_zero(work: Callable[[], Any]) -> Any:
     return result[0]
 
 
-@mock.patch("zero_tp.run.checkpoint.resume_point.on_rank_zero", as_rank_zero)
+@mock.patch("zero_tp.parallel.agreement.on_rank_zero", as_rank_zero)
 def simulate(world: World, folder: Path) -> dict[str, Any]:
     """Run a rank's work in a world; return its "parts" and other figures."""
     with fake_world(world.ranks, world.rank, folder) as (clocks, store):
         file, run = furnish(world, folder), folder / "run"
         with clocks.part("config"):
-            config = RunConfig.load(file, (), world.ranks, saved_start(run, None))
+            config = RunConfig.load(file, (), world.ranks)
         directory.checkpoints_directory(run).mkdir(parents=True, exist_ok=True)
         with clocks.part("corpora, model config"):
             prepared = RunInputs(config, run, hash_tokens=world.rank % 8 == 0)
@@ -96,7 +94,7 @@ def simulate(world: World, folder: Path) -> dict[str, Any]:
             topology = Topology(world.tensor, sequence=True)
         with clocks.part("agreement"):
             require_same_on_all_ranks(prepared.fingerprints())
-            broadcast_resume_point(partial(find_resume_point, run, config))
+            assert Resume.find(run, config) is None
         with clocks.part("engine"):
             engine = TrainingEngine(
                 prepared.model_config, topology, config.engine_settings, seed=config.zero_tp.training.seed
@@ -109,8 +107,10 @@ def simulate(world: World, folder: Path) -> dict[str, Any]:
         watched(world, clocks, store)
         result = save(world, clocks, saver, run)
         with clocks.part("resume: config"):
-            RunConfig.load(file, (), world.ranks, saved_start(run, None))
-        go_on(clocks, "resume", run, config, engine, prepared)
+            known = find_readable_checkpoint(run)
+            assert known is not None
+            RunConfig.load(file, (), world.ranks, known.saved_start())
+        go_on(clocks, "resume", run, config, engine, prepared, known)
         for name, sizes in moves(world).items():
             moved = folder / name
             write_moved(moved, saver, *sizes)
@@ -231,14 +231,22 @@ def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any
     return {"manifest_bytes": manifest.stat().st_size, "told_bytes": len(json.dumps(vars(written)))}
 
 
-def go_on(clocks: Clocks, name: str, run: Path, config: RunConfig, engine: TrainingEngine, prepared: RunInputs) -> None:
+def go_on(
+    clocks: Clocks,
+    name: str,
+    run: Path,
+    config: RunConfig,
+    engine: TrainingEngine,
+    prepared: RunInputs,
+    known: RunCheckpoint | None = None,
+) -> None:
     """Resume, as a start does."""
     with clocks.part(f"{name}: what there is"):
         require_same_on_all_ranks(prepared.fingerprints())
-        resume_point = broadcast_resume_point(partial(find_resume_point, run, config), prepared.check_resumed)
-        assert resume_point.checkpoint is not None
+        start = Resume.find(run, config, known=known, check=prepared.check_resumed)
+        assert start is not None
     with clocks.part(f"{name}: states"):
-        resume(engine.zero, resume_point.checkpoint, 1)
+        start.restore(engine.zero, 1)
 
 
 def written(file: Path, lengths: dict[str, int], starts: dict[str, int]) -> FileDigest:

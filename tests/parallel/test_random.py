@@ -28,7 +28,7 @@ from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint.manifest import states_file
 from zero_tp.run.checkpoint.reader import RANDOM
-from zero_tp.run.checkpoint.resume import _restore_streams
+from zero_tp.run.checkpoint.start_point import _restore_streams
 
 
 def same(tensors: list[Tensor], others: list[Tensor]) -> bool:

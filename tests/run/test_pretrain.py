@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.launched import metrics_of, pretrain, said, script, zero_tp
 from tests.support.mistakes import MISTAKES, Mistake
 from tests.tiers import THOROUGH
-from zero_tp.run.checkpoint.directory import find_checkpoint, read_manifest
+from zero_tp.run.checkpoint.find import find_checkpoint
 
 METRICS = {
     *("step", "consumed_samples", "loss", "learning_rate", "grad_norm", "tokens_per_second", "model_tflops"),
@@ -76,7 +76,7 @@ def test_a_run(workplace: Path, finished: Output) -> None:
     assert [line.split()[0] for line in rest] == ["saved", "validation", "saved", "validation", "saved"], rest
 
     directory = workplace / "runs" / "small"
-    manifest = read_manifest(find_checkpoint(directory))
+    manifest = find_checkpoint(directory).manifest
     recorded = json.loads((workplace / "data" / "report.json").read_text())["tokenizer"]
     assert manifest.tokenizer_fingerprint is not None and manifest.tokenizer_fingerprint.model_dump() == recorded
     assert manifest.tokenizer == str(workplace / "data" / "tokenizer")
@@ -147,7 +147,7 @@ def test_a_new_run_starts_from_another_one(workplace: Path, finished: Output) ->
     changes += ("zero_tp.training.seed=7", "csv_monitor.enabled=false", "train_micro_batch_size_per_gpu=4")
     words = ("--output-dir", "child", *sets(*changes))
     lines = said(succeed(2, workplace, *words, "--from", "runs/small").stdout)
-    step = read_manifest(find_checkpoint(workplace / "runs" / "small")).step
+    step = find_checkpoint(workplace / "runs" / "small").step
     (start,) = [number for number, line in enumerate(lines) if line.startswith("started from runs/small/checkpoints/")]
     assert (
         f"{step * 8 * 64:,} tokens, saved at TP 2 × DP 2, SP, ZeRO-2, fp32 → TP 1 × DP 2, ZeRO-2, fp32" in lines[start]
@@ -158,7 +158,7 @@ def test_a_new_run_starts_from_another_one(workplace: Path, finished: Output) ->
     trained = metrics_of(workplace / "child")
     assert [record["step"] for record in trained if "loss" in record] == [1, 2] and trained[0]["consumed_samples"] == 16
     assert trained[-1]["validation_loss"] < small[0]["validation_loss"], "it has what its parent had learned"
-    parent = read_manifest(find_checkpoint(workplace / "child")).parent
+    parent = find_checkpoint(workplace / "child").manifest.parent
     assert parent is not None and parent.step == step
     inspected = zero_tp(workplace, "inspect", "child")
     assert f"trained on {step * 8 * 64:,} tokens" in inspected.stdout, inspected.stderr

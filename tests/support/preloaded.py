@@ -19,8 +19,8 @@ import transformers.trainer_utils
 
 import zero_tp.engine.engine
 import zero_tp.run.checkpoint.convert
-import zero_tp.run.checkpoint.resume
 import zero_tp.run.checkpoint.save
+import zero_tp.run.checkpoint.start_point
 
 # A collection in a rank would write to every object, and so copy those pages: 0.45 s of processor time a rank.
 gc.collect()

@@ -32,7 +32,8 @@ from zero_tp.data import PrepareSettings, prepare
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint.convert import to_huggingface
 from zero_tp.run.checkpoint.directory import read_manifest
-from zero_tp.run.checkpoint.parent import find_parent
+from zero_tp.run.checkpoint.find import find_checkpoint
+from zero_tp.run.checkpoint.parent import check_parent
 from zero_tp.run.config import RunConfig
 from zero_tp.run.run_inputs import RunInputs
 from zero_tp.tools.evaluation.model_directory import open_directory
@@ -249,9 +250,9 @@ def _moved(work: Workplace) -> Page:
 
 def _parent(work: Workplace) -> Page:
     new = work.inputs(train=str(work.other_corpus / "train"))
-    config, parent = new.config, work.run / "checkpoints" / "step_00000001"
+    parent = find_checkpoint(work.run / "checkpoints" / "step_00000001")
     try:
-        find_parent(parent, config, new.model_config, new.fingerprint)
+        check_parent(parent, new.config, new.model_config, new.fingerprint)
     except UserError as error:
         if "saved by a Trainer" not in str(error):  # the check after that of the tokenizers
             raise

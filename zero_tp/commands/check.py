@@ -103,10 +103,12 @@ def _check(options: argparse.Namespace) -> int:
 
         inputs = RunInputs(config, directory, allow_pickle=options.allow_pickle)
         if options.parent is not None:
-            from zero_tp.run.checkpoint.parent import find_parent
+            from zero_tp.run.checkpoint.find import find_checkpoint
+            from zero_tp.run.checkpoint.parent import check_parent
 
-            parent = find_parent(options.parent, config, inputs.model_config, inputs.fingerprint)
+            parent = find_checkpoint(options.parent)
             inputs.notes += parent.notes
+            inputs.notes += check_parent(parent, config, inputs.model_config, inputs.fingerprint)
         inputs.notes += _export_notes(inputs)
     print(describe(config, directory, inputs, options.parent))
     return MISSING if any(str(path) not in config.hub_names for path in absent) else 0

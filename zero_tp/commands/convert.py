@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def to_hf(options: argparse.Namespace) -> None:
-    from zero_tp.run.checkpoint.directory import find_checkpoint, read_manifest
+    from zero_tp.run.checkpoint.find import find_checkpoint
 
-    read_manifest(find_checkpoint(options.source))  # report a wrong path before torch is imported
+    find_checkpoint(options.source)  # report a wrong path before torch is imported
     import torch
 
     from zero_tp.run.checkpoint.convert import to_huggingface

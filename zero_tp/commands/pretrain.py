@@ -54,13 +54,14 @@ def pretrain(
     watch: Watchdog,
     callbacks: Sequence[Callback],
 ) -> None:
-    from zero_tp.run.checkpoint.run_directory import saved_start
+    from zero_tp.run.checkpoint.find import find_readable_checkpoint
     from zero_tp.run.config import RunConfig
     from zero_tp.tools.monitors.trackers import check_installed
 
     output = options.output_dir or Path("runs") / options.deepspeed_config.stem
     # Report a mistake in the file before heavy imports.
-    saved = saved_start(output, options.resume_from)
+    checkpoint = find_readable_checkpoint(output, options.resume_from)
+    saved = None if checkpoint is None else checkpoint.saved_start()
     config = RunConfig.load(options.deepspeed_config, options.set, environment.world, saved).with_pinned_tokenizer()
     check_installed(config)
 
@@ -94,6 +95,7 @@ def pretrain(
         init_from=options.parent,
         model=model,
         resume_from=options.resume_from,
+        known=checkpoint,
     ) as state:
         train(state, run_callbacks(state, watch, [*chosen, *callbacks]), requests)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,12 +19,10 @@ from zero_tp.parallel.devices import describe_devices
 from zero_tp.parallel.parameter import Zeros
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.callback import TrainState
-from zero_tp.run.checkpoint.directory import start_branch
-from zero_tp.run.checkpoint.manifest import Parallelism, Parent, differences
-from zero_tp.run.checkpoint.parent import check_child, describe_parent, find_parent, init_from_parent
-from zero_tp.run.checkpoint.resume import resume
-from zero_tp.run.checkpoint.resume_point import ResumePoint, broadcast_resume_point, find_intact_resume_point
+from zero_tp.run.checkpoint.directory import set_aside_newer
+from zero_tp.run.checkpoint.find import RunCheckpoint
 from zero_tp.run.checkpoint.run_directory import RunOwner, read_owner, run_directory, write_config
+from zero_tp.run.checkpoint.start_point import Branch, New, Resume, find_start
 from zero_tp.run.process.connect import connect_deepspeed
 from zero_tp.run.process.environment import RankEnvironment
 from zero_tp.run.process.quiet import suppress_output
@@ -45,6 +42,7 @@ def start_training(
     init_from: Path | None = None,
     model: type[ParallelModel] | None = None,
     resume_from: Path | None = None,
+    known: RunCheckpoint | None = None,
 ) -> Iterator[TrainState]:
     """Connect the ranks, build the engine and restore its checkpoint. Collective.
 
@@ -55,6 +53,7 @@ def start_training(
         init_from: another run or its checkpoint, which a new run starts from.
         model: class of the model; by default that of the objective.
         resume_from: the checkpoint to resume from, instead of the newest.
+        known: a checkpoint that this rank has read already (`find_readable_checkpoint`).
 
     Raises:
         UserError: MASTER_ADDR or MASTER_PORT is unset, a setting does not work here, or a checkpoint cannot be resumed.
@@ -70,42 +69,26 @@ def start_training(
         fingerprints = inputs.fingerprints().items()
         require_same_on_all_ranks({f"the ranks do not read the same {name}": value for name, value in fingerprints})
         check_owner = owner.check if owner is not None else lambda: None
-        point = find_intact_resume_point(inputs.directory, config, resume_from, inputs.check_resumed, check_owner)
-        parent = _parent_of_new_run(inputs, init_from, point)
-        is_new = point.checkpoint is None and parent.checkpoint is None
-        source = inputs.pretrained() if is_new else Zeros()
+        start = find_start(
+            inputs,
+            init_from=init_from,
+            resume_from=resume_from,
+            known=known,
+            check_owner=check_owner,
+        )
+        source = start.weights(inputs)
         with suppress_output(verbose):
             engine = _build_engine(inputs, topology, device, source, model)
-            if point.checkpoint is not None:
-                resume(engine.zero, point.checkpoint, block.training.seed)
-            elif parent.checkpoint is not None:
-                init_from_parent(engine.zero, parent.checkpoint)
+            start.restore(engine.zero, block.training.seed)
         if is_rank_zero:
-            print(*_describe_run(inputs, engine, point, source), sep="\n")
-            if parent.checkpoint is not None:
-                print(*describe_parent(parent, config, inputs.corpora, inputs.validation_corpora), sep="\n")
-            if point.step < block.training.steps:
+            print(*_describe_run(inputs, engine, start, source), sep="\n")
+            if start.step < block.training.steps:
                 check_owner()  # reading a checkpoint may have taken minutes
                 write_config(inputs.directory, config.resolved())
-                for line in start_branch(inputs.directory, point.step):  # before logs are cut at that step
+                for line in set_aside_newer(inputs.directory, start.step):  # before logs are cut at that step
                     print(line)
-        lineage = None if point.manifest is None else point.manifest.parent
-        if parent.checkpoint is not None and parent.manifest is not None:
-            lineage = Parent.of(parent.checkpoint, parent.manifest)
-        yield TrainState(inputs, engine, point.step, lineage, check_owner)
+        yield TrainState(inputs, engine, start.step, start.parent, check_owner)
         watch.leave()
-
-
-def _parent_of_new_run(inputs: RunInputs, init_from: Path | None, point: ResumePoint) -> ResumePoint:
-    """Return the checkpoint that a new run starts from; check that a resumed run was started from it. Collective."""
-    if init_from is None:
-        return ResumePoint()
-    if point.manifest is not None:
-        check_child(init_from, inputs.directory, point.manifest)
-        return ResumePoint()
-    return broadcast_resume_point(
-        partial(find_parent, init_from, inputs.config, inputs.model_config, inputs.fingerprint)
-    )
 
 
 def _build_engine(
@@ -159,16 +142,19 @@ def _check_shared_directory(directory: Path, owner: RunOwner | None) -> None:
 
 
 def _describe_run(
-    inputs: RunInputs, engine: TrainingEngine, point: ResumePoint, source: PretrainedSource | Zeros | None
+    inputs: RunInputs,
+    engine: TrainingEngine,
+    start: New | Resume | Branch,
+    source: PretrainedSource | Zeros | None,
 ) -> Iterator[str]:
     """Yield lines on what will be trained, how, and from where.
 
     Args:
         source: of the weights; None if they are drawn, `Zeros` if a checkpoint has them.
     """
-    config, manifest, step = inputs.config, point.manifest, point.step
+    config, step = inputs.config, start.step
     steps = config.zero_tp.training.steps
-    yield from point.notes
+    yield from start.notes
     yield (
         f"{inputs.model_config.model_type}: {engine.model.num_parameters():,} parameters, {config.dtype}, "
         f"{engine.topology.describe()}, ZeRO-{config.zero_stage}, "
@@ -195,8 +181,5 @@ def _describe_run(
         yield f"compile: off{auto}"
     if step >= steps:
         yield f"the run is at step {step}, zero_tp.training.steps is {steps}: nothing to do; raise it to train on"
-        return
-    if manifest is not None:
-        before, now = Parallelism.from_manifest(manifest), Parallelism.of(config)
-        yield f"resuming step {step}" + ("" if before == now else f" saved at {before} → {now}")
-        yield from differences(manifest, config, inputs.validation_corpora)
+    else:
+        yield from start.describe(inputs)

@@ -23,9 +23,9 @@ from tests.support.pools import Pools
 from tests.support.stream_checker import READ, RecordingStream
 from tests.tiers import THOROUGH, in_tiers
 from tests.tools.trainer.test_trainer import on_ranks, saved_model
-from zero_tp.run.checkpoint.resume import resume
-from zero_tp.run.checkpoint.resume_point import find_resume_point
+from zero_tp.run.checkpoint.find import find_checkpoint
 from zero_tp.run.checkpoint.save import run_saver
+from zero_tp.run.checkpoint.start_point import Resume
 
 STOP, STEPS, ACCUMULATION = 3, 5, 2
 SMALL = {"stage3_prefetch_bucket_size": 3000, "reduce_bucket_size": 3000}
@@ -174,9 +174,9 @@ def resumed(path: str, run: str) -> Seen:
     """Resume in a fresh engine on the asynchronous accelerator."""
     with asynchronous() as accelerator:
         engine, config = build(path)
-        checkpoint = find_resume_point(Path(run), config).checkpoint
-        assert checkpoint is not None
-        assert resume(engine.zero, checkpoint, config.zero_tp.training.seed) == STOP
+        start = Resume(find_checkpoint(Path(run)))
+        start.restore(engine.zero, config.zero_tp.training.seed)
+        assert start.step == STOP
         return train(engine, STOP + 1, STEPS, accelerator)
 
 

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-from functools import partial
 from itertools import count
 from pathlib import Path
 from unittest import mock
@@ -24,7 +23,7 @@ from zero_tp.run.checkpoint.directory import (
     complete_steps,
     read_manifest,
     set_aside,
-    start_branch,
+    set_aside_newer,
     step_directory,
 )
 from zero_tp.run.checkpoint.manifest import Manifest
@@ -56,12 +55,15 @@ def latest(run: Path) -> Path:
 def go_back(path: str, run: str, to: int, last: int) -> tuple[list[str], list[int]]:
     """Resume a step, save each one up to `last`; return the notes and the removed steps."""
     from zero_tp.run.checkpoint import directory, save
-    from zero_tp.run.checkpoint.resume import resume
+    from zero_tp.run.checkpoint.find import find_checkpoint
+    from zero_tp.run.checkpoint.start_point import Resume
 
     engine, config = build(path)
-    assert resume(engine.zero, step_directory(Path(run), to), config.zero_tp.training.seed) == to
+    start = Resume(find_checkpoint(step_directory(Path(run), to)))
+    start.restore(engine.zero, config.zero_tp.training.seed)
+    assert start.step == to
     saver = save.run_saver(engine.zero, config, Path(run))
-    notes = directory.start_branch(Path(run), to) if engine.topology.rank == 0 else []
+    notes = directory.set_aside_newer(Path(run), to) if engine.topology.rank == 0 else []
     removed = []
     for step in range(to + 1, last + 1):
         steps_of(engine, step, step)
@@ -106,7 +108,7 @@ def killed_after(renames: int, run: Path, config: RunConfig, monkeypatch: pytest
         patch.setattr(os, "replace", replace)
         try:
             write_run_config(run, config.resolved())
-            start_branch(run, 1)
+            set_aside_newer(run, 1)
             with RunLog(run, step=1):
                 pass
         except Killed:
@@ -156,22 +158,22 @@ def resumed(path: str, run: str, seen: list[str | None], resume_from: str | None
     import torch.distributed as dist
 
     from zero_tp.base.errors import UserError
-    from zero_tp.run.checkpoint import resume_point
+    from zero_tp.run.checkpoint import find
+    from zero_tp.run.checkpoint.start_point import Resume
 
     config = RunConfig.load(path, world_size=dist.get_world_size())
     own = seen[dist.get_rank()]
-    find = partial(
-        resume_point.find_resume_point, Path(run), config, None if resume_from is None else Path(resume_from)
-    )
 
     def read(checkpoint: Path) -> Manifest:
         if own == UNREADABLE:
             raise PermissionError(errno.EACCES, "Permission denied", UNREADABLE)
         return read_manifest(checkpoint if own is None else Path(own))
 
-    with mock.patch.object(resume_point, "read_manifest", read):
+    with mock.patch.object(find, "read_manifest", read):
         try:
-            return str(resume_point.broadcast_resume_point(find).checkpoint)
+            start = Resume.find(Path(run), config, None if resume_from is None else Path(resume_from))
+            assert start is not None
+            return str(start.checkpoint.path)
         except UserError as error:
             return f"error: {error}"
 

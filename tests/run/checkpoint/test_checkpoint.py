@@ -16,7 +16,7 @@ from tests.support.settings import engine_of, fp16_supported
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.run.checkpoint.convert import to_huggingface
 from zero_tp.run.checkpoint.directory import LATEST, checkpoints_directory, complete_steps, prune, step_directory
-from zero_tp.run.checkpoint.resume_point import find_resume_point
+from zero_tp.run.checkpoint.find import find_checkpoint
 from zero_tp.run.config import RunConfig
 
 VOCABULARY, SEQUENCE, BATCH = 101, 16, 24
@@ -125,12 +125,12 @@ def straight(path: str, run: str, save_at: list[int], last: int) -> dict[str, An
 @fp16_supported()
 def resumed(path: str, run: str, last: int) -> dict[str, Any]:
     """Resume in a fresh engine and train to `last`."""
-    from zero_tp.run.checkpoint.resume import resume
+    from zero_tp.run.checkpoint.start_point import Resume
 
     engine, config = build(path)
-    checkpoint = find_resume_point(Path(run), config).checkpoint
-    assert checkpoint is not None
-    step = resume(engine.zero, checkpoint, config.zero_tp.training.seed)
+    start = Resume(find_checkpoint(Path(run)))
+    start.restore(engine.zero, config.zero_tp.training.seed)
+    step = start.step
     scale = None if engine.zero.loss_scale is None else engine.zero.loss_scale.value
     return {"steps": steps_of(engine, step + 1, last), "masters": masters_of(engine), "from": step, "scale": scale}
 

@@ -24,9 +24,9 @@ from zero_tp import commands
 from zero_tp.base.errors import UserError
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.run.checkpoint.convert import to_huggingface
-from zero_tp.run.checkpoint.directory import MANIFEST, find_checkpoint, incomplete_after
+from zero_tp.run.checkpoint.directory import MANIFEST, incomplete_after
+from zero_tp.run.checkpoint.find import find_checkpoint
 from zero_tp.run.checkpoint.inspect import inspect
-from zero_tp.run.checkpoint.resume_point import open_checkpoint
 from zero_tp.tools.evaluation import model_directory
 
 
@@ -101,7 +101,7 @@ def test_flags_of_generation_without_effect_are_written_back(tmp_path: Path) -> 
     """Published files have them: sampling flags without do_sample, which transformers takes and does not save."""
     flags = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [0, 3]}
     write_checkpoint(tmp_path / "run", config())
-    with rewritten(find_checkpoint(tmp_path / "run")) as manifest:
+    with rewritten(find_checkpoint(tmp_path / "run").path) as manifest:
         manifest["generation"] = flags
     to_huggingface(tmp_path / "run", tmp_path / "export")
     again = ZeroTPForCausalLM.from_pretrained(tmp_path / "export")
@@ -209,6 +209,6 @@ def test_a_newest_checkpoint_without_its_manifest_is_named_wherever_an_older_one
     (tmp_path / "tokenizer.json").write_text("{}")
     for source, notes in ((run, (line,)), (older, ())):
         assert model_directory.open_directory(source, tokenizer=tmp_path).note == "".join(notes)
-        assert open_checkpoint(source).notes == notes
+        assert find_checkpoint(source).notes == notes
     (lost / MANIFEST).write_bytes((older / MANIFEST).read_bytes())
     assert incomplete_after(run, 1) == ()

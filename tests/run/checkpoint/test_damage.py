@@ -59,22 +59,24 @@ def start(path: str, run: str, resume_from: str | None = None) -> tuple[str, lis
     import torch.distributed as dist
 
     from zero_tp.base.errors import UserError
-    from zero_tp.run.checkpoint.resume_point import find_intact_resume_point
+    from zero_tp.run.checkpoint.start_point import Resume
     from zero_tp.run.config import RunConfig
 
     config = RunConfig.load(path, world_size=dist.get_world_size())
     try:
-        point = find_intact_resume_point(Path(run), config, Path(resume_from) if resume_from else None)
+        found = Resume.find(Path(run), config, Path(resume_from) if resume_from else None)
     except UserError as error:
         return f"error: {error}", []
-    return str(point.checkpoint), list(point.notes)
+    assert found is not None
+    return str(found.checkpoint.path), list(found.notes)
 
 
 def start_with_an_old_view(path: str, run: str) -> str:
     """The checkpoint that a start resumes, if the last rank sees the older one only after a while."""
     import torch.distributed as dist
 
-    from zero_tp.run.checkpoint import resume_point
+    from zero_tp.run.checkpoint import find
+    from zero_tp.run.checkpoint.start_point import Resume
     from zero_tp.run.config import RunConfig
 
     def read_late(checkpoint: Path) -> Manifest:
@@ -85,11 +87,11 @@ def start_with_an_old_view(path: str, run: str) -> str:
     config = RunConfig.load(path, world_size=dist.get_world_size())
     views = ["is of an old view"] if dist.get_rank() == dist.get_world_size() - 1 else []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resume_point, "read_manifest", read_late)
+        patch.setattr(find, "read_manifest", read_late)
         patch.setattr("zero_tp.base.files.is_local", lambda directory: False)
-        resumed = str(resume_point.find_intact_resume_point(Path(run), config).checkpoint)
-    assert not views
-    return resumed
+        found = Resume.find(Path(run), config)
+    assert not views and found is not None
+    return str(found.checkpoint.path)
 
 
 @pytest.fixture(scope="module")
@@ -182,14 +184,14 @@ def test_a_step_of_eight_digits_is_before_one_of_nine(ranks: Pools, saved: Path,
 
 def resume_with_an_engine(path: str, run: str) -> dict[str, torch.Tensor]:
     """Return this rank's masters after one step and a resume."""
-    from zero_tp.run.checkpoint.resume import resume
-    from zero_tp.run.checkpoint.resume_point import find_intact_resume_point
+    from zero_tp.run.checkpoint.start_point import Resume
 
     engine, config = build(path)
     steps_of(engine, 1, 1)
-    point = find_intact_resume_point(Path(run), config)
-    assert point.checkpoint == step_directory(Path(run), 1) and len(point.notes) == 1
-    resume(engine.zero, point.checkpoint, config.zero_tp.training.seed)
+    found = Resume.find(Path(run), config)
+    assert found is not None and len(found.notes) == 1
+    assert found.checkpoint.path == step_directory(Path(run), 1)
+    found.restore(engine.zero, config.zero_tp.training.seed)
     return masters_of(engine)
 
 

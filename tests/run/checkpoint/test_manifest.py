@@ -20,9 +20,15 @@ from zero_tp.base.settings.resolve import SavedStart
 from zero_tp.parallel import safetensors_files as files
 from zero_tp.run.checkpoint import convert, directory
 from zero_tp.run.checkpoint.directory import MANIFEST, Damaged, check_content, read_manifest, step_directory
-from zero_tp.run.checkpoint.manifest import OWN_HASH, content_hash, differences, fixed_settings, versions
-from zero_tp.run.checkpoint.resume_point import ResumePoint, find_resume_point
-from zero_tp.run.checkpoint.run_directory import saved_start
+from zero_tp.run.checkpoint.find import find_readable_checkpoint
+from zero_tp.run.checkpoint.manifest import (
+    OWN_HASH,
+    check_same_run,
+    content_hash,
+    differences,
+    fixed_settings,
+    versions,
+)
 from zero_tp.run.config import RunConfig
 
 SIZES: dict[str, Any] = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 8, "vocab_size": 31}
@@ -149,9 +155,12 @@ def test_a_checkpoint_carries_what_a_start_needs(checkpoint: Path) -> None:
         manifest["progress"]["counters"] = {"global_steps": 5, "global_samples": 10, "skipped_steps": 1}
     (run / "config.json").write_text("")
     model = read_manifest(checkpoint).model
-    assert saved_start(run) == SavedStart({"scheduler": {"params": {"total_num_steps": 7}}}, model, 4)
+    found = find_readable_checkpoint(run)
+    assert found is not None
+    schedule = {"scheduler": {"params": {"total_num_steps": 7}}}
+    assert found.saved_start() == SavedStart(schedule, model, 4)
     (checkpoint / MANIFEST).unlink()
-    assert saved_start(run) is None
+    assert find_readable_checkpoint(run) is None
 
 
 def config_of(folder: Path, **changes: Any) -> RunConfig:
@@ -193,13 +202,13 @@ def run(checkpoint: Path, tmp_path: Path) -> Path:
     ],
 )
 def test_another_run_is_not_resumed(run: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    checkpoint = step_directory(run, 1)
     with pytest.raises(UserError, match=message):
-        find_resume_point(run, config_of(tmp_path, **change))
-    assert find_resume_point(tmp_path / "new", config_of(tmp_path)) == ResumePoint()
-    with rewritten(step_directory(run, 1)) as manifest:
+        check_same_run(checkpoint, read_manifest(checkpoint), config_of(tmp_path, **change))
+    with rewritten(checkpoint) as manifest:
         del manifest["fixed"]["optimizer"]
     with pytest.raises(UserError, match="saved by a Trainer"):
-        find_resume_point(run, config_of(tmp_path))
+        check_same_run(checkpoint, read_manifest(checkpoint), config_of(tmp_path))
 
 
 def test_what_differs_from_the_last_start_is_logged(run: Path, tmp_path: Path) -> None:

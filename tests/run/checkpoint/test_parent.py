@@ -20,16 +20,16 @@ from tests.support.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
 from zero_tp.run.checkpoint.directory import read_manifest, step_directory
+from zero_tp.run.checkpoint.find import RunCheckpoint, find_checkpoint
 from zero_tp.run.checkpoint.manifest import Parent
 from zero_tp.run.checkpoint.parent import (
     MAX_CHANGE_LINES,
     _shorten,
     check_child,
+    check_parent,
     describe_parent,
-    find_parent,
-    init_from_parent,
 )
-from zero_tp.run.checkpoint.resume_point import ResumePoint
+from zero_tp.run.checkpoint.start_point import Branch, Resume
 from zero_tp.run.config import RunConfig
 
 SAVED = 2
@@ -55,13 +55,14 @@ def begun(path: str, parent: str, run: str) -> dict[str, Any]:
 
     engine, config = build(path)
     rate = engine.learning_rate
-    found = find_parent(Path(parent), config, engine.model.config)
-    assert found.checkpoint is not None and found.manifest is not None
+    checkpoint = find_checkpoint(Path(parent))
+    assert check_parent(checkpoint, config, engine.model.config) == ()
+    start = Branch(checkpoint)
     generation = engine.model.generation_config
-    init_from_parent(engine.zero, found.checkpoint)
+    start.restore(engine.zero, config.zero_tp.training.seed)
     assert engine.model.generation_config is generation, "its own tokens, not the parent's"
     progress = engine.zero.progress()
-    saver = run_saver(engine.zero, config, Path(run), parent=Parent.of(found.checkpoint, found.manifest))
+    saver = run_saver(engine.zero, config, Path(run), parent=start.parent)
     saver.save(SAVED)
     assert saver.outcome() == (SAVED, "")
     return {"progress": progress, "rates": (rate, engine.learning_rate), "model": engine.model.config.to_dict()}
@@ -69,16 +70,11 @@ def begun(path: str, parent: str, run: str) -> dict[str, Any]:
 
 def followed(path: str, parent: str) -> tuple[list[Any], list[Any]]:
     """The steps of a run that goes on from a checkpoint, and of one that starts from it, on the same batches."""
-    from zero_tp.run.checkpoint.resume import resume
-
+    checkpoint = find_checkpoint(step_directory(Path(parent), SAVED))
     found = []
-    for starts in (False, True):
+    for start in (Resume(checkpoint), Branch(checkpoint)):
         engine, config = build(path)
-        checkpoint = step_directory(Path(parent), SAVED)
-        if starts:
-            init_from_parent(engine.zero, checkpoint)
-        else:
-            resume(engine.zero, checkpoint, config.zero_tp.training.seed)
+        start.restore(engine.zero, config.zero_tp.training.seed)
         found.append(steps_of(engine, SAVED + 1, SAVED + 3))
     return found[0], found[1]
 
@@ -170,7 +166,7 @@ def test_what_makes_another_model_is_refused_by_name(tmp_path: Path, parent: Pat
     with pytest.raises(
         UserError, match=rf"^zero_tp\.model\.{field}: .*, but the model of .* has .*; --from allows changes of dropout"
     ):
-        find_parent(parent, config, config.hf_config())
+        check_parent(find_checkpoint(parent), config, config.hf_config())
 
 
 def test_what_keeps_the_weights_meaning_is_accepted(tmp_path: Path, parent: Path) -> None:
@@ -178,7 +174,9 @@ def test_what_keeps_the_weights_meaning_is_accepted(tmp_path: Path, parent: Path
     changes: dict[str, Any] = {"max_position_embeddings": 128, "rope_parameters": rope, "attention_dropout": 0.1}
     config = config_of(tmp_path, **changes)
     for source in (parent, step_directory(parent, 1)):
-        assert find_parent(source, config, config.hf_config()).checkpoint == step_directory(parent, 1)
+        checkpoint = find_checkpoint(source)
+        assert checkpoint.path == step_directory(parent, 1)
+        assert check_parent(checkpoint, config, config.hf_config()) == ()
 
 
 def test_the_same_samples_are_the_same_content_wherever_it_lies(tmp_path: Path, parent: Path) -> None:
@@ -187,7 +185,7 @@ def test_the_same_samples_are_the_same_content_wherever_it_lies(tmp_path: Path, 
         manifest["corpora"] = {"elsewhere/train": corpus}
         manifest["fixed"] |= {"zero_tp.training.seed": config.zero_tp.training.seed}
         manifest["fixed"] |= {"zero_tp.data.train": [["elsewhere/train", 1.0]]}
-    found = ResumePoint(step_directory(parent, 1), read_manifest(step_directory(parent, 1)))
+    found = RunCheckpoint(step_directory(parent, 1), read_manifest(step_directory(parent, 1)))
     weighted = RunConfig.load(tmp_path / "run.json", ['zero_tp.data.train={"nowhere/train": 2.0}'], 1)
     for now, there, again in (
         (config, corpus, True),
@@ -203,26 +201,27 @@ def test_what_is_no_parent_is_one_line(tmp_path: Path, parent: Path) -> None:
     config = config_of(tmp_path)
     newer = step_directory(parent, 2)
     newer.mkdir()
-    lines = describe_parent(find_parent(parent, config, config.hf_config()), config, {}, {})
+    checkpoint = find_checkpoint(parent)
+    lines = describe_parent(checkpoint, config, {}, {})
     assert f"{newer}: not a checkpoint (no manifest.json)" in lines
     with pytest.raises(UserError, match="no complete checkpoint there"):
-        find_parent(tmp_path / "none", config, config.hf_config())
+        find_checkpoint(tmp_path / "none")
     sgd = config_of(tmp_path, optimizer="SGD")
     with pytest.raises(UserError, match=r'^optimizer\.type: "SGD" has other states than "AdamW"'):
-        find_parent(parent, sgd, sgd.hf_config())
+        check_parent(checkpoint, sgd, sgd.hf_config())
     amsgrad = config_of(tmp_path, params={"torch_adam": True, "amsgrad": True})
     with pytest.raises(UserError, match=r"^optimizer\.params\.amsgrad: true has other states than false"):
-        find_parent(parent, amsgrad, amsgrad.hf_config())
+        check_parent(checkpoint, amsgrad, amsgrad.hf_config())
     offload = f'{{"device": "nvme", "nvme_path": "{tmp_path}"}}'
     on_nvme = ["zero_optimization.stage=3", f"zero_optimization.offload_optimizer={offload}"]
     nvme = RunConfig.load(tmp_path / "run.json", on_nvme, 1)
     with pytest.raises(UserError, match=r"^zero_optimization\.offload_optimizer\.device: a run cannot be .* started"):
-        find_parent(parent, nvme, nvme.hf_config())
-    manifest = read_manifest(step_directory(parent, 1))
+        check_parent(checkpoint, nvme, nvme.hf_config())
+    manifest = checkpoint.manifest
     with rewritten(step_directory(parent, 1)) as changed:
         del changed["fixed"]["optimizer"]
     with pytest.raises(UserError, match=r"saved by a Trainer, .* export it"):
-        find_parent(parent, config, config.hf_config())
+        check_parent(find_checkpoint(parent), config, config.hf_config())
     with pytest.raises(UserError, match="is already at step 1 and was not started from it"):
         check_child(parent, tmp_path / "run", manifest)
     child = manifest.model_copy(update={"parent": Parent.of(step_directory(parent, 1), manifest)})

@@ -19,8 +19,8 @@ from tests.run.checkpoint.test_checkpoint import BATCH, MODEL, VOCABULARY, build
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.run.checkpoint.directory import read_manifest, step_directory
+from zero_tp.run.checkpoint.find import find_checkpoint
 from zero_tp.run.checkpoint.reader import CheckpointReader
-from zero_tp.run.checkpoint.resume_point import find_resume_point
 
 MORE = 10
 
@@ -132,13 +132,13 @@ def first_part(path: str, run: str, saved: int) -> list[tuple[float, float]]:
 
 def moved(path: str, run: str, again: str, saved: int) -> list[tuple[float, float]]:
     """Resume on this grid, save again at once, and train on."""
-    from zero_tp.run.checkpoint.resume import resume
     from zero_tp.run.checkpoint.save import run_saver
+    from zero_tp.run.checkpoint.start_point import Resume
 
     engine, config = build(path)
-    checkpoint = find_resume_point(Path(run), config).checkpoint
-    assert checkpoint is not None
-    assert resume(engine.zero, checkpoint, config.zero_tp.training.seed) == saved
+    start = Resume(find_checkpoint(Path(run)))
+    start.restore(engine.zero, config.zero_tp.training.seed)
+    assert start.step == saved
     saver = run_saver(engine.zero, config, Path(again))
     saver.save(saved)
     assert saver.outcome() == (saved, "")

@@ -25,7 +25,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.topology import Topology
-from zero_tp.run.checkpoint.resume_point import ResumePoint
+from zero_tp.run.checkpoint.find import RunCheckpoint
 from zero_tp.tools.trainer import TensorParallel, ZeroTPTrainer, checkpoints
 from zero_tp.tools.trainer.tensor_parallel_accelerator import (
     TensorParallelAccelerator,
@@ -114,7 +114,7 @@ def test_a_schedule_that_a_checkpoint_cannot_hold_is_refused(schedule: str) -> N
 
 
 def test_a_schedule_of_torch_is_restored_and_one_of_deepspeed_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "resume", mock.Mock())
+    monkeypatch.setattr(checkpoints, "Resume", mock.Mock())
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     zero: Any = SimpleNamespace(
         states=lambda: SimpleNamespace(optimizer=optimizer), scheduler=None, optimizer=optimizer
@@ -124,8 +124,8 @@ def test_a_schedule_of_torch_is_restored_and_one_of_deepspeed_refused(monkeypatc
     for schedule in (saved.state_dict(), {"last_batch_iteration": 7}):
         progress = SimpleNamespace(schedule=schedule, learning_rates=[0.5])
         manifest: Any = SimpleNamespace(kinds=["master"], progress=progress)
-        point = ResumePoint(Path("checkpoint-2"), manifest)
-        monkeypatch.setattr(checkpoints, "broadcast_resume_point", lambda _, point=point: point)
+        checkpoint = RunCheckpoint(Path("checkpoint-2"), manifest)
+        monkeypatch.setattr(checkpoints, "find_on_all_ranks", lambda _, found=checkpoint: found)
         refused = pytest.raises(UserError, match="its learning rate came from a scheduler of DeepSpeed's config")
         with refused if schedule.keys() == {"last_batch_iteration"} else contextlib.nullcontext():
             checkpoints.resume_states(zero, after, Path("checkpoint-2"), 1)
@@ -205,10 +205,11 @@ def test_a_checkpoint_of_another_optimizer_is_refused(
     optimizer: Any, foreign: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zero: Any = SimpleNamespace(states=lambda: SimpleNamespace(optimizer=optimizer([torch.zeros(1)], lr=1.0)))
-    monkeypatch.setattr(checkpoints, "resume", mock.Mock(side_effect=UserError("passed")))
+    monkeypatch.setattr(checkpoints, "Resume", mock.Mock(side_effect=UserError("passed")))
     for kind, message in ((foreign, f"has {foreign} of each parameter, which {optimizer.__name__}"), ("", "passed")):
-        point = ResumePoint(Path("checkpoint-2"), cast(Any, SimpleNamespace(kinds=["master", kind])))
-        monkeypatch.setattr(checkpoints, "broadcast_resume_point", lambda _, point=point: point)
+        manifest: Any = SimpleNamespace(kinds=["master", kind])
+        checkpoint = RunCheckpoint(Path("checkpoint-2"), manifest)
+        monkeypatch.setattr(checkpoints, "find_on_all_ranks", lambda _, found=checkpoint: found)
         with pytest.raises(UserError, match=message):
             checkpoints.resume_states(zero, None, Path("checkpoint-2"), 1)
 

@@ -5,21 +5,20 @@ It runs in one process without DeepSpeed, and holds one parameter in memory at a
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig
 
 from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.weights.export import MAX_SHARD_SIZE, check_target, native_entries, write_native
-from zero_tp.run.checkpoint.directory import check_content, find_checkpoint, incomplete_after, read_manifest
-from zero_tp.run.checkpoint.manifest import Manifest
+from zero_tp.run.checkpoint.directory import check_content
+from zero_tp.run.checkpoint.find import RunCheckpoint, find_checkpoint
 from zero_tp.run.checkpoint.reader import CheckpointReader
 from zero_tp.run.checkpoint.run_tokenizer import check_run_tokenizer, find_run_tokenizer, uncompared_tokenizer
 
@@ -31,7 +30,7 @@ class ExportResult:
     Attributes:
         tokenizer: the directory that was copied, or None.
         causal: whether the model is a causal language model.
-        notes: see `incomplete_after` and `uncompared_tokenizer`.
+        notes: see `RunCheckpoint` and `uncompared_tokenizer`.
     """
 
     checkpoint: Path
@@ -39,12 +38,6 @@ class ExportResult:
     tokenizer: Path | None
     causal: bool
     notes: tuple[str, ...] = ()
-
-
-def config_of(manifest: Manifest) -> PretrainedConfig:
-    """Return the Hugging Face config of a checkpoint's model."""
-    fields = copy.deepcopy(manifest.model)  # transformers changes nested fields in place
-    return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
 def to_huggingface(
@@ -55,25 +48,26 @@ def to_huggingface(
     tokenizer: Path | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
     overwrite: bool = False,
-    card: Callable[[Path, Manifest], str] | None = None,
+    card: Callable[[RunCheckpoint], str] | None = None,
 ) -> ExportResult:
     """Export the fp32 masters of `source`, a run or a checkpoint, to a Hugging Face model.
 
     Args:
         tokenizer: directory to copy in; by default the run's.
-        card: returns the model card of a checkpoint and its manifest (zero_tp/tools/report/card.py); by default none.
+        card: returns the model card of a checkpoint (zero_tp/tools/report/card.py); by default none.
     """
     checkpoint = find_checkpoint(source)
-    manifest = read_manifest(checkpoint)
-    tokenizer, fingerprint = find_run_tokenizer(tokenizer, checkpoint, manifest), manifest.tokenizer_fingerprint
-    config = config_of(manifest)
+    manifest = checkpoint.manifest
+    tokenizer = find_run_tokenizer(tokenizer, checkpoint)
+    fingerprint = manifest.tokenizer_fingerprint
+    config = checkpoint.hf_config()
     check_target(output, overwrite)  # before a long read
     if tokenizer is not None:
         opened = open_tokenizer(tokenizer)
-        check_run_tokenizer(opened, tokenizer, checkpoint, manifest)
+        check_run_tokenizer(opened, tokenizer, checkpoint)
         fingerprint = fingerprint or TokenizerFingerprint.of(opened)
-    check_content(checkpoint, manifest.files)
-    reader = CheckpointReader(checkpoint, manifest)
+    check_content(checkpoint.path, manifest.files)
+    reader = CheckpointReader(checkpoint.path, manifest)
     shapes = {name: parameter.shape for name, parameter in reader.parameters.items()}
     entries = native_entries(config, shapes, reader.whole, dtype)
     write_native(
@@ -85,9 +79,9 @@ def to_huggingface(
         fingerprint=fingerprint,
         max_shard_size=max_shard_size,
         overwrite=overwrite,
-        card=card(checkpoint, manifest) if card is not None else None,
+        card=card(checkpoint) if card is not None else None,
     )
     parameters = sum(math.prod(entry.shape) for entry in entries)
     causal = architecture_of(config).spec(config).causal
-    notes = incomplete_after(source, manifest.step) + uncompared_tokenizer(tokenizer, checkpoint, manifest)
-    return ExportResult(checkpoint, parameters, tokenizer, causal, notes)
+    notes = checkpoint.notes + uncompared_tokenizer(tokenizer, checkpoint)
+    return ExportResult(checkpoint.path, parameters, tokenizer, causal, notes)

@@ -241,7 +241,7 @@ def prune(run: Path, keep: int, keep_every: int | None = None) -> list[int]:
     return removed
 
 
-def start_branch(run: Path, step: int) -> list[str]:
+def set_aside_newer(run: Path, step: int) -> list[str]:
     """Set aside the checkpoints that are newer than `step`, from which the run resumes; return a line on each.
 
     Rank 0 calls it before the run's logs are truncated at `step`. The newest is moved last, so a run that is killed in
@@ -278,13 +278,3 @@ def set_aside(checkpoint: Path, reason: str = "damaged") -> Path:
 def is_run(path: Path) -> bool:
     """Return whether a directory is a run or a complete checkpoint."""
     return checkpoints_directory(path).is_dir() or (path / MANIFEST).is_file()
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Return `path` itself if it is a checkpoint, else the newest checkpoint of the run `path`."""
-    if (path / MANIFEST).is_file():
-        return path
-    steps = complete_steps(path)
-    if not steps:
-        raise UserError(f"{path}: no complete checkpoint there; give a run directory or RUN/checkpoints/step_N")
-    return step_directory(path, steps[-1])

@@ -6,14 +6,8 @@ import math
 from pathlib import Path
 
 from zero_tp.base.errors import UserError, one_line
-from zero_tp.run.checkpoint.directory import (
-    check_content,
-    check_sizes,
-    complete_steps,
-    find_checkpoint,
-    incomplete_after,
-    read_manifest,
-)
+from zero_tp.run.checkpoint.directory import check_content, check_sizes, complete_steps
+from zero_tp.run.checkpoint.find import find_checkpoint
 from zero_tp.run.checkpoint.manifest import Parallelism
 
 SIZES = (
@@ -30,15 +24,16 @@ def inspect(source: Path, *, verify: bool = False) -> str:
         verify: also compare every file's checksum, and refuse a run with a newer directory that is no checkpoint.
     """
     checkpoint = find_checkpoint(source)
-    manifest = read_manifest(checkpoint)
-    steps, incomplete, parent = complete_steps(source), incomplete_after(source, manifest.step), manifest.parent
-    if verify and incomplete:
-        raise UserError(incomplete[-1])
+    manifest = checkpoint.manifest
+    steps = complete_steps(source)
+    parent = manifest.parent
+    if verify and checkpoint.notes:
+        raise UserError(checkpoint.notes[-1])
     check = check_content if verify else check_sizes
-    check(checkpoint, manifest.files)
+    check(checkpoint.path, manifest.files)
     model, files = manifest.model, manifest.files
     rows = [
-        ("checkpoint", str(checkpoint)),
+        ("checkpoint", str(checkpoint.path)),
         *([("complete", "steps " + ", ".join(f"{step:,}" for step in steps))] if steps else []),
         ("step", f"{manifest.step:,}"),
         ("saved at", str(Parallelism.from_manifest(manifest))),
@@ -50,7 +45,7 @@ def inspect(source: Path, *, verify: bool = False) -> str:
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
         ("files", f"{len(files)}, {_size(sum(file.bytes for file in files.values()))}"),
         *(("", f"{name}  {_size(file.bytes)}") for name, file in sorted(files.items())),
-        *(("skipped", line) for line in incomplete),
+        *(("skipped", line) for line in checkpoint.notes),
         *([("verified", "every checksum OK")] if verify else []),
     ]
     return "\n".join(f"{name:<11} {one_line(text)}" for name, text in rows)

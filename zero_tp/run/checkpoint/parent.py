@@ -1,22 +1,29 @@
-"""Start a new run from another run's checkpoint: weights, moments and update count; its config sets everything else."""
+"""The parent of a new run: the checkpoint of another run that it starts from (`start_point.Branch`).
+
+Here it is checked against the new run's config, model and tokenizer, and described for the log.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError, UserError, shown
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
-from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.model.architectures.configs import TOKEN_IDS, fields_of
 from zero_tp.model.architectures.rotary import ROPE
-from zero_tp.run.checkpoint.manifest import Manifest, Parallelism, Parent, check_saved_by_run, check_states, differences
-from zero_tp.run.checkpoint.resume import restore_states
-from zero_tp.run.checkpoint.resume_point import ResumePoint, open_checkpoint
+from zero_tp.run.checkpoint.find import RunCheckpoint
+from zero_tp.run.checkpoint.manifest import (
+    Manifest,
+    Parallelism,
+    Parent,
+    check_saved_by_run,
+    check_states,
+    differences,
+)
 from zero_tp.run.config import RunConfig
 
 if TYPE_CHECKING:
@@ -31,23 +38,23 @@ INHERITED = "kept: weights, moments, the optimizer's count of updates, and in fp
 RESTARTED = "restarted: the schedule, the samples and dropout, from step 1"
 
 
-def find_parent(
-    source: Path, config: RunConfig, model: PretrainedConfig, fingerprint: TokenizerFingerprint | None = None
-) -> ResumePoint:
-    """Find the checkpoint that a new run starts from. No communication.
+def check_parent(
+    parent: RunCheckpoint,
+    config: RunConfig,
+    model: PretrainedConfig,
+    fingerprint: TokenizerFingerprint | None = None,
+) -> tuple[str, ...]:
+    """Check that a new run can start from a checkpoint; return notes. No communication.
 
     Args:
-        source: a checkpoint, or a run (its newest checkpoint).
         model: config of the new run's model.
         fingerprint: of the new run's tokenizer, or of its corpora's.
     """
-    parent = open_checkpoint(source)
-    assert parent.checkpoint is not None and parent.manifest is not None
-    check_states(parent.checkpoint, parent.manifest, config)
-    notes = _check_tokenizer(parent.checkpoint, parent.manifest, fingerprint)
-    _check_model(parent.checkpoint, parent.manifest, model)
-    _check_optimizer(parent.checkpoint, parent.manifest, config)
-    return replace(parent, notes=parent.notes + notes)
+    check_states(parent.path, parent.manifest, config)
+    notes = _check_tokenizer(parent.path, parent.manifest, fingerprint)
+    _check_model(parent.path, parent.manifest, model)
+    _check_optimizer(parent.path, parent.manifest, config)
+    return notes
 
 
 def _check_tokenizer(checkpoint: Path, manifest: Manifest, fingerprint: TokenizerFingerprint | None) -> tuple[str, ...]:
@@ -106,22 +113,18 @@ def check_child(source: Path, run: Path, manifest: Manifest) -> None:
         )
 
 
-def init_from_parent(zero: ZeroEngine, checkpoint: Path) -> None:
-    """Load masters, moments and their update counts; everything else stays as in a new run. Collective."""
-    manifest = restore_states(zero, checkpoint)
-    zero.restore_update_count(manifest.progress.model_dump())
-
-
 def describe_parent(
-    parent: ResumePoint, config: RunConfig, corpora: Mapping[str, Any], validation: dict[str, dict[str, Any]]
+    parent: RunCheckpoint,
+    config: RunConfig,
+    corpora: Mapping[str, Any],
+    validation: dict[str, dict[str, Any]],
 ) -> list[str]:
     """Return lines on what a run inherits from its parent, and on each config key that differs.
 
     Args:
         corpora, validation: of the new run, by prefix.
     """
-    checkpoint, manifest = parent.checkpoint, parent.manifest
-    assert checkpoint is not None and manifest is not None
+    checkpoint, manifest = parent.path, parent.manifest
     before, now = Parallelism.from_manifest(manifest), Parallelism.of(config)
     tokens = Parent.of(checkpoint, manifest).tokens
     moved = "" if before == now else f", saved at {before} → {now}"

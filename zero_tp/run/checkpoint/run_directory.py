@@ -14,33 +14,10 @@ from typing import Any
 
 from zero_tp.base.errors import UserError
 from zero_tp.base.files import lock, sync, write_atomically
-from zero_tp.base.settings.resolve import SavedStart
 from zero_tp.base.strict_json import InvalidJson, parse_json
-from zero_tp.run.checkpoint.directory import (
-    checkpoints_directory,
-    complete_steps,
-    find_checkpoint,
-    read_manifest,
-    step_directory,
-)
+from zero_tp.run.checkpoint.directory import checkpoints_directory
 
 CONFIG, LOCK, OWNER, PROCESS = "config.json", ".lock", "owner.json", "rank0.pid"
-
-
-def saved_start(run: Path, resume_from: Path | None = None) -> SavedStart | None:
-    """Return the config, model and number of updates of the checkpoint to resume; None for a new run.
-
-    Args:
-        resume_from: a checkpoint or run to resume from, instead of this run's newest readable checkpoint.
-    """
-    newest_first = [step_directory(run, step) for step in reversed(complete_steps(run))]
-    for source in newest_first if resume_from is None else [resume_from, *newest_first]:
-        with contextlib.suppress(UserError):  # `start_training` reports it
-            manifest = read_manifest(find_checkpoint(source))
-            counters = manifest.progress.counters
-            updates = counters["global_steps"] - counters["skipped_steps"]
-            return SavedStart(manifest.config, manifest.model, updates)
-    return None
 
 
 class OwnerChanged(UserError):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero_tp.base.weight_files import resolve_tokenizer
-from zero_tp.run.checkpoint.manifest import Manifest
+from zero_tp.run.checkpoint.find import RunCheckpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -14,29 +14,30 @@ if TYPE_CHECKING:
 REMEDY = "give the tokenizer that the model was trained with: --tokenizer DIR"
 
 
-def find_run_tokenizer(requested: Path | None, checkpoint: Path, manifest: Manifest) -> Path | None:
+def find_run_tokenizer(requested: Path | None, checkpoint: RunCheckpoint) -> Path | None:
     """Return the directory of the requested tokenizer, else of the run's, else None."""
-    relative = manifest.tokenizer_from_run
-    moved = None if relative is None else checkpoint.absolute().parent.parent / relative
-    return resolve_tokenizer(requested, manifest.tokenizer, moved)
+    relative = checkpoint.manifest.tokenizer_from_run
+    run = checkpoint.path.absolute().parent.parent
+    moved = None if relative is None else run / relative
+    return resolve_tokenizer(requested, checkpoint.manifest.tokenizer, moved)
 
 
-def check_run_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, directory: Path, checkpoint: Path, manifest: Manifest
-) -> None:
+def check_run_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path, checkpoint: RunCheckpoint) -> None:
     """Check that a tokenizer gives the ids that the model was trained on, if the checkpoint records them.
 
     Args:
         directory: of the tokenizer.
     """
-    if manifest.tokenizer_fingerprint is not None:
-        manifest.tokenizer_fingerprint.check(
-            tokenizer, f"the tokenizer {directory}", f"the one that {checkpoint} was trained with", REMEDY
-        )
+    fingerprint = checkpoint.manifest.tokenizer_fingerprint
+    if fingerprint is not None:
+        name, owner = f"the tokenizer {directory}", f"the one that {checkpoint.path} was trained with"
+        fingerprint.check(tokenizer, name, owner, REMEDY)
 
 
-def uncompared_tokenizer(directory: Path | None, checkpoint: Path, manifest: Manifest) -> tuple[str, ...]:
+def uncompared_tokenizer(directory: Path | None, checkpoint: RunCheckpoint) -> tuple[str, ...]:
     """Return a line if a tokenizer cannot be compared, because an older version saved the checkpoint."""
+    manifest = checkpoint.manifest
     if None in (directory, manifest.tokenizer) or manifest.tokenizer_fingerprint is not None:
         return ()
-    return (f"{checkpoint} has no fingerprint of its tokenizer, so {directory} was not compared with it",)
+    line = f"{checkpoint.path} has no fingerprint of its tokenizer"
+    return (f"{line}, so {directory} was not compared with it",)

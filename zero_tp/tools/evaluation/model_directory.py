@@ -15,14 +15,14 @@ from zero_tp.base.errors import UserError, first_line
 from zero_tp.base.weight_files import find_weights, resolve, resolve_tokenizer
 from zero_tp.data.tokenizer_fingerprint import read_fingerprint
 from zero_tp.parallel.topology import Topology
-from zero_tp.run.checkpoint.directory import check_sizes, find_checkpoint, incomplete_after, is_run, read_manifest
+from zero_tp.run.checkpoint.directory import check_sizes, is_run
+from zero_tp.run.checkpoint.find import RunCheckpoint, find_checkpoint, verify_checkpoint
 from zero_tp.run.checkpoint.run_tokenizer import REMEDY, check_run_tokenizer, find_run_tokenizer, uncompared_tokenizer
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from zero_tp.run.checkpoint.manifest import Manifest
     from zero_tp.tools.evaluation.eval_model import EvalModel
 
 
@@ -53,13 +53,12 @@ def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | 
         raise UserError(f"--model {path}: {'not a directory' if path.exists() else 'no such directory'}")
     if is_run(path):
         checkpoint = find_checkpoint(path)
-        manifest = read_manifest(checkpoint)
-        check_sizes(checkpoint, manifest.files)
-        tokenizer = find_run_tokenizer(tokenizer, checkpoint, manifest)
+        check_sizes(checkpoint.path, checkpoint.manifest.files)
+        tokenizer = find_run_tokenizer(tokenizer, checkpoint)
         if tokenizer is None:
             raise UserError(f"--model {path}: the run has no tokenizer; give one with --tokenizer DIR")
-        notes = incomplete_after(path, manifest.step) + uncompared_tokenizer(tokenizer, checkpoint, manifest)
-        return ModelDirectory(checkpoint, manifest, tokenizer, note="; ".join(notes))
+        notes = checkpoint.notes + uncompared_tokenizer(tokenizer, checkpoint)
+        return ModelDirectory(checkpoint.path, checkpoint, tokenizer, note="; ".join(notes))
     if not (path / "config.json").is_file():
         raise UserError(
             f"--model {path}: no config.json and no complete checkpoint there; give a Hugging Face directory, "
@@ -75,14 +74,14 @@ class ModelDirectory:
 
     Attributes:
         path: a Hugging Face directory, or a checkpoint's.
-        manifest: the checkpoint's; None for a Hugging Face directory.
+        checkpoint: None for a Hugging Face directory.
         tokenizer_path: directory of the tokenizer.
-        note: a line to print with the results (see `incomplete_after`), or "".
+        note: a line to print with the results (see `RunCheckpoint`), or "".
         allow_pickle: accept pickled weights.
     """
 
     path: Path
-    manifest: Manifest | None
+    checkpoint: RunCheckpoint | None
     tokenizer_path: Path
     note: str = ""
     allow_pickle: bool = False
@@ -90,16 +89,15 @@ class ModelDirectory:
     @property
     def step(self) -> int | None:
         """Return the checkpoint's step; None for a Hugging Face directory."""
-        return None if self.manifest is None else self.manifest.step
+        return None if self.checkpoint is None else self.checkpoint.step
 
     @cached_property
     def config(self) -> PretrainedConfig:
         """Return the config of the model, which must be a causal language model."""
         from zero_tp.model.architectures import ARCHITECTURES
         from zero_tp.model.weights.load import open_config
-        from zero_tp.run.checkpoint.convert import config_of
 
-        config = open_config(self.path) if self.manifest is None else config_of(self.manifest)
+        config = open_config(self.path) if self.checkpoint is None else self.checkpoint.hf_config()
         architecture = ARCHITECTURES.get(config.model_type)
         if architecture is not None and not architecture.causal:
             raise UserError(
@@ -116,8 +114,8 @@ class ModelDirectory:
         config = self.config  # before the tokenizer, which transformers opens with it
         tokenizer = open_tokenizer(self.tokenizer_path)
         check_tokenizer(tokenizer, config, self.tokenizer_path)
-        if self.manifest is not None:
-            check_run_tokenizer(tokenizer, self.tokenizer_path, self.path, self.manifest)
+        if self.checkpoint is not None:
+            check_run_tokenizer(tokenizer, self.tokenizer_path, self.checkpoint)
         elif (recorded := read_fingerprint(find_weights(self.path, self.allow_pickle))) is not None:
             owner = f"the one that {self.path} was trained with"
             recorded.check(tokenizer, f"the tokenizer {self.tokenizer_path}", owner, REMEDY)
@@ -177,25 +175,25 @@ class ModelDirectory:
 
         Each rank reads only its own slices.
         """
-        if self.manifest is None and topology.tensor == 1:
+        if self.checkpoint is None and topology.tensor == 1:
             return self._load_native(dtype, device)
         import torch
         from transformers import GenerationConfig
 
         from zero_tp.model.huggingface import ZeroTPForCausalLM
         from zero_tp.run.checkpoint.reader import CheckpointReader
-        from zero_tp.run.checkpoint.resume_point import verify_checkpoint
 
         dtype = torch.float32 if dtype == "auto" else dtype
-        if self.manifest is None:
+        if self.checkpoint is None:
             return ZeroTPForCausalLM.from_pretrained(
                 self.path, topology, dtype=dtype, device=device, allow_pickle=self.allow_pickle
             )
-        verify_checkpoint(self.path, self.manifest)
-        source = CheckpointReader(self.path, self.manifest)
+        manifest = self.checkpoint.manifest
+        verify_checkpoint(self.checkpoint)
+        source = CheckpointReader(self.path, manifest)
         model = ZeroTPForCausalLM(self.config, topology, source=source, dtype=dtype, device=device)
-        if self.manifest.generation is not None:
-            model.generation_config = GenerationConfig(**self.manifest.generation)
+        if manifest.generation is not None:
+            model.generation_config = GenerationConfig(**manifest.generation)
         return model
 
     def _load_native(self, dtype: torch.dtype | Literal["auto"], device: str) -> Any:

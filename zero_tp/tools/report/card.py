@@ -9,20 +9,22 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from zero_tp.base.errors import UserError
+from zero_tp.run.checkpoint.find import RunCheckpoint
 from zero_tp.run.checkpoint.manifest import Manifest, Parallelism
 from zero_tp.tools.report.runs import read_runs
 
 LOSSES = {"loss": "loss", "validation_loss": "validation loss"}
 
 
-def model_card(checkpoint: Path, manifest: Manifest) -> str:
+def model_card(checkpoint: RunCheckpoint) -> str:
     """Return the card of a model exported from a checkpoint, from the manifest and the run's metrics.
 
     Cards are public, so only the last two parts of the paths of corpora and of the parent are shown.
     """
+    manifest = checkpoint.manifest
     task = "fill-mask" if manifest.generation is None else "text-generation"
     data = ModelCardData(library_name="transformers", pipeline_tag=task, tags=["zero_tp"])
-    run = checkpoint.resolve().parent.parent
+    run = checkpoint.path.resolve().parent.parent
     facts = _facts(manifest) | {"losses": _losses(run, manifest.step)}
     facts["libraries"] = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     rows = "\n".join(f"| {name} | {fact} |" for name, fact in facts.items() if fact)

@@ -20,10 +20,10 @@ from zero_tp.model.weights.load import PretrainedSource
 from zero_tp.parallel.agreement import on_rank_zero
 from zero_tp.parallel.layout import layout_of, whole_shape
 from zero_tp.parallel.parameter import ConstantInit
+from zero_tp.run.checkpoint.find import find_checkpoint, find_on_all_ranks
 from zero_tp.run.checkpoint.manifest import Parallelism
-from zero_tp.run.checkpoint.resume import resume
-from zero_tp.run.checkpoint.resume_point import broadcast_resume_point, open_checkpoint
 from zero_tp.run.checkpoint.save import Saver, describe_model
+from zero_tp.run.checkpoint.start_point import Resume
 
 STATES = ("checkpoints", "optimizer*", "scheduler*", "global_step*")
 """Files of an optimizer's states in a checkpoint: ours, plain Trainer's and DeepSpeed's."""
@@ -91,21 +91,21 @@ def load_weights(model: ParallelModel, folder: Path) -> None:
 
 def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> None:
     """Restore the states of `save_states`, on any topology. Collective."""
-    point = broadcast_resume_point(partial(open_checkpoint, folder))
-    assert point.checkpoint is not None and point.manifest is not None
+    checkpoint = find_on_all_ranks(partial(find_checkpoint, folder))
+    assert checkpoint is not None
     optimizer = zero.states().optimizer
     foreign = "exp_avg" if isinstance(optimizer, torch.optim.SGD) else "momentum_buffer"
-    if foreign in point.manifest.kinds:
+    if foreign in checkpoint.manifest.kinds:
         raise UserError(
-            f"{point.checkpoint} has {foreign} of each parameter, which {type(optimizer).__name__} does not use; train "
+            f"{checkpoint.path} has {foreign} of each parameter, which {type(optimizer).__name__} does not use; train "
             "with the optim that it was saved with"
         )
-    resume(zero, point.checkpoint, seed)
-    progress = point.manifest.progress
+    Resume(checkpoint).restore(zero, seed)
+    progress = checkpoint.manifest.progress
     if zero.scheduler is None and progress.schedule is not None:
         if "last_batch_iteration" in progress.schedule:  # of each scheduler of DeepSpeed, and of none of torch
             raise UserError(
-                f"{point.checkpoint}: its learning rate came from a scheduler of DeepSpeed's config, which this run "
+                f"{checkpoint.path}: its learning rate came from a scheduler of DeepSpeed's config, which this run "
                 "does not have; give the block again"
             )
         scheduler.load_state_dict(progress.schedule)

@@ -1,0 +1,298 @@
+"""How a run starts: new, from its own checkpoint, or from the checkpoint of another run.
+
+| class    | weights                       | optimizer's states | counts, schedule, streams | `parent`    |
+|----------|-------------------------------|--------------------|---------------------------|-------------|
+| `New`    | the seed, a Hugging Face model | zero               | from step 1               | none        |
+| `Resume` | masters of the run            | of the run         | of the run                | as saved    |
+| `Branch` | masters of another run        | of the other run   | from step 1               | the other's |
+
+A checkpoint moves to any topology: TP and DP sizes, SP, ZeRO stage, dtype and offload may differ.
+Each rank reads its pieces of masters and states, one parameter at a time, and fills the module from
+the masters, as after an optimizer step. On the same topology everything is restored bit for bit. On
+another one, or on another kind of device, dropout draws from new random streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from safetensors import safe_open
+from tqdm import tqdm
+from transformers import GenerationConfig
+
+from zero_tp.base.errors import UserError
+from zero_tp.engine.zero.zero_engine import ZeroEngine
+from zero_tp.parallel.agreement import on_rank_zero
+from zero_tp.parallel.parameter import Zeros
+from zero_tp.run.checkpoint import directory
+from zero_tp.run.checkpoint.directory import Damaged
+from zero_tp.run.checkpoint.find import Check, RunCheckpoint, find_checkpoint, find_on_all_ranks
+from zero_tp.run.checkpoint.manifest import (
+    Manifest,
+    Parallelism,
+    Parent,
+    check_same_run,
+    differences,
+    states_file,
+)
+from zero_tp.run.checkpoint.parent import check_child, check_parent, describe_parent
+from zero_tp.run.checkpoint.reader import RANDOM, CheckpointReader, ParameterLayout
+from zero_tp.run.config import RunConfig
+
+if TYPE_CHECKING:
+    from zero_tp.model.weights.load import PretrainedSource
+    from zero_tp.run.run_inputs import RunInputs
+
+
+@dataclass(frozen=True)
+class New:
+    """A run that starts from the weights of its config.
+
+    Attributes:
+        notes: a line on each incomplete checkpoint in the run's directory.
+        step: the last completed step.
+        parent: recorded in the run's checkpoints: the checkpoint that it was started from.
+    """
+
+    notes: tuple[str, ...] = ()
+    step: ClassVar[int] = 0
+    parent: ClassVar[Parent | None] = None
+
+    def weights(self, inputs: RunInputs) -> PretrainedSource | Zeros | None:
+        """Return what the engine is built with: the source of the weights; None for the seed."""
+        return inputs.pretrained()
+
+    def restore(self, zero: ZeroEngine, seed: int) -> None:
+        """Leave the engine as it was built."""
+
+    def describe(self, inputs: RunInputs) -> list[str]:
+        """Return the lines of the log that only this kind of start has."""
+        return []
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A run that continues from its own checkpoint. Its members are those of `New`."""
+
+    checkpoint: RunCheckpoint
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.checkpoint.notes
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step
+
+    @property
+    def parent(self) -> Parent | None:
+        return self.checkpoint.manifest.parent
+
+    @classmethod
+    def find(
+        cls,
+        run: Path,
+        config: RunConfig,
+        resume_from: Path | None = None,
+        *,
+        known: RunCheckpoint | None = None,
+        check: Check = lambda checkpoint, manifest: None,
+        check_owner: Callable[[], None] = lambda: None,
+    ) -> Resume | None:
+        """Find the run's newest checkpoint, check and verify it; None for a new run. Collective.
+
+        With `on_corrupt` "previous", a damaged one is set aside for the one before.
+
+        Args:
+            resume_from: a checkpoint or run to open instead; no other one replaces it.
+            known, check: see `find_on_all_ranks`.
+            check_owner: raises OwnerChanged on rank 0 if another launch owns the run directory.
+        """
+
+        def newest() -> RunCheckpoint | None:
+            if resume_from is None:
+                directory.refresh_view(run)
+                if not directory.complete_steps(run):
+                    return None
+            checkpoint = find_checkpoint(resume_from or run, known)
+            check_same_run(checkpoint.path, checkpoint.manifest, config)
+            return checkpoint
+
+        may_go_back = resume_from is None and config.zero_tp.checkpoint.on_corrupt == "previous"
+        go_back = partial(_go_back, may_go_back, check_owner)
+        checkpoint = find_on_all_ranks(newest, known=known, check=check, on_damage=go_back)
+        return None if checkpoint is None else cls(checkpoint)
+
+    def weights(self, inputs: RunInputs) -> Zeros:
+        return Zeros()
+
+    def restore(self, zero: ZeroEngine, seed: int) -> None:
+        """Restore masters, states, counts, schedule, loss scale and random streams. Collective.
+
+        Args:
+            seed: the run's, for new random streams on another topology.
+        """
+        manifest = self.checkpoint.manifest
+        _restore_states(zero, self.checkpoint)
+        zero.restore_progress(manifest.progress.model_dump())
+        if manifest.generation is not None:
+            zero.model.generation_config = GenerationConfig(**manifest.generation)
+        _restore_streams(zero, self.checkpoint.path, manifest, seed)
+
+    def describe(self, inputs: RunInputs) -> list[str]:
+        manifest, config = self.checkpoint.manifest, inputs.config
+        before, now = Parallelism.from_manifest(manifest), Parallelism.of(config)
+        moved = "" if before == now else f" saved at {before} → {now}"
+        changes = differences(manifest, config, inputs.validation_corpora)
+        return [f"resuming step {self.step}{moved}", *changes]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A new run from the weights and moments of another run. Its members are those of `New`.
+
+    Its config sets everything else.
+    """
+
+    checkpoint: RunCheckpoint
+    notes: tuple[str, ...] = ()
+    step: ClassVar[int] = 0
+
+    @property
+    def parent(self) -> Parent:
+        return Parent.of(self.checkpoint.path, self.checkpoint.manifest)
+
+    def weights(self, inputs: RunInputs) -> Zeros:
+        return Zeros()
+
+    def restore(self, zero: ZeroEngine, seed: int) -> None:
+        """Restore masters, states and their update counts. Collective."""
+        _restore_states(zero, self.checkpoint)
+        zero.restore_update_count(self.checkpoint.manifest.progress.model_dump())
+
+    def describe(self, inputs: RunInputs) -> list[str]:
+        corpora = inputs.corpora, inputs.validation_corpora
+        return describe_parent(self.checkpoint, inputs.config, *corpora)
+
+
+def find_start(
+    inputs: RunInputs,
+    *,
+    init_from: Path | None = None,
+    resume_from: Path | None = None,
+    known: RunCheckpoint | None = None,
+    check_owner: Callable[[], None] = lambda: None,
+) -> New | Resume | Branch:
+    """Find out how a run starts, the same on every rank. Collective.
+
+    Args:
+        init_from: another run or its checkpoint. A run that was started from it resumes.
+        resume_from, known, check_owner: see `Resume.find`.
+    """
+    run, config = inputs.directory, inputs.config
+    resume = Resume.find(
+        run,
+        config,
+        resume_from,
+        known=known,
+        check=inputs.check_resumed,
+        check_owner=check_owner,
+    )
+    if resume is not None:
+        if init_from is not None:
+            check_child(init_from, run, resume.checkpoint.manifest)
+        return resume
+    notes = on_rank_zero(partial(directory.incomplete_after, run, 0))
+    if init_from is None:
+        return New(notes)
+
+    def find_parent() -> RunCheckpoint:
+        parent = find_checkpoint(init_from)
+        own_notes = check_parent(parent, config, inputs.model_config, inputs.fingerprint)
+        return replace(parent, notes=parent.notes + own_notes)
+
+    parent = find_on_all_ranks(find_parent)
+    assert parent is not None
+    return Branch(parent, notes)
+
+
+def _go_back(may_go_back: bool, check_owner: Callable[[], None], damage: Damaged) -> str:
+    """Set a damaged checkpoint aside, so that the one before is the newest; return a note.
+
+    Raises:
+        UserError: there is none before, or `may_go_back` is false.
+    """
+    problem, damaged = f"{damage.file}: {damage.problem}", damage.checkpoint.absolute()
+    run = damaged.parent.parent  # another run if `resume_from` is a checkpoint of it
+    complete = [directory.step_directory(run, step) for step in directory.complete_steps(run)]
+    before = complete[: complete.index(damaged)] if damaged in complete else []
+    if not before:
+        raise UserError(f"{problem}; the checkpoint is damaged, and there is none before it: give another --output-dir")
+    if not may_go_back:
+        raise UserError(
+            f"{problem}; the checkpoint is damaged: use the one before with "
+            f'--resume-from {before[-1]}, or set zero_tp.checkpoint.on_corrupt to "previous"'
+        )
+    check_owner()
+    aside = directory.set_aside(damage.checkpoint)
+    return f"{problem}; set aside as {aside}, going back to the checkpoint before"
+
+
+def _restore_states(zero: ZeroEngine, checkpoint: RunCheckpoint) -> None:
+    """Restore masters and states, and fill the module from them. Collective.
+
+    The checkpoint's files have been verified.
+    """
+    reader = CheckpointReader(checkpoint.path, checkpoint.manifest, zero.topology.data_rank)
+    parameters = zero.model.named_parameters()
+    wanted = {name: ParameterLayout.of(parameter) for name, parameter in parameters}
+    _check_parameters(checkpoint.path, reader.parameters, wanted)
+    _read_states(zero, checkpoint.manifest, reader, wanted)
+    zero.fill_module()
+
+
+def _check_parameters(checkpoint: Path, saved: dict[str, ParameterLayout], wanted: dict[str, ParameterLayout]) -> None:
+    for name in sorted(saved.keys() ^ wanted.keys()):
+        where = "the model" if name in wanted else "the checkpoint"
+        raise UserError(f"{checkpoint}: only {where} has the parameter {name}; resume with the model that was saved")
+    for name, parameter in wanted.items():
+        before, now = saved[name].shape, parameter.shape
+        if before != now:
+            raise UserError(f"{checkpoint}: {name} has shape {before}, in the model {now}")
+
+
+@torch.no_grad()
+def _read_states(
+    zero: ZeroEngine,
+    manifest: Manifest,
+    reader: CheckpointReader,
+    wanted: dict[str, ParameterLayout],
+) -> None:
+    """Read this rank's masters and states; on the grid that saved them, its own file has all."""
+    states, topology = zero.states(), zero.topology
+    pieces = [(fragment, kind) for fragment in states.fragments for kind in manifest.kinds]
+    disable = None if topology.rank == 0 else True
+    for fragment, kind in tqdm(pieces, "resuming", unit="tensor", disable=disable, leave=False):
+        shard = (wanted[fragment.name], topology.tensor_rank, topology.tensor)
+        piece = reader.piece(fragment.name, kind, *shard, fragment.span.whole)
+        states.get(fragment, kind).copy_(piece)
+
+
+def _restore_streams(zero: ZeroEngine, checkpoint: Path, manifest: Manifest, seed: int) -> None:
+    """Restore the random streams on the same grid and kind of device; else seed new ones."""
+    topology, streams = zero.topology, zero.model.streams
+    split_sequence = manifest.sequence and manifest.tensor > 1
+    before = (manifest.tensor, manifest.data, split_sequence)
+    if before == (topology.tensor, topology.data, topology.sequence):
+        name = states_file(topology.tensor_rank, topology.data_rank)
+        with safe_open(checkpoint / name, framework="pt") as file:
+            states = {key: file.get_tensor(f"{RANDOM}/{key}") for key in streams.state_dict()}
+        if streams.are_compatible(states):
+            streams.load_state_dict(states)
+            return
+    streams.reseed(topology, seed + manifest.step)
