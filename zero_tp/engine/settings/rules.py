@@ -223,15 +223,10 @@ def _run_rules(config: TypedConfig) -> Iterator[Rule]:
 
 def _activation_rules(config: TypedConfig) -> Iterator[Rule]:
     """Yield rules about recomputation and sequence parallelism."""
-    policy, parallel, layers = config.zero_tp.recompute_policy, config.zero_tp.parallel, config.layers
+    policy, layers = config.zero_tp.recompute_policy, config.layers
     slots, accumulation = config[f"{ACTIVATIONS}.number_checkpoints"], config["gradient_accumulation_steps"]
     has_slots = config[f"{ACTIVATIONS}.contiguous_memory_optimization"]  # preallocated, one for each checkpoint
     in_trainer = config.entry_point is EntryPoint.TRAINER
-    yield refused(
-        "zero_tp.parallel.fused_products",
-        parallel.fused_products and not parallel.sequence,
-        "without sequence parallelism: it fuses the gathers and scatters of sequence shards",
-    )
     yield refused(
         ACTIVATIONS,
         in_trainer and any((config.values.get(ACTIVATIONS) or {}).values()),

@@ -18,7 +18,7 @@ from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.weights.export import MAX_SHARD_SIZE, check_target, native_entries, write_native
-from zero_tp.run.checkpoint.directory import check_content, find_checkpoint, incomplete_after, read_manifest
+from zero_tp.run.checkpoint.directory import check_content, checkpoint_notes, find_checkpoint, read_manifest
 from zero_tp.run.checkpoint.manifest import Manifest
 from zero_tp.run.checkpoint.reader import CheckpointReader
 from zero_tp.run.checkpoint.run_tokenizer import check_run_tokenizer, find_run_tokenizer, uncompared_tokenizer
@@ -31,7 +31,7 @@ class ExportResult:
     Attributes:
         tokenizer: the directory that was copied, or None.
         causal: whether the model is a causal language model.
-        notes: see `incomplete_after` and `uncompared_tokenizer`.
+        notes: see `checkpoint_notes` and `uncompared_tokenizer`.
     """
 
     checkpoint: Path
@@ -89,5 +89,5 @@ def to_huggingface(
     )
     parameters = sum(math.prod(entry.shape) for entry in entries)
     causal = architecture_of(config).spec(config).causal
-    notes = incomplete_after(source, manifest.step) + uncompared_tokenizer(tokenizer, checkpoint, manifest)
+    notes = checkpoint_notes(source, checkpoint, manifest) + uncompared_tokenizer(tokenizer, checkpoint, manifest)
     return ExportResult(checkpoint, parameters, tokenizer, causal, notes)

@@ -25,7 +25,7 @@ class ResumePoint:
 
     Attributes:
         checkpoint, manifest: None for a new run.
-        notes: a line on each newer directory that is damaged or incomplete.
+        notes: a line on each newer directory that is damaged or incomplete, and on each removed key of its config.
     """
 
     checkpoint: Path | None = None
@@ -61,7 +61,7 @@ def open_checkpoint(source: Path) -> ResumePoint:
     """Return `source` if it is a checkpoint, else the newest checkpoint of the run `source`. Files are not verified."""
     checkpoint = directory.find_checkpoint(source)
     manifest = read_manifest(checkpoint)
-    return ResumePoint(checkpoint, manifest, directory.incomplete_after(source, manifest.step))
+    return ResumePoint(checkpoint, manifest, directory.checkpoint_notes(source, checkpoint, manifest))
 
 
 def broadcast_resume_point(

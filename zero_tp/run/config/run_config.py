@@ -14,6 +14,7 @@ from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError, did_you_mean
 from zero_tp.base.settings.deepspeed import MONITORS, use_current_names
 from zero_tp.base.settings.optimizer import choose_implementation
+from zero_tp.base.settings.removed import drop_removed_keys
 from zero_tp.base.settings.resolve import (
     BATCH_FIELDS,
     BatchSizes,
@@ -59,7 +60,7 @@ class RunConfig:
     batch: BatchSizes
     typed: TypedConfig = dataclasses.field(repr=False)
     _hf_config: PreTrainedConfig = dataclasses.field(repr=False)
-    _schedule_lines: Sequence[str] = ()
+    _load_notes: Sequence[str] = ()
 
     @classmethod
     def load(
@@ -87,6 +88,7 @@ class RunConfig:
         remedy += f": {suggestion}" if "?" in suggestion else ""
         values = read_json(path, remedy)
         apply_overrides(values, overrides)
+        values, removed = drop_removed_keys(values)
         check_leaves(values)
         if not isinstance(values.pop(SCHEMA, ""), str):  # for editors
             raise ConfigError(SCHEMA, "expected a string", "give the path of the schema, or leave it out")
@@ -105,7 +107,7 @@ class RunConfig:
 
         # 3. Refuse: combinations that would train another model, or cannot be trained.
         refuse(typed)
-        return cls(path, world_size, batch, typed, hf_config, lines)
+        return cls(path, world_size, batch, typed, hf_config, (*removed, *lines))
 
     def with_pinned_tokenizer(self) -> RunConfig:
         """Return the config with the commit of its tokenizer. The hub is asked if the tokenizer is a name there."""
@@ -193,8 +195,8 @@ class RunConfig:
         return notes(self.typed, "no effect")
 
     def cautions(self) -> list[str]:
-        """Return a line for each unusual setting."""
-        return [*self._schedule_lines, *notes(self.typed, "note"), *ignored_fields(self.zero_tp.model)]
+        """Return a line for each unusual setting, and for each removed key."""
+        return [*self._load_notes, *notes(self.typed, "note"), *ignored_fields(self.zero_tp.model)]
 
     @property
     def pretrained(self) -> Path | None:

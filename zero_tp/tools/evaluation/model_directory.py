@@ -15,7 +15,7 @@ from zero_tp.base.errors import UserError, first_line
 from zero_tp.base.weight_files import find_weights, resolve, resolve_tokenizer
 from zero_tp.data.tokenizer_fingerprint import read_fingerprint
 from zero_tp.parallel.topology import Topology
-from zero_tp.run.checkpoint.directory import check_sizes, find_checkpoint, incomplete_after, is_run, read_manifest
+from zero_tp.run.checkpoint.directory import check_sizes, checkpoint_notes, find_checkpoint, is_run, read_manifest
 from zero_tp.run.checkpoint.run_tokenizer import REMEDY, check_run_tokenizer, find_run_tokenizer, uncompared_tokenizer
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | 
         tokenizer = find_run_tokenizer(tokenizer, checkpoint, manifest)
         if tokenizer is None:
             raise UserError(f"--model {path}: the run has no tokenizer; give one with --tokenizer DIR")
-        notes = incomplete_after(path, manifest.step) + uncompared_tokenizer(tokenizer, checkpoint, manifest)
+        notes = checkpoint_notes(path, checkpoint, manifest) + uncompared_tokenizer(tokenizer, checkpoint, manifest)
         return ModelDirectory(checkpoint, manifest, tokenizer, note="; ".join(notes))
     if not (path / "config.json").is_file():
         raise UserError(
@@ -77,7 +77,7 @@ class ModelDirectory:
         path: a Hugging Face directory, or a checkpoint's.
         manifest: the checkpoint's; None for a Hugging Face directory.
         tokenizer_path: directory of the tokenizer.
-        note: a line to print with the results (see `incomplete_after`), or "".
+        note: a line to print with the results (see `checkpoint_notes`), or "".
         allow_pickle: accept pickled weights.
     """
 
