@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from zero_tp.base.settings.resolve import copies_gradients
 from zero_tp.engine.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
-from zero_tp.engine.zero.zero3_loops import patch_zero3_loops
 from zero_tp.engine.zero.zero_engine import Trainable, ZeroEngine
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squares
 from zero_tp.parallel.topology import Topology
@@ -220,10 +219,6 @@ class PartitionedParameters(ZeroEngine):
     """ZeRO-3: parameters, too, are partitioned over DP, each by itself, and gathered while they are needed."""
 
     lock_step = True
-
-    def __init__(self, settings: dict[str, Any], topology: Topology):
-        super().__init__(settings, topology)
-        self.notes = patch_zero3_loops()
 
     def initialize(self, model: ParallelModel, trainable: Trainable) -> None:
         super().initialize(model, trainable)

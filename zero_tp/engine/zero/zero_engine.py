@@ -56,7 +56,6 @@ class ZeroEngine(ABC):
         vetoed: the gradient norm of the last step if its veto skipped it; else None.
         recent: [loss, norm] of the last steps, for the next veto.
         native_schedule_start: DeepSpeed's schedules start where DeepSpeed starts them (`set_schedule`).
-        notes: lines for the log of a run's start.
     """
 
     lock_step = False
@@ -75,7 +74,6 @@ class ZeroEngine(ABC):
             del self.settings["scheduler"]  # DeepSpeed gets a function instead
         self.topology = topology
         self.recent: list[list[float]] = []
-        self.notes: list[str] = []
         self._veto: Veto | None = None
 
     def construction(self) -> AbstractContextManager[Any]:
