@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ class ActivationMemory:
         policy: `zero_tp.recompute`.
         settings: DeepSpeed's `activation_checkpointing` block.
         device: where the model computes.
+        layers: indices of the recomputed layers; by default those of the policy.
 
     Attributes:
         layers: indices of the recomputed layers.
@@ -35,11 +36,16 @@ class ActivationMemory:
     """
 
     def __init__(
-        self, model: ParallelModel, policy: RecomputePolicy, settings: Mapping[str, Any], device: torch.device
+        self,
+        model: ParallelModel,
+        policy: RecomputePolicy,
+        settings: Mapping[str, Any],
+        device: torch.device,
+        layers: Sequence[int] | None = None,
     ):
         self.policy = policy
         self.notes: list[str] = []
-        self.layers = policy.recomputed_layers(model.spec.layers)
+        self.layers = policy.recomputed_layers(model.spec.layers) if layers is None else layers
         if self.layers and self.layers[-1] >= model.spec.layers:
             problem = f"{policy.layers}, but the model has {model.spec.layers}"
             raise UserError(f"zero_tp.recompute.layers: {problem}; use a smaller one")

@@ -61,7 +61,8 @@ def run_isolated(function: Callable[..., T], *arguments: Any, **options: Any) ->
 def _without_script() -> Iterator[None]:
     """Hide this process's script, such as a training, which a new process would run first."""
     main = vars(sys.modules["__main__"])
-    script = {name: main.pop(name) for name in ("__spec__", "__file__") if name in main}
+    names: tuple[str, ...] = ("__spec__", "__file__")
+    script = {name: main.pop(name) for name in names if name in main}
     main["__spec__"] = None
     try:
         yield
