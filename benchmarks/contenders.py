@@ -269,7 +269,7 @@ def work(name: str, weights: Path, shape: Shape, bf16: bool, output: Path) -> No
     import torch
     import torch.distributed as dist
 
-    from zero_tp.run.process.heap import keep_freed_memory
+    from zero_tp.parallel.cpu.heap import keep_freed_memory
 
     keep_freed_memory()
     ranks, options = CONTENDERS[name]

@@ -83,7 +83,6 @@ ITEMS = {
     "gradients-copied": Item((COPIED,)),
     "gradients-copied-small-buckets": Item((COPIED, "zero_optimization.reduce_bucket_size=auto")),
     "cuda-order-of-launches": Item(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, several=True),
-    "fused-products": Item(("zero_tp.parallel.fused_products=true",), several=True),
     "one-product-after-the-gather": Item(constants=("zero_tp.parallel.linear.OWN_ROWS_FIRST=false",), several=True),
     "replicas": Item((REPLICAS,), several=True),
     "replicas-reduced-to-owners": Item(

@@ -22,11 +22,11 @@ from zero_tp.base.constants import DTYPES, GIB
 from zero_tp.base.errors import UserError
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.flops import model_flops, utilisation
+from zero_tp.parallel.cpu.heap import keep_freed_memory
 from zero_tp.parallel.devices import find_device_spec, named_device, peak_flops
 from zero_tp.run.config import RunConfig
 from zero_tp.run.metrics import memory_gib
 from zero_tp.run.process.environment import RankEnvironment
-from zero_tp.run.process.heap import keep_freed_memory
 from zero_tp.tools.planning.plan import plan
 
 WARM_UP = 3

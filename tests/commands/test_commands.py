@@ -146,3 +146,10 @@ def test_an_editor_s_schema_is_nothing_of_a_run(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"\$schema: expected a string"):
         RunConfig.load(path, ["$schema=1"], world_size=4)
+
+
+def test_convert_names_the_command_that_describes_a_checkpoint(tmp_path: Path) -> None:
+    done = launched.script("launch/convert.py", tmp_path, "inspect", "runs/a b", "--verify")
+    assert done.returncode == 2
+    line = "error: inspect: convert does not describe checkpoints; run zero-tp inspect 'runs/a b'\n"
+    assert done.stderr == line

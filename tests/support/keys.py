@@ -93,7 +93,6 @@ TRAINED_BY: dict[str, tuple[str, ...]] = {
     "run/config/test_resolve": ("zero_tp.training.tokens",),
     "model/test_compile": ("zero_tp.compile",),
     "model/test_model": ("zero_tp.attention",),
-    "parallel/test_fused_products": ("zero_tp.parallel.fused_products",),
     "support/matrix": ("zero_tp.objective.type",),
     "run/test_documents_run": ("zero_tp.data.document_attention",),
     "engine/test_engine": ("train_micro_batch_size_per_gpu",),

@@ -318,7 +318,11 @@ def tensor_there(tensor: Tensor, computing: Computing) -> Tensor:
 def model_there(model: ZeroTPForCausalLM, computing: Computing) -> ZeroTPForCausalLM:
     """Copy a model to the accelerator, for training."""
     there = ZeroTPForCausalLM(
-        model.config, model.topology, source=UninitializedSource(), device=computing.device
+        model.config,
+        model.topology,
+        source=UninitializedSource(),
+        device=computing.device,
+        random_device="cpu" if computing.device.type == "sim" else None,
     ).train()
     for its, ours in zip(there.parameters(), model.parameters(), strict=True):
         computing.write(its, ours)

@@ -21,6 +21,7 @@ from zero_tp.base.errors import shown
 from zero_tp.base.settings.deepspeed import ConfigFile
 from zero_tp.base.settings.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
 from zero_tp.base.settings.refused import FIXED, REFUSED_KEYS
+from zero_tp.base.settings.removed import REMOVED_KEYS
 from zero_tp.base.settings.resolve import AUTO, BATCH_FIELDS
 from zero_tp.base.settings.schedule import DEEPSPEED_SCHEDULES, REFUSED_SCHEDULES, SCHEDULES, TRANSFORMERS_SCHEDULES
 from zero_tp.base.settings.schema import MaskedObjective, RecomputePolicy, Spike, Timeouts, ZeroTP
@@ -137,6 +138,10 @@ def page() -> str:
         _table(("keys", "when"), _notes(config, "no effect")),
         "### Accepted with a note",
         _table(("key", "note"), _notes(config, "note")),
+        "### Removed keys",
+        "Files and checkpoints of earlier versions may have these keys at their last default, which a note names."
+        " Another value is refused.",
+        _table(("key", "last default", "instead of another value"), _removed()),
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -148,6 +153,10 @@ def _refusals(config: Combination) -> Iterator[tuple[str, ...]]:
         problem, _, remedy = text.partition("; ")
         when, _, reason = problem.partition(": ")
         yield f"`{key}`", when, reason, remedy or "leave it out"
+
+
+def _removed() -> Iterator[tuple[str, ...]]:
+    return ((f"`{key}`", f"`{shown(entry.default)}`", entry.remedy) for key, entry in REMOVED_KEYS.items())
 
 
 def _refused_key(key: str, text: str) -> tuple[str, ...]:

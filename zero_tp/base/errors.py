@@ -6,7 +6,6 @@ import difflib
 import errno
 import io
 import json
-import re
 import sys
 import textwrap
 import unicodedata
@@ -21,12 +20,6 @@ _JSON_KINDS = {
     **{"NoneType": "null", "bool": "true or false", "int": "an integer", "float": "a number", "Decimal": "a number"},
     **{"str": "a string", "list": "an array", "tuple": "an array", "dict": "an object"},
 }
-_TYPE = f"({'|'.join(_JSON_KINDS)})"
-_PYTHON_TYPE = re.compile(
-    rf"<class '(?:\w+\.)*(\w+)'>|'{_TYPE}'(?: object)?|\b(NoneType)\b|(?<=expected ){_TYPE}\b|(?<=got ){_TYPE}\b"
-    rf"|(?<=, not ){_TYPE}\b"
-)
-_EXCEPTION_NAMES = re.compile(r"(?:Class v|V)alidation error for (?:validator|field) '\w+': |\b\w+Error: ")
 
 
 class UserError(ValueError):
@@ -111,34 +104,20 @@ def as_user_error(error: OSError) -> UserError | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error, with JSON's names for types, for use inside another line.
+    """Return the first line of a library's error, for use inside another line.
 
     All lines are joined if the first one ends with a colon ("… because:"). Without a message, it is the name of the
-    error's class in words. The result is cut after `_LONGEST_CAUSE` characters.
+    error's class. The result is cut after `_LONGEST_CAUSE` characters.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, KeyError) and len(error.args) == 1:
         key = error.args[0]
         text = key if isinstance(key, str) and key.count(" ") > 2 else f"{shown(key)} is missing"
     elif not lines:
-        text = class_in_words(error)
+        text = type(error).__name__
     else:
         text = " ".join(lines) if lines[0].endswith(":") else lines[0]
-    return one_line(in_json_words(text), _LONGEST_CAUSE)
-
-
-def class_in_words(error: BaseException) -> str:
-    """Return the name of an error's class in words: `repository not found` of RepositoryNotFoundError."""
-    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", type(error).__name__)
-    return " ".join(words[:-1] if len(words) > 2 and words[-1] == "Error" else words).lower()
-
-
-def in_json_words(text: str) -> str:
-    """Return a library's text with JSON's names for Python's types, and without the names of its exceptions."""
-    text = re.sub(r"(?:\w+\.)?\w+\(\) got an unexpected keyword argument ('.*?')", r"unknown key \1", text)
-    text = re.sub(r" object has no attribute '\w+'", " is of the wrong kind", text)
-    text = re.sub(r"\bField '(\w+)' expected ", r"\1: expected ", text)
-    return _PYTHON_TYPE.sub(lambda match: json_kind(match[match.lastindex or 0]), _EXCEPTION_NAMES.sub("", text))
+    return one_line(text, _LONGEST_CAUSE)
 
 
 def json_kind(name: str) -> str:

@@ -17,8 +17,8 @@ from zero_tp.base.files import write_named
 # Paul Tol's "bright" scheme, which colour-blind people can tell apart.
 PALETTE = {"blue": "#4477AA", "cyan": "#66CCEE", "green": "#228833", "yellow": "#CCBB44"}
 PALETTE |= {"red": "#EE6677", "purple": "#AA3377", "grey": "#BBBBBB"}
-SHOWN_VALUES = 60
-"""Most points of one curve that show their value on hovering."""
+TABLE_ROWS = 50
+"""Most rows of the table of a curve's values."""
 STYLE = """
 :root { color-scheme: light dark; --text: #222; --page: #fff; --shade: #f5f5f5; --good: #176117; --bad: #a11; }
 @media (prefers-color-scheme: dark) {
@@ -29,7 +29,6 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 pre { background: var(--shade); padding: .8rem 1rem; white-space: pre-wrap; font-size: 13px; }
 code { white-space: pre; background: var(--shade); }
 figure { margin: 1.2rem 0; } figure svg { width: 100%; height: auto; fill: currentColor; }
-.values circle { fill: transparent; } .values circle:hover { fill: currentColor; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; } td, th { padding: .25rem .7rem; text-align: right; }
 td:last-child, th:last-child { text-align: left; } tr:nth-child(even) td { background: var(--shade); }
@@ -75,6 +74,18 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") 
     return f'<div class="wide"><table class="{kind}">{"".join(lines)}</table></div>'
 
 
+def values_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return the values behind a curve as a table that opens on a click, thinned to `TABLE_ROWS` rows."""
+    summary = f"<summary>{html.escape(title)}</summary>"
+    return f"<details>{summary}{table(header, thinned(rows))}</details>"
+
+
+def thinned(rows: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
+    """Return every n-th row, the last one included, at most `TABLE_ROWS` in all."""
+    step = max(1, -(-len(rows) // TABLE_ROWS))
+    return rows[::-step][::-1]
+
+
 def text_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
     """Return the lines of a table for a terminal; the columns of `left` are flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -88,19 +99,12 @@ def text_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> l
 
 
 def svg(figure: Any) -> str:
-    """Return the figure as HTML: black becomes the page's text colour, and values show on hovering."""
+    """Return the figure as HTML: black becomes the page's text colour, light or dark."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     text = stream.getvalue()
-    width, height = 72 * figure.get_size_inches()  # the SVG's units are points, from its top left
-    circles = []
-    for axes, x, y, label in figure.values:
-        left, bottom = figure.transFigure.inverted().transform(axes.transData.transform((x, y)))
-        if 0 <= left <= 1 and 0 <= bottom <= 1:
-            centre = f'cx="{width * left:.1f}" cy="{height * (1 - bottom):.1f}"'
-            circles.append(f'<circle {centre} r="4"><title>{html.escape(label)}</title></circle>')
-    svg_element = text[text.index("<svg") : text.rindex("</svg>")].replace("#000000", "currentColor")
-    return f'<figure>{svg_element}<g class="values">{"".join(circles)}</g></svg></figure>'
+    element = text[text.index("<svg") :].replace("#000000", "currentColor")
+    return f"<figure>{element}</figure>"
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -109,45 +113,7 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("pictures need matplotlib: pip install -c constraints.txt -e .[plot]") from None
-    figure: Any = Figure(figsize=(width, height), layout="constrained")
-    figure.values = []
-    return figure
-
-
-def show_values(axes: Any, values: Sequence[tuple[float, float, str]]) -> None:
-    """Show the text of each (x, y, text) on hovering, for at most `SHOWN_VALUES` points."""
-    step = -(-len(values) // SHOWN_VALUES)
-    axes.figure.values += [(axes, *value) for value in values[:: -max(1, step)]]
-
-
-def plain_number(value: float, _: int | None = None) -> str:
-    """Format a tick: 0.0003, 1.5k, 20M. Usable as matplotlib's formatter."""
-    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:g}{suffix}"
-    return f"{value:g}"
-
-
-def scale(axes: Any, direction: str, values: Sequence[float], *, logarithmic: bool) -> None:
-    """Scale an axis, "x" or "y", for these values, with a handful of ticks in plain numbers.
-
-    A logarithmic axis leaves out values that are not positive.
-    """
-    from matplotlib import ticker
-
-    shown = [value for value in values if value > 0 or not logarithmic]
-    least, most = min(shown), max(shown)
-    axis = getattr(axes, f"{direction}axis")
-    if logarithmic:
-        getattr(axes, f"set_{direction}scale")("log")
-        axis.set_minor_locator(ticker.NullLocator())
-    # Within one decade LogLocator may find no tick: between 8 and 9 there is no 1, 2 or 5.
-    decades = logarithmic and most > 10 * least
-    subs = (1, 2, 5) if most < 1000 * least else (1,)
-    whole = all(value == round(value) for value in shown)
-    linear = ticker.MaxNLocator(5, steps=[1, 2, 5, 10], integer=whole, min_n_ticks=2 if whole else 3)
-    axis.set_major_locator(ticker.LogLocator(subs=subs) if decades else linear)
-    axis.set_major_formatter(ticker.FuncFormatter(plain_number))
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def style_axes(axes: Any, title: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
@@ -181,7 +180,7 @@ def _from_pydantic(detail: Any, raw: Any, path: str) -> ConfigError:
         if kind.startswith(prefix + "_"):
             return ConfigError(key, f"expected {expected}, got {shown(value)}", f"write {expected}")
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    message = re.sub(r", not \w+$", "", message.replace("Input should", "must").removeprefix(f"{key} "))
+    message = message.replace("Input should", "must").removeprefix(f"{key} ")
     return ConfigError(key, f"{shown(value)}: {message}", "docs/config.md lists what is accepted")
 
 

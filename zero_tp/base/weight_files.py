@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.base.errors import ConfigError, UserError, class_in_words, first_line, shown
+from zero_tp.base.errors import ConfigError, UserError, first_line, shown
 from zero_tp.base.files import open_regular
 from zero_tp.base.strict_json import InvalidJson, parse_object, read_object
 
@@ -85,7 +85,7 @@ def resolve(model: str | Path, key: str = "", *, weights: bool = True, allow_pic
         option = f" --revision {revision}" if revision else ""
         # huggingface_hub's messages are long, and the names of its errors suffice.
         from_hub = type(error).__module__.startswith("huggingface_hub")
-        reason = class_in_words(error) if from_hub else first_line(error)
+        reason = type(error).__name__ if from_hub else first_line(error)
         problem = f"no directory {model}, and it could not be fetched from the Hugging Face hub ({reason})"
         fetch = f"hf download {name}{option} --exclude '*/*' --local-dir DIR"
         remedy = f"give a Hugging Face model directory; where there is a network, `{fetch}` makes one"

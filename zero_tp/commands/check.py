@@ -7,12 +7,9 @@ The exit status is 0 if a run can start, 1 if FILE is valid but a file or direct
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.base.constants import in_gib
@@ -71,12 +68,6 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Return 0, 1 if only data are missing, or 2 after a line for each error."""
-    _leave_out_activations()
-    with _with_empty_models_package():
-        return _check(options)
-
-
-def _check(options: argparse.Namespace) -> int:
     from deepspeed.accelerator import get_accelerator
 
     from zero_tp.base.validation import ConfigErrors
@@ -112,40 +103,6 @@ def _check(options: argparse.Namespace) -> int:
         inputs.notes += _export_notes(inputs)
     print(describe(config, directory, inputs, options.parent))
     return MISSING if any(str(path) not in config.hub_names for path in absent) else 0
-
-
-def _leave_out_activations() -> None:
-    """Import transformers' checks of a config's fields without its activations, which import torch's compiler.
-
-    That halves a check's time. Without them any name of an activation passes here; the architectures' tables refuse it.
-    """
-    name = "transformers.activations"
-    if name not in sys.modules:
-        sys.modules[name] = ModuleType(name)
-        vars(sys.modules[name])["ACT2FN"] = {}
-        import_module("transformers.utils.type_validators")
-        del sys.modules[name]
-
-
-@contextlib.contextmanager
-def _with_empty_models_package() -> Iterator[None]:
-    """Import model modules through an empty package, because importing `transformers.models` reads 1,700 files.
-
-    Inside the block, `transformers.models` has no attributes but the modules that were imported.
-    """
-    import transformers
-
-    name = "transformers.models"
-    if name in sys.modules:
-        yield
-        return
-    sys.modules[name] = ModuleType(name)
-    vars(sys.modules[name])["__path__"] = [str(Path(transformers.__path__[0]) / "models")]
-    try:
-        yield
-    finally:
-        del sys.modules[name]
-        vars(transformers).pop("models", None)
 
 
 Lines = Iterator[tuple[str, str]]

@@ -1,7 +1,6 @@
-"""Convert a run's checkpoint to a Hugging Face model directory, or describe it. Needs no ranks and no accelerator.
+"""Convert a run's checkpoint to a Hugging Face model directory. Needs no ranks and no accelerator.
 
     %(prog)s to-hf runs/quickstart --output exports/quickstart
-    %(prog)s inspect runs/quickstart --verify
 
 The weights are the fp32 masters that the optimizer keeps, read one at a time; AutoModelForCausalLM opens the result.
 """
@@ -18,7 +17,7 @@ from zero_tp.commands import inspect
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="to-hf")
     to_hf = actions.add_parser("to-hf", help="write a Hugging Face model directory")
     to_hf.add_argument("--output", type=Path, required=True, metavar="DIR", help="where to write; must not exist yet")
     to_hf.add_argument("--overwrite", action="store_true", help="replace DIR when it exists")
@@ -31,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--push", metavar="OWNER/NAME", help="then upload DIR to the Hugging Face hub, into a private repository if new"
     )
     inspect.add_source(to_hf)
-    inspect.add_arguments(
-        actions.add_parser("inspect", help="describe a checkpoint: step, topology, model, bytes, files")
-    )
+    inspect.add_arguments(actions.add_parser("inspect"))  # is refused: earlier versions had it
 
 
 def to_hf(options: argparse.Namespace) -> None:
@@ -92,4 +89,7 @@ def push(directory: Path, name: str) -> str:
 
 
 def main(options: argparse.Namespace) -> None:
-    {"to-hf": to_hf, "inspect": inspect.main}[options.action](options)
+    if options.action == "inspect":
+        source = shlex.quote(str(options.source))
+        raise UserError(f"inspect: convert does not describe checkpoints; run zero-tp inspect {source}")
+    to_hf(options)

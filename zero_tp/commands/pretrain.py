@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from zero_tp.commands import check
+from zero_tp.parallel.cpu.heap import keep_freed_memory
 from zero_tp.run.process.environment import RankEnvironment
-from zero_tp.run.process.heap import keep_freed_memory
 from zero_tp.run.process.lifecycle import run_rank
 from zero_tp.run.process.signals import Requests
 from zero_tp.run.process.watch import Watchdog

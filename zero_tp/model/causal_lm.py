@@ -5,12 +5,13 @@ s sequence, b batch, v vocabulary, t TP size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -21,6 +22,10 @@ from zero_tp.model.head import OutputLayer
 from zero_tp.model.parallel_model import ParallelModel, check_shape
 from zero_tp.model.router_balance import RouterBalance
 from zero_tp.parallel.parameter import ParameterMaker
+from zero_tp.parallel.topology import Topology
+
+Pack = Callable[[Tensor, torch.device], PackedSequences]
+"""(document ids [b, s], device) → the packed documents."""
 
 
 @dataclass
@@ -43,7 +48,26 @@ def next_tokens(labels: Tensor) -> Tensor:
 
 
 class CausalLM(ParallelModel):
+    """A causal decoder with a language-model head; see `ParallelModel` for the other arguments.
+
+    Args:
+        pack: reads document ids; another one is for tensors without data.
+    """
+
     causal = True
+    _pack: Pack = PackedSequences.from_document_ids
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        topology: Topology | None = None,
+        *,
+        pack: Pack | None = None,
+        **options: Any,
+    ):
+        super().__init__(config, topology, **options)
+        if pack is not None:
+            self._pack = pack
 
     def _make_heads(self, make: ParameterMaker) -> None:
         self.head = OutputLayer(make.child("head"), self.spec, self.transformer.embedding.word.weight)
@@ -196,10 +220,6 @@ class CausalLM(ParallelModel):
         inputs = ForwardInputs(attention_mask, position_ids, packed, cache, balance)
         hidden: Tensor = self.transformer(input_ids.t().contiguous(), inputs=inputs, types=types, sequence=sequence)
         return hidden, sequence
-
-    def _pack(self, document_ids: Tensor, device: torch.device) -> PackedSequences:
-        """Return the packed documents. The planner's model overrides this, because its tensors have no data."""
-        return PackedSequences.from_document_ids(document_ids, device)
 
     def _check_shapes(
         self,

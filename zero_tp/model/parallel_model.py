@@ -29,9 +29,6 @@ from zero_tp.parallel.parameter import ParameterMaker, SeededInit, WeightSource
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.parallel.topology import Topology
 
-DEVICES_WITHOUT_RNG = ("meta", "sim")
-"""Devices without a random number generator: meta tensors, and the planner's simulated accelerator."""
-
 UNREAD_BY_BUILT_MODELS = {"tie_word_embeddings", "pad_token_id", "initializer_range"}
 """Fields of a config that count only when a model is built."""
 
@@ -56,6 +53,7 @@ class ParallelModel(WrapperChecks, ABC):
         source: of the weights, instead of the seed.
         dtype: of the weights, such as "bfloat16"; by default, and with "auto", the config's, else fp32.
         device: of the weights; "meta" makes no data.
+        random_device: of dropout's generators; by default that of the weights, and the CPU for "meta".
         spec: by default that of the config's architecture; another one may have fewer layers, or what a live model
             changed after it was built.
 
@@ -83,6 +81,7 @@ class ParallelModel(WrapperChecks, ABC):
         source: WeightSource | None = None,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
+        random_device: torch.device | str | None = None,
         spec: TransformerSpec | None = None,
     ) -> None:
         config = self.config
@@ -94,8 +93,10 @@ class ParallelModel(WrapperChecks, ABC):
             kind = "a causal decoder" if self.spec.causal else "no causal decoder"
             raise UserError(f"{type(self).__name__}: {config.model_type} is {kind}")
         self.spec.check(self.topology.tensor)
-        has_rng = torch.device(device).type not in DEVICES_WITHOUT_RNG
-        self.streams = RandomStreams(self.topology, seed, device if has_rng else "cpu")
+        self._random_device = random_device
+        if random_device is None:
+            random_device = "cpu" if torch.device(device).type == "meta" else device
+        self.streams = RandomStreams(self.topology, seed, random_device)
         weight_dtype = parse_dtype(dtype) or parse_dtype(config.dtype) or torch.float32
         make = ParameterMaker(self.topology, source or SeededInit(seed), weight_dtype, device)
         self.transformer = Transformer(make.child("transformer"), self.spec, self.streams)
@@ -177,7 +178,8 @@ class ParallelModel(WrapperChecks, ABC):
         """Move or cast the model. On another device the random streams restart: dropout draws from the device's own."""
         moved = super()._apply(*arguments, **options)
         device = next(self.parameters()).device
-        if device != self.streams.generator_device and device.type not in DEVICES_WITHOUT_RNG:
+        follows_weights = self._random_device is None and device.type != "meta"
+        if follows_weights and device != self.streams.generator_device:
             # In place, because dropout modules and recomputation hold them.
             self.streams.__init__(self.topology, self.seed, device)  # type: ignore[misc]
         return moved

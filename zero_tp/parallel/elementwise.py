@@ -22,11 +22,18 @@ class ElementwiseOps:
     """Run functions of tensors eagerly, on one chunk of rows (indices of dimension 0) at a time.
 
     A row of a function's result depends on the same row of its tensors only.
+
+    Args:
+        choose: returns the chunks to compute, of the first indices of all; by default all of them.
     """
 
+    def __init__(self, choose: Callable[[Sequence[int]], Sequence[int]] | None = None):
+        self._choose = choose
+
     def chunk_starts(self, stop: int, step: int) -> Sequence[int]:
-        """Return the first index of each chunk of `step` indices below `stop`. Planning's subclass skips some."""
-        return range(0, stop, step)
+        """Return the first index of each computed chunk of `step` indices below `stop`."""
+        starts = range(0, stop, step)
+        return starts if self._choose is None else self._choose(starts)
 
     def chunks(self, rows: Tensor, accelerator_elements: int | None = None) -> Iterator[slice]:
         """Yield the rows of each chunk of `rows` [n, *].

@@ -16,7 +16,6 @@ The bias of a row layer is added once, after the reduction. Under SP its gradien
 gradient, so every rank has the whole of it without more communication.
 
 ¹ during the weight-gradient GEMM. ² during the input-gradient GEMM. ³ during the GEMM of the rank's own rows.
-With `zero_tp.parallel.fused_products`, gathers and scatters are fused with their GEMMs (fused_products.py).
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from torch import Tensor, nn
 
 from zero_tp.parallel.collectives import (
     Group,
-    Pending,
     all_reduce,
     group_rank,
     group_size,
@@ -40,7 +38,6 @@ from zero_tp.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from zero_tp.parallel.fused_products import fused_all_gather_matmul, fused_matmul_reduce_scatter
 from zero_tp.parallel.layout import Replicated, Sharded
 from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
 from zero_tp.parallel.topology import Topology
@@ -62,8 +59,6 @@ def _all_gather_matmul(
     matrices: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     group: Group,
-    *,
-    fused: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """All-gather a sequence shard; multiply its own rows while the rest arrives (`OWN_ROWS_FIRST`).
 
@@ -73,15 +68,10 @@ def _all_gather_matmul(
         shard: [s/t, b, i].
         matrices: [i, o] each.
         biases: [o] each, or None.
-        fused: use torch's fused operator.
 
     Returns:
         The gathered [s, b, i], and its products [s, b, o].
     """
-    if matrices and fused:
-        gathered, products = fused_all_gather_matmul(shard, matrices, group)
-        pairs = zip(products, biases, strict=True)
-        return gathered, tuple(product if bias is None else product.add_(bias) for product, bias in pairs)
     gathering = start_all_gather(shard, group)
     rows, rank, size = shard.shape[0], group_rank(group), group_size(group)
     outputs = tuple(shard.new_empty(size * rows, shard.shape[1], matrix.shape[1]) for matrix in matrices)
@@ -118,25 +108,24 @@ class _ColumnParallel(torch.autograd.Function):
         tensor: Tensor,
         group: Group,
         sequence: bool,
-        fused: bool,
         rows: tuple[slice | None, ...],
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[: len(rows)], parameters[len(rows) :]
         # The parameters themselves, not views of their rows: ZeRO-3 frees a parameter's data until backward.
         ctx.save_for_backward(tensor, *weights)
-        ctx.group, ctx.sequence, ctx.fused, ctx.rows = group, sequence, fused, rows
+        ctx.group, ctx.sequence, ctx.rows = group, sequence, rows
         own_weights = [_used_rows(weight, used) for weight, used in zip(weights, rows, strict=True)]
         own_biases = [_used_rows(bias, used) for bias, used in zip(biases, rows, strict=True)]
         if sequence:
             matrices = [weight.t() for weight in own_weights]
-            return _all_gather_matmul(tensor, matrices, own_biases, group, fused=fused)[1]
+            return _all_gather_matmul(tensor, matrices, own_biases, group)[1]
         return tuple(_linear(tensor, weight, bias) for weight, bias in zip(own_weights, own_biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tensor, *weights = ctx.saved_tensors
-        needs_input, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        needs_input, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         needs_weights, needs_biases = needs[: len(weights)], needs[len(weights) :]
         gradients = tuple(gradient.contiguous() for gradient in gradients)
         gathering = start_all_gather(tensor, ctx.group) if ctx.sequence and any(needs_weights) else None
@@ -145,14 +134,10 @@ class _ColumnParallel(torch.autograd.Function):
             layers = zip(gradients, weights, ctx.rows, strict=True)
             pairs = [(gradient, _used_rows(weight, used)) for gradient, weight, used in layers]
             start = start_reduce_scatter if ctx.sequence else start_all_reduce
-            fused = ctx.sequence and len(pairs) == 1 and ctx.fused
-            input_gradient = None if fused else reduce(Tensor.add_, (gradient @ weight for gradient, weight in pairs))
+            input_gradient = reduce(Tensor.add_, (gradient @ weight for gradient, weight in pairs))
             if gathering is not None:
                 gathering.wait()  # before the next collective starts: one order on every rank
-            if input_gradient is None:
-                reducing = Pending(fused_matmul_reduce_scatter(*pairs[0], ctx.group))
-            else:
-                reducing = start(input_gradient, ctx.group)
+            reducing = start(input_gradient, ctx.group)
         gathered = gathering.wait() if gathering is not None else tensor
         weight_gradients: list[Tensor | None] = [None] * len(weights)
         bias_gradients: list[Tensor | None] = [None] * len(weights)
@@ -163,7 +148,7 @@ class _ColumnParallel(torch.autograd.Function):
                 )
             if needs_biases[index]:
                 bias_gradients[index] = _pad_rows(gradient.sum((0, 1)), used, weight.shape[0])
-        return reducing.wait() if reducing is not None else None, *(None,) * 4, *weight_gradients, *bias_gradients
+        return reducing.wait() if reducing is not None else None, *(None,) * 3, *weight_gradients, *bias_gradients
 
 
 def _used_rows(parameter: Any, rows: slice | None) -> Any:
@@ -186,21 +171,16 @@ class _RowParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool, fused: bool
-    ) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
         ctx.save_for_backward(tensor, weight)
-        ctx.group, ctx.sequence, ctx.fused = group, sequence, fused
+        ctx.group, ctx.sequence = group, sequence
         # As one matrix: with a strided X torch would compute s products of b rows (bf16 on CPU, s 256, b 4, i 256, o
         # 256: 28 ms instead of 0.6).
         matrix, rows = tensor.flatten(0, 1), tensor.shape[:2]
         if group_size(group) == 1:
             return F.linear(matrix, weight, bias).unflatten(0, rows)
-        if sequence and fused:
-            output = fused_matmul_reduce_scatter(tensor, weight.t(), group)
-        else:
-            partial = F.linear(matrix, weight).unflatten(0, rows)
-            output = reduce_scatter(partial, group) if sequence else all_reduce(partial, group)
+        partial = F.linear(matrix, weight).unflatten(0, rows)
+        output = reduce_scatter(partial, group) if sequence else all_reduce(partial, group)
         return output if bias is None else output.add_(bias)
 
     @staticmethod
@@ -210,14 +190,13 @@ class _RowParallel(torch.autograd.Function):
         if ctx.sequence:
             matrices = [weight] if needs_input else []
             no_biases = [None] * len(matrices)
-            gathered, input_gradients = _all_gather_matmul(gradient, matrices, no_biases, ctx.group, fused=ctx.fused)
+            gathered, input_gradients = _all_gather_matmul(gradient, matrices, no_biases, ctx.group)
         else:
             gathered, input_gradients = gradient, (gradient @ weight,) if needs_input else ()
         return (
             input_gradients[0] if needs_input else None,
             gathered.flatten(0, 1).t() @ tensor.flatten(0, 1) if needs_weight else None,
             gathered.sum((0, 1)) if needs_bias else None,
-            None,
             None,
             None,
         )
@@ -241,7 +220,7 @@ def column_parallel_linear(
     if group_size(topology.tensor_group) == 1:
         layers = zip(weights, biases, ranges, strict=True)
         return tuple(_linear(tensor, _used_rows(weight, used), _used_rows(bias, used)) for weight, bias, used in layers)
-    options = (topology.tensor_group, sequence, topology.fused_products, ranges)
+    options = (topology.tensor_group, sequence, ranges)
     outputs: tuple[Tensor, ...] = _ColumnParallel.apply(tensor, *options, *weights, *biases)
     return outputs
 
@@ -279,7 +258,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
         """Apply the layer. [s, b, i/t] → [s, b, o], or [s/t, b, o] when `sequence`. f̄, or ḡ under SP."""
-        options = (self.topology.tensor_group, sequence, self.topology.fused_products)
+        options = (self.topology.tensor_group, sequence)
         output: Tensor = _RowParallel.apply(tensor, self.weight, self.bias, *options)
         return output
 

@@ -56,7 +56,6 @@ class Topology:
         tensor_rank, data_rank: this rank's coordinates.
         sequence: sequence parallelism (SP) in the model code, over the TP group.
         tensor_group, data_group: process groups, None when no process group exists (one process).
-        fused_products: linear layers fuse products with gathers and scatters; see `parallel/fused_products.py`.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class Topology:
         self.data = data_parallel_size(self.world, tensor)
         assert 0 <= self.rank < self.world, f"rank {self.rank} is not in a world of {self.world}"
         self.sequence = sequence and tensor > 1
-        self.fused_products = False
         self.tensor_rank = self.rank % tensor
         self.data_rank = self.rank // tensor
         self.tensor_group: ProcessGroup | None = None

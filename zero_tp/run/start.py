@@ -171,7 +171,7 @@ def _describe_run(
         causes = f"DS_ACCELERATOR is {os.environ.get('DS_ACCELERATOR', 'not set')}, torch is {torch.__version__}"
         yield f"warning: this machine has /dev/nvidia0, but the run is on CPU: {causes}; look at nvidia-smi, too"
     yield f"attention: {engine.model.spec.attention}"
-    yield from (*engine.zero.notes, *engine.activations.notes)
+    yield from engine.activations.notes
     yield from (f"without effect: {line}" for line in config.without_effect())
     yield from (f"note: {line}" for line in (*config.cautions(), *inputs.notes))
     auto = ' ("auto")' if config.zero_tp.compile == "auto" else ""

@@ -64,7 +64,7 @@ def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch: pytest.Monke
 FAULTS = """
 import resource, sys, torch
 from concurrent.futures import ThreadPoolExecutor
-from zero_tp.run.process.heap import can_keep_freed_memory, keep_freed_memory
+from zero_tp.parallel.cpu.heap import can_keep_freed_memory, keep_freed_memory
 print(can_keep_freed_memory())
 if sys.argv[1] == "keep":
     keep_freed_memory()

@@ -47,8 +47,8 @@ def pretrain(run_directory: str, steps: int) -> list[str]:
 
 CONSUMERS: dict[str, tuple[str, Callable[[str], list[str]]]] = {
     "resume": ("launch/pretrain.py", lambda name: pretrain(name, STEPS)),
-    "verify": ("launch/convert.py", lambda name: ["inspect", name, "--verify"]),
-    "inspect": ("launch/convert.py", lambda name: ["inspect", name]),
+    "verify": ("zero_tp/__main__.py", lambda name: ["inspect", name, "--verify"]),
+    "inspect": ("zero_tp/__main__.py", lambda name: ["inspect", name]),
     "export": ("launch/convert.py", lambda name: ["to-hf", name, "--output", "export"]),
     "evaluate": ("eval/zero_shot.py", lambda name: ["--model", name, *PERPLEXITY]),
     "sample": ("launch/sample.py", lambda name: ["--model", name, "--prompt", "the people", "--temperature", "0"]),

@@ -25,12 +25,6 @@ from zero_tp.commands.check import MISSING
 
 LIMIT = 20.0  # seconds on an idle machine
 LONGEST_REFUSAL, LONGEST_WORD = 400, 60  # characters
-_TYPES = "bool|int|str|float|dict|list|tuple|bytes"
-PYTHON_WORDS = re.compile(
-    rf"NoneType|<class |<function |object at 0x|\w+Error\b|__\w+__\(|has no attribute|(keyword|positional) argument"
-    rf"|(, not|expected|got) ({_TYPES})\b|'({_TYPES})'"
-)
-"""What no refusal says."""
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
@@ -173,12 +167,10 @@ def broken_promise(ended: Ended, *, check: bool = False) -> str | None:
 
 
 def broken_style(refusal: str) -> str | None:
-    """Return what is wrong with the text of a refusal, or None: it is short and has no words of Python.
+    """Return what is wrong with the text of a refusal, or None if it is short.
 
     A path or a value without blanks counts as `LONGEST_WORD` characters at most: its length is the user's.
     """
-    if words := PYTHON_WORDS.search(refusal):
-        return f"its refusal has Python's words {words[0]!r}: {refusal}"
     length = len(re.sub(rf"(\S{{{LONGEST_WORD}}})\S+", r"\1", refusal))
     return f"its refusal has {length:,} characters: {refusal}" if length > LONGEST_REFUSAL else None
 

@@ -115,7 +115,7 @@ INPUTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("launch/prepare_data.py", "--input", "text.txt", "--output", "out"), "--tokenizer"),
     (("zero_tp/__main__.py", "check", "--world-size", "1"), ""),
     (TRAIN, "--resume-from"),
-    (("launch/convert.py", "inspect"), ""),
+    (("zero_tp/__main__.py", "inspect"), ""),
     (("launch/convert.py", "to-hf", "--output", "out"), ""),
     (("launch/sample.py", "--prompt", "x"), "--model"),
     (("eval/zero_shot.py", "--tasks", "perplexity", "--data", "perplexity=text.txt", "--output", "o.json"), "--model"),

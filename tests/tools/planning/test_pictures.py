@@ -12,6 +12,7 @@ from tests.support.plan_configs import load
 from tests.tiers import THOROUGH
 from tests.tools.planning.test_plan import plan_gpt2
 from zero_tp.base.constants import GIB
+from zero_tp.base.page import TABLE_ROWS
 from zero_tp.tools.planning import pictures
 from zero_tp.tools.planning import plan_report as report
 from zero_tp.tools.planning.memory import rank_memory
@@ -31,6 +32,12 @@ def test_a_page_that_needs_no_network(tmp_path: Path) -> None:
     assert not [link for link in links if not link.startswith("#")], "only references inside the page"
     assert "@import" not in text and "<script" not in text
     assert text.count("<svg") == 1 and all(one.describe() in text for one in shown)
+    assert [title for title in re.findall(r"<summary>(.*?)</summary>", text)] == [
+        "the present settings [GiB]",
+        "the fastest settings [GiB]",
+    ]
+    (table,) = re.findall(r"<summary>the present settings.*?</table>", text)
+    assert f"<td>{planned.peak.total / GIB:.4g}</td>" in table and table.count("<tr>") <= TABLE_ROWS + 1
 
 
 def test_a_picture_shows_below_which_size_tensors_fit_with_margins() -> None:
@@ -48,10 +55,9 @@ def test_a_picture_shows_below_which_size_tensors_fit_with_margins() -> None:
     assert second.get_xlabel().endswith(f"limit {planned.usable / GIB:.4g} GiB")
 
 
-def test_a_picture_keeps_the_ends_of_phases_and_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "SHOWN_POINTS", 20)
+def test_a_picture_keeps_the_ends_of_phases_and_the_peak() -> None:
     points = rank_memory(load(["zero_tp.model.n_layer=7"]), cpu=False).points
-    shown = pictures._downsampled(points)
+    shown = pictures._downsampled(points, 20)
     assert len(shown) < len(points) / 3
     assert max(one.total for one in shown) == max(one.total for one in points)
     assert shown[-3:] == points[-3:], "the end of backward, the step, and what stays after it"

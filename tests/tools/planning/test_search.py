@@ -87,10 +87,9 @@ def test_a_written_candidate_has_the_settings_that_were_weighed(
         assert written.reduces_to_owners == owners
 
 
-def test_search_keeps_the_runs_own_recomputation_and_drops_what_needs_sequence_parallelism() -> None:
+def test_search_keeps_the_runs_own_recomputation() -> None:
     policy = {"mode": "selective", "modules": ["norm", "mlp_activation"]}
     overrides = [f"zero_tp.recompute={json.dumps(policy)}", "zero_tp.parallel.tensor=2"]
-    overrides += ["zero_tp.parallel.fused_products=true"]
     present = plan_gpt2(*overrides)
     search = Search(present.config, present.device)
     assert {one.workload.policy.mode for one in search.ranked} == {"none", "full", "selective"}
@@ -100,7 +99,7 @@ def test_search_keeps_the_runs_own_recomputation_and_drops_what_needs_sequence_p
     raw = read_json(GPT2)
     apply_overrides(raw, overrides)
     written = candidate_config(raw, own.workload, own.settings)["zero_tp"]
-    assert written["recompute"] == policy and written["parallel"]["fused_products"]
+    assert written["recompute"] == policy
     alone = next(one for one in search.ranked if one.workload.tensor == 1)
     assert load_error(candidate_config(raw, alone.workload, alone.settings), 8) is None
 

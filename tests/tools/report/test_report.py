@@ -17,7 +17,7 @@ from PIL import Image
 from tests.support.launched import zero_tp
 from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
-from zero_tp.base.page import plain_number
+from zero_tp.base.page import TABLE_ROWS
 from zero_tp.run.metrics_file import metrics_line
 from zero_tp.tools.report.curves import draw_runs, panels, smoothed
 from zero_tp.tools.report.run_page import STEPS, write_report
@@ -159,30 +159,45 @@ def test_the_command_draws_a_run_and_refuses_what_is_none(tmp_path: Path) -> Non
 
 
 def test_curves_of_many_runs_of_other_length_stay_apart(tmp_path: Path) -> None:
-    """One legend of all runs, dashes where colours repeat, a logarithmic axis, and values on hovering."""
+    """One legend of all runs, dashes where colours repeat, a logarithmic axis, and tables of values."""
     runs = [make_run(tmp_path / f"run_{number}", steps=6 * (number + 1)) for number in range(9)]
     figure = draw_runs(read_runs(runs), "step")
     looks = [(line.get_color(), line.get_linestyle()) for line in figure.legends[0].get_lines()]
     assert len(looks) == len(set(looks)) == 9
     assert all(axes.get_xscale() == "log" for axes in figure.axes)
     text = write_report(runs, tmp_path / "nine.html")[0].read_text()
-    assert "<title>run_8, training: 2 at step 4</title>" in text and "<title>run_0: 0.001 at step 6</title>" in text
+    assert "<td>4</td><td>2</td>" in table_of(text, "loss, training, run_8")
+    assert "<td>6</td><td>0.001</td>" in table_of(text, "learning rate, run_0")
     assert "prefers-color-scheme: dark" in text and "#000000" not in text and "currentColor" in text
     figure = draw_runs(read_runs(runs[:2]), "step")
     assert all(axes.get_xscale() == "linear" for axes in figure.axes)
 
 
-def test_differences_are_json_and_ticks_are_enough_and_whole_where_values_are(tmp_path: Path) -> None:
+def table_of(page: str, title: str) -> str:
+    """Return the table of a curve's values."""
+    (table,) = re.findall(rf"<details><summary>{re.escape(title)}</summary>(.*?)</details>", page)
+    return str(table)
+
+
+def test_a_curve_has_a_table_of_at_most_50_values(tmp_path: Path) -> None:
+    lines = ({"step": step, "loss": step / 8, "memory_gib": 0.5} for step in range(1, 1002))
+    run = write_metrics(make_run(tmp_path / "run"), lines)
+    text = write_report([run], tmp_path / "page.html")[0].read_text()
+    loss, memory = (table_of(text, title) for title in ("loss, training", "peak memory of a rank [GiB]"))
+    assert "<th>step</th><th>value</th><th>average</th>" in loss
+    assert "<th>step</th><th>value</th></tr>" in memory
+    assert TABLE_ROWS * 0.8 < loss.count("<tr>") - 1 <= TABLE_ROWS
+    assert "<td>1,001</td><td>125.125</td>" in loss, "the last value stays"
+
+
+def test_differences_are_json(tmp_path: Path) -> None:
     configs = [{"zero_tp": {"interval": value}} for value in (None, "full")]
     runs = []
     for number, config in enumerate(configs):
-        lines = ({"step": step, "memory_gib": 0.45 + step / 600, "skipped_steps": step // 50} for step in range(1, 61))
+        lines = ({"step": step, "memory_gib": 0.45 + step / 600} for step in range(1, 61))
         runs.append(write_metrics(make_run(tmp_path / str(number)), lines))
         (runs[-1] / "config.json").write_text(json.dumps(config))
     assert config_differences(read_runs(runs)) == [("zero_tp.interval", ["null", '"full"'])]
-    ticks = {axes.get_title(loc="left"): axes.get_yticks() for axes in draw_runs(read_runs(runs), "step").axes}
-    assert sum(0.45 <= tick <= 0.55 for tick in ticks["peak memory of a rank [GiB]"]) >= 3
-    assert all(tick == round(tick) for tick in ticks["skipped steps"])
 
 
 def test_hfu_is_shown_where_it_differs(tmp_path: Path) -> None:
@@ -192,10 +207,3 @@ def test_hfu_is_shown_where_it_differs(tmp_path: Path) -> None:
         run = write_metrics(make_run(tmp_path / str(factor)), lines)
         pages.append(write_report([run], tmp_path / f"{factor}.html")[0].read_text())
     assert ["HFU" in page for page in pages] == [False, True] and all("MFU" in page for page in pages)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (3e-4, "0.0003"), (42.5, "42.5"), (1500, "1.5k"), (2e7, "20M"), (1e9, "1B")]
-)
-def test_ticks_are_plain_numbers(value: float, text: str) -> None:
-    assert plain_number(value) == text

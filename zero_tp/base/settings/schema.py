@@ -33,11 +33,6 @@ class Parallel(ConfigModel):
         description="Sequence parallelism: activations outside the split regions are sharded over the TP ranks.",
         json_schema_extra={"default": "true when `parallel.tensor` > 1"},
     )
-    fused_products: bool = Field(
-        False,
-        description="Under sequence parallelism, multiply one chunk while others are gathered or scattered (torch's "
-        '"async TP"). For CUDA devices that reach each other\'s memory; no device has run it yet.',
-    )
 
 
 class MaskedObjective(ConfigModel):

@@ -224,14 +224,9 @@ def run_rules(settings: DeepSpeedSettings, zero_tp: ZeroTP) -> Iterator[Rule]:
 
 def activation_rules(config: Combination) -> Iterator[Rule]:
     """Yield rules about recomputation and sequence parallelism."""
-    policy, parallel, layers = config.recompute, config.parallel, config.layers
+    policy, layers = config.recompute, config.layers
     block = config.settings.activation_checkpointing
     accumulation = config.settings.gradient_accumulation_steps
-    yield refused(
-        "zero_tp.parallel.fused_products",
-        parallel.fused_products and not parallel.sequence,
-        "without sequence parallelism: it fuses the gathers and scatters of sequence shards",
-    )
     yield refused(
         ACTIVATIONS,
         config.is_trainer and any(block.model_dump(exclude_unset=True).values()),

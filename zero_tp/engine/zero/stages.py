@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.engine.zero.facts import keeps_gradients_in_place, uses_bf16_optimizer
 from zero_tp.engine.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
-from zero_tp.engine.zero.zero3_loops import patch_zero3_loops
 from zero_tp.engine.zero.zero_engine import Trainable, ZeroEngine
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squares
 from zero_tp.parallel.spans import Span
@@ -209,10 +208,6 @@ class PartitionedParameters(ZeroEngine):
     """ZeRO-3: parameters, too, are partitioned over DP, each by itself, and gathered while they are needed."""
 
     lock_step = True
-
-    def __init__(self, settings: DeepSpeedSettings, topology: Topology):
-        super().__init__(settings, topology)
-        self.notes = patch_zero3_loops()
 
     def initialize(self, model: ParallelModel, trainable: Trainable) -> None:
         super().initialize(model, trainable)

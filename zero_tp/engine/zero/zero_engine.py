@@ -55,7 +55,6 @@ class ZeroEngine(ABC):
         lock_step: all DP ranks must run the same number of forwards, because each forward gathers over DP.
         veto: decides whether a step updates the weights.
         native_schedule_start: DeepSpeed's schedules start where DeepSpeed starts them (`set_schedule`).
-        notes: lines for the log of a run's start.
     """
 
     lock_step = False
@@ -71,7 +70,6 @@ class ZeroEngine(ABC):
         self._config = deepspeed_dict(settings, topology.data)
         self._scheduler = transformers_schedule(settings.scheduler)
         self.veto = StepVeto(topology)
-        self.notes: list[str] = []
 
     def construction(self) -> AbstractContextManager[Any]:
         """Return the context in which to build the model."""

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero_tp.base.constants import DTYPES, MODEL_KEY
-from zero_tp.base.errors import ConfigError, did_you_mean, in_json_words, one_line, shown
+from zero_tp.base.errors import ConfigError, did_you_mean, one_line, shown
 from zero_tp.base.strict_json import read_json
 from zero_tp.base.validation import ConfigModel, validate
 from zero_tp.model import architectures
@@ -66,7 +66,7 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
     try:
         config: PretrainedConfig = config_class(**fields)
     except (ValueError, TypeError, KeyError, ZeroDivisionError, StrictDataclassError) as error:  # its own checks
-        why = in_json_words(" ".join(str(error).split()))
+        why = " ".join(str(error).split())
         causes = [name for name in fields if re.search(rf"\b({name}|{name.replace('_', ' ')})\b", why)]
         if "rope_parameters" in why:
             causes = causes or [name for name in ROPE if name in fields]  # its older names

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from zero_tp.base.errors import ConfigError
 
+MLP_MATRICES = {"mlp": 2, "gated": 3, "experts": 3}
+"""Name of an MLP → the number of its matrices, or of one expert's: up, down, and a gate's."""
+
 
 @dataclass(frozen=True)
 class Dropouts:
@@ -120,8 +123,14 @@ class TransformerSpec:
 
     @property
     def mlp_matrices(self) -> int:
-        """Return the number of matrices of one MLP: up and down, and a gate's."""
-        return 2 if "mlp" in self.mlps else 3
+        """Return the number of matrices of one MLP, or of one expert (`MLP_MATRICES`)."""
+        for name in self.mlps:
+            if name not in MLP_MATRICES:
+                raise ValueError(f"the MLP {name!r} has no number of matrices; add it to MLP_MATRICES")
+        numbers = {MLP_MATRICES[name] for name in self.mlps}
+        if len(numbers) != 1:
+            raise ValueError(f"MLPs of {self.mlps} have different numbers of matrices")
+        return numbers.pop()
 
     @property
     def expert_layers(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ class ActivationMemory:
         policy: `zero_tp.recompute`.
         checkpointing: where the recomputed layers' inputs are kept.
         device: where the model computes.
+        layers: indices of the recomputed layers; by default those of the policy.
 
     Attributes:
         layers: indices of the recomputed layers.
@@ -40,10 +42,11 @@ class ActivationMemory:
         policy: RecomputePolicy,
         checkpointing: ActivationCheckpointing,
         device: torch.device,
+        layers: Sequence[int] | None = None,
     ):
         self.policy = policy
         self.notes: list[str] = []
-        self.layers = policy.recomputed_layers(model.spec.layers)
+        self.layers = policy.recomputed_layers(model.spec.layers) if layers is None else layers
         if self.layers and self.layers[-1] >= model.spec.layers:
             problem = f"{policy.layers}, but the model has {model.spec.layers}"
             raise UserError(f"zero_tp.recompute.layers: {problem}; use a smaller one")

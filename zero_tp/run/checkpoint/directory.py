@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from zero_tp.base.errors import ConfigError, UserError
 from zero_tp.base.files import read_regular, remove, sync, wait_until_visible, write_atomically
+from zero_tp.base.settings.removed import drop_removed_keys
 from zero_tp.base.strict_json import InvalidJson, parse_json, parse_object
 from zero_tp.run.checkpoint.manifest import FORMAT, OWN_HASH, Manifest, ManifestFile, content_hash, parse_manifest
 
@@ -79,6 +80,12 @@ def incomplete_after(source: Path, step: int) -> tuple[str, ...]:
     return tuple(f"{path}: not a checkpoint (no {MANIFEST})" for path in incomplete)
 
 
+def checkpoint_notes(source: Path, checkpoint: Path, manifest: Manifest) -> tuple[str, ...]:
+    """Return a line on each newer incomplete checkpoint of `source`, and on each removed key of the run's config."""
+    _, notes = drop_removed_keys(manifest.config)
+    return incomplete_after(source, manifest.step) + tuple(f"{checkpoint}: {note}" for note in notes)
+
+
 def _steps(run: Path) -> list[int]:
     matches = [_STEP.fullmatch(path.name) for path in checkpoints_directory(run).glob("step_*")]
     return sorted(int(match[1]) for match in matches if match and match[0] == _name(int(match[1])))
@@ -101,7 +108,19 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise _read_error(path, error) from error
     if _STEP.fullmatch(checkpoint.name) and checkpoint.name != _name(manifest.step):
         raise Damaged(path, f"step is {manifest.step}, but the directory is {checkpoint.name}")
+    _check_removed_keys(path, manifest)
     return manifest
+
+
+def _check_removed_keys(path: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint whose run had a key that this version lacks, unless at its default."""
+    try:
+        drop_removed_keys(manifest.config)
+    except ConfigError as error:
+        raise UserError(
+            f"{path}: {error.key}: {error.problem}; with the version that wrote it, set the key "
+            "back to its default, and save another checkpoint"
+        ) from None
 
 
 def check_sizes(checkpoint: Path, files: Mapping[str, ManifestFile]) -> None:

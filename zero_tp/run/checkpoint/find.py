@@ -21,8 +21,8 @@ from zero_tp.run.checkpoint.directory import (
     MANIFEST,
     Damaged,
     check_content,
+    checkpoint_notes,
     complete_steps,
-    incomplete_after,
     read_manifest,
     step_directory,
 )
@@ -41,7 +41,8 @@ class RunCheckpoint:
 
     Attributes:
         path: the checkpoint's directory.
-        notes: a line on each newer directory that is damaged or incomplete.
+        notes: a line on each newer directory that is damaged or incomplete, and on each removed key
+            of its config.
         file_id: of the manifest's file (`_file_id`).
     """
 
@@ -87,7 +88,7 @@ def find_checkpoint(source: Path, known: RunCheckpoint | None = None) -> RunChec
     file_id = _file_id(path)
     if known is None or file_id is None or (known.path, known.file_id) != (path, file_id):
         known = RunCheckpoint(path, read_manifest(path), file_id=file_id)
-    return replace(known, notes=incomplete_after(source, known.step))
+    return replace(known, notes=checkpoint_notes(source, known.path, known.manifest))
 
 
 def _file_id(checkpoint: Path) -> tuple[int, ...] | None:

@@ -18,6 +18,7 @@ from pydantic import Field
 from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError, UserError, shown
 from zero_tp.base.settings.optimizer import IMPLEMENTATION
+from zero_tp.base.settings.removed import drop_removed_keys
 from zero_tp.base.validation import ConfigModel, Count, Positive, validate
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 
@@ -224,7 +225,8 @@ def differences(manifest: Manifest, config: RunConfig, validation: dict[str, dic
     """
     saved = f"when step {manifest.step} was saved"
     changed = [prefix for prefix, old in manifest.validation.items() if validation.get(prefix, old) != old]
-    before = {**manifest.config, **{f"{name}'s version": version for name, version in manifest.versions.items()}}
+    config_before, _ = drop_removed_keys(manifest.config)
+    before = {**config_before, **{f"{name}'s version": version for name, version in manifest.versions.items()}}
     now = {**config.resolved(), **{f"{name}'s version": version for name, version in versions().items()}}
     return [
         *(f"{key}: {value}, was {old} {saved}" for key, value, old in _differing("", now, before)),

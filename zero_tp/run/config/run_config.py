@@ -15,6 +15,7 @@ from zero_tp.base.errors import ConfigError, did_you_mean
 from zero_tp.base.settings.deepspeed import MONITORS, DeepSpeedSettings
 from zero_tp.base.settings.optimizer import choose_implementation
 from zero_tp.base.settings.refused import use_current_names
+from zero_tp.base.settings.removed import drop_removed_keys
 from zero_tp.base.settings.resolve import (
     BATCH_FIELDS,
     BatchSizes,
@@ -63,7 +64,7 @@ class RunConfig:
     settings: DeepSpeedSettings = dataclasses.field(repr=False)
     zero_tp: ZeroTP = dataclasses.field(repr=False)
     _hf_config: PreTrainedConfig = dataclasses.field(repr=False)
-    _schedule_lines: Sequence[str] = ()
+    _load_notes: Sequence[str] = ()
 
     @classmethod
     def load(
@@ -91,6 +92,7 @@ class RunConfig:
         remedy += f": {suggestion}" if "?" in suggestion else ""
         values = read_json(path, remedy)
         apply_overrides(values, overrides)
+        values, removed = drop_removed_keys(values)
         check_leaves(values)
         if not isinstance(values.pop(SCHEMA, ""), str):  # for editors
             raise ConfigError(SCHEMA, "expected a string", "give the path of the schema, or leave it out")
@@ -109,7 +111,7 @@ class RunConfig:
 
         # 3. Refuse: combinations that would train another model, or cannot be trained.
         refuse(Combination.of_run(settings, zero_tp, hf_config.num_hidden_layers))
-        return cls(path, world_size, batch, settings, zero_tp, hf_config, lines)
+        return cls(path, world_size, batch, settings, zero_tp, hf_config, (*removed, *lines))
 
     def with_pinned_tokenizer(self) -> RunConfig:
         """Return the config with the commit of its tokenizer. The hub is asked if the tokenizer is a name there."""
@@ -199,8 +201,8 @@ class RunConfig:
         return notes(self._combination, "no effect")
 
     def cautions(self) -> list[str]:
-        """Return a line for each unusual setting."""
-        return [*self._schedule_lines, *notes(self._combination, "note"), *ignored_fields(self.zero_tp.model)]
+        """Return a line for each unusual setting, and for each removed key."""
+        return [*self._load_notes, *notes(self._combination, "note"), *ignored_fields(self.zero_tp.model)]
 
     @property
     def pretrained(self) -> Path | None:

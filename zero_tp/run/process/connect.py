@@ -12,7 +12,6 @@ import torch.distributed as dist
 from zero_tp.base.errors import UserError
 from zero_tp.engine.zero import ops
 from zero_tp.engine.zero.build_lock import report_build_locks
-from zero_tp.parallel.fused_products import enable_fused_products
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.process.environment import RankEnvironment
 
@@ -104,7 +103,7 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment) -> tuple[
         print(message, flush=True)
     limits, margin = config.zero_tp.training.timeouts, timedelta(seconds=WATCHDOG_MARGIN_SECONDS)
     parallel = config.zero_tp.parallel
-    topology, device = connect(
+    return connect(
         environment,
         device_type,
         parallel.tensor,
@@ -112,9 +111,6 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment) -> tuple[
         timeout=timedelta(minutes=limits.longest) + margin,
         start_timeout=START_TIMEOUT if limits.start is None else timedelta(minutes=limits.start) + margin,
     )
-    if parallel.fused_products:
-        enable_fused_products(topology, device)
-    return topology, device
 
 
 def use_deterministic_cublas() -> None:

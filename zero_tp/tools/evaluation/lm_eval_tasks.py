@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest import mock
 
 import lm_eval.api.task
 import lm_eval.tasks
@@ -92,6 +91,17 @@ def lm_eval_settings(*, sandbox: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _patched(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace a function of lm-eval, for which it has no argument, inside the block."""
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+@contextlib.contextmanager
 def task_files_as_data() -> Iterator[None]:
     """Patch lm-eval so that other people's task files, and the files that they include, run no code.
 
@@ -110,8 +120,8 @@ def task_files_as_data() -> Iterator[None]:
         if file.resolve().is_relative_to(LM_EVAL_TASKS.resolve()):
             return load_yaml(file, **options)
         with (
-            mock.patch.object(_yaml_loader, "_Base", getattr(yaml, "CSafeLoader", yaml.SafeLoader)),
-            mock.patch.object(_yaml_loader, "_import_func_in_yml", refuse),
+            _patched(_yaml_loader, "_Base", getattr(yaml, "CSafeLoader", yaml.SafeLoader)),
+            _patched(_yaml_loader, "_import_func_in_yml", refuse),
         ):
             return load_yaml(file, **options)
 
@@ -121,9 +131,9 @@ def task_files_as_data() -> Iterator[None]:
         return get_metric(name)
 
     with (
-        mock.patch.object(lm_eval.utils, "env", environment),
-        mock.patch.object(_factory, "load_yaml", load_as_data),
-        mock.patch.object(lm_eval.api.task, "get_metric", get_own_metric),
+        _patched(lm_eval.utils, "env", environment),
+        _patched(_factory, "load_yaml", load_as_data),
+        _patched(lm_eval.api.task, "get_metric", get_own_metric),
     ):
         yield
 
@@ -187,10 +197,7 @@ class LMEvalTask(Task):
             raise UserError("--apply-chat-template: the model's tokenizer has no chat template; leave it out")
         for task in self.loaded["tasks"].values():
             task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # an earlier evaluation advanced its generator
-        with (
-            lm_eval_settings(sandbox=self.sandbox),
-            mock.patch.object(lm_eval.api.task.eval_logger, "warning", _refuse_document),
-        ):
+        with lm_eval_settings(sandbox=self.sandbox), _refused_documents():
             lm = LMEvalModel(model, self.name)
             try:
                 results = evaluator.evaluate(
@@ -262,9 +269,25 @@ def _load_with_file(name: str, manager: TaskManager, file: Path) -> dict[str, An
     return {"tasks": manager.load([spec])["tasks"], "groups": {}, "group_map": {}}
 
 
-def _refuse_document(warning: str, *_: Any) -> NoReturn:
-    """Raise lm-eval's warning about a document, whose score would be 0."""
-    raise UserError(f"a document doesn't fit its task file ({one_line(warning, 300)}); correct either")
+@contextlib.contextmanager
+def _refused_documents() -> Iterator[None]:
+    """Raise lm-eval's warnings about documents, whose scores would be 0."""
+    logger = lm_eval.api.task.eval_logger
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    logger.addFilter(_refuse_document)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_refuse_document)
+        logger.setLevel(level)
+
+
+def _refuse_document(record: logging.LogRecord) -> bool:
+    if record.levelno == logging.WARNING:
+        warning = one_line(record.getMessage(), 300)
+        raise UserError(f"a document doesn't fit its task file ({warning}); correct either")
+    return True
 
 
 def _generated_tokens(task: Any) -> int:

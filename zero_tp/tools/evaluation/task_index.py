@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from lm_eval.tasks import TaskManager, _yaml_loader
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
@@ -65,8 +64,24 @@ def find_task_manager(names: Sequence[str], directory: TaskManager | None) -> Ta
     merged = dict(defaults.task_index) | directory.task_index
     if any(name in merged and merged[name].kind in (Kind.TAG, Kind.GROUP) for name in names):
         _check_tags(directory, defaults.task_index)
-    with mock.patch.object(TaskIndex, "build", lambda *_: merged):  # to read lm-eval's files again takes seconds
-        return TaskManager(include_path=directory.include_path, include_defaults=True)
+    return _IndexedManager(merged, directory.include_path)
+
+
+class _IndexedManager(TaskManager):
+    """A TaskManager of an index that exists already: reading lm-eval's files again takes seconds."""
+
+    def __init__(self, index: dict[str, Entry], include_path: Any) -> None:
+        super().__init__(include_defaults=False)
+        self.include_path = include_path
+        self._index = index
+        self._all_tasks = sorted(index)
+        self._all_subtasks = _names_of(index, Kind.TASK, Kind.PY_TASK)
+        self._all_groups = _names_of(index, Kind.GROUP)
+        self._all_tags = _names_of(index, Kind.TAG)
+
+
+def _names_of(index: Mapping[str, Entry], *kinds: Kind) -> list[str]:
+    return sorted(name for name, entry in index.items() if entry.kind in kinds)
 
 
 def _check_tags(directory: TaskManager, defaults: Mapping[str, Entry]) -> None:

@@ -27,7 +27,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
 
 from zero_tp.base.constants import DTYPES
-from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
@@ -97,20 +96,23 @@ def fake_micro_batch(
         if rotary is not None and workload.documents:  # fake positions have no maximum
             rotary = replace(rotary, by_length=False)
         windows, mlps = tuple(kind.window for kind in executed), tuple(kind.mlp for kind in executed)
-        model_class: type[ParallelModel] = DocumentPerTokenLM if spec.causal else MaskedLM
+        options: dict[str, Any] = {"pack": pack_single_tokens} if spec.causal else {}
+        model_class: type[ParallelModel] = CausalLM if spec.causal else MaskedLM
         model = model_class(
             config,
             fake_tp_topology(workload.tensor, workload.sequence),
+            **options,
             source=UninitializedSource(),
             dtype=getattr(torch, DTYPES[workload.dtype]),
             device=device,
+            random_device="cpu",
             spec=replace(spec, layers=len(executed), windows=windows, mlps=mlps, rotary=rotary),
         )
         model.train()
-        set_training_elementwise(model, RepresentativeChunks())
+        set_training_elementwise(model, ElementwiseOps(representative_chunks))
         recomputing = tuple(number for number, kind in enumerate(executed) if kind.recomputes)
-        policy = _FixedLayersPolicy(**workload.policy.model_dump(), numbers=recomputing)
-        ActivationMemory(model, policy, workload.checkpointing, device)  # wraps the layers' forward
+        # Wraps the layers' forward.
+        ActivationMemory(model, workload.policy, workload.checkpointing, device, recomputing)
         yield model, fake_batch(workload, spec, device), representatives
 
 
@@ -128,26 +130,21 @@ def fake_batch(workload: Workload, spec: TransformerSpec, device: torch.device) 
     return batch
 
 
-class RepresentativeChunks(ElementwiseOps):
-    """Compute only the first, second and last chunk. The others take the same bytes as the second.
+def representative_chunks(starts: Sequence[int]) -> Sequence[int]:
+    """Return the first, second and last chunk. The others take the same bytes as the second.
 
     The first chunk differs because it follows no other chunk, the last because it may be shorter.
     """
-
-    def chunk_starts(self, stop: int, step: int) -> Sequence[int]:
-        starts = super().chunk_starts(stop, step)
-        return [*starts[:2], *starts[2:][-1:]]
+    return [*starts[:2], *starts[2:][-1:]]
 
 
-class DocumentPerTokenLM(CausalLM):
-    """A causal model for which each token is a document, because fake tensors have no document numbers.
+def pack_single_tokens(document_ids: Tensor, device: torch.device) -> PackedSequences:
+    """Make each token a document, because fake tensors have no document numbers.
 
     One document for each token takes the most bytes.
     """
-
-    def _pack(self, document_ids: Tensor, device: torch.device) -> PackedSequences:
-        cu_seqlens = np.arange(document_ids.numel() + 1, dtype=np.int32)
-        return PackedSequences.from_cu_seqlens(cu_seqlens, document_ids.shape, device)
+    cu_seqlens = np.arange(document_ids.numel() + 1, dtype=np.int32)
+    return PackedSequences.from_cu_seqlens(cu_seqlens, document_ids.shape, device)
 
 
 class UninitializedSource:
@@ -155,15 +152,6 @@ class UninitializedSource:
 
     def fill(self, *_: Any) -> None:
         pass
-
-
-class _FixedLayersPolicy(RecomputePolicy):
-    """A policy that recomputes the layers with these numbers."""
-
-    numbers: tuple[int, ...]
-
-    def recomputed_layers(self, layers: int) -> Any:
-        return self.numbers
 
 
 def fake_tp_topology(tensor: int, sequence: bool) -> Topology:

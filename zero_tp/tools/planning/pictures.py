@@ -9,7 +9,7 @@ from typing import Any
 
 from zero_tp.base import page
 from zero_tp.base.constants import GIB
-from zero_tp.base.page import PALETTE, legend, new_figure, show_values, style_axes
+from zero_tp.base.page import PALETTE, TABLE_ROWS, legend, new_figure, style_axes, values_table
 from zero_tp.tools.planning import plan_report as report
 from zero_tp.tools.planning.memory import CATEGORIES, Point
 from zero_tp.tools.planning.plan import Estimate, Plan
@@ -45,6 +45,7 @@ def write_page(plan: Plan, path: Path, advice: Sequence[str] = (), fastest: Esti
         f"<pre>{html.escape(text)}</pre>",
         "<h2>Memory over the last micro-batch of a step</h2>",
         page.svg(figure),
+        *(_values(title, estimate.memory.points) for title, estimate in shown.items()),
     ]
     return page.write(path, f"{plan.config.name}: {plan.ranks} × {plan.device.name}", parts, {"over_time": figure})
 
@@ -62,7 +63,7 @@ def memory_over_time(shown: Mapping[str, tuple[Sequence[Point], float | None]]) 
     figure = new_figure(8.4 if len(shown) == 1 else 11.0, 3.6)
     for number, (title, (points, limit)) in enumerate(shown.items(), start=1):
         axes = style_axes(figure.add_subplot(1, len(shown), number), title)
-        peak = _draw_points(axes, _downsampled(points), names)
+        peak = _draw_points(axes, _downsampled(points, SHOWN_POINTS), names)
         if limit is not None and limit in limits:
             axes.axhline(
                 limit / GIB, color="#000000", linewidth=1, linestyle="--", label="limit (memory minus margins)"
@@ -92,18 +93,36 @@ def _draw_points(axes: Any, points: Sequence[Point], names: Sequence[str]) -> Po
         axes.axvline(start, color="#888888", linewidth=0.8)
     axes.set_xticks([start + 0.5 for start in range(len(AXIS_LABELS))], AXIS_LABELS)
     axes.tick_params(axis="x", length=0)
-
-    def value(point: Point) -> tuple[float, float, str]:
-        sizes = ", ".join(f"{TITLES[name]} {point.bytes[name] / GIB:.3g}" for name in names)
-        return point.position, point.total / GIB, f"{point.total / GIB:.4g} GiB: {sizes}"
-
-    show_values(axes, [value(point) for point in points])
-    show_values(axes, [value(peak)])
     return peak
 
 
-def _downsampled(points: Sequence[Point]) -> list[Point]:
-    """Return the highest point of each interval of the micro-batch, and all points after the micro-batch."""
-    micro_batch, length = points[:-POINTS_AFTER_BACKWARD], -(-len(points) // SHOWN_POINTS)
+def _values(title: str, points: Sequence[Point]) -> str:
+    """Return a step's memory as an HTML table that opens on a click."""
+    shown = _downsampled(points, TABLE_ROWS - POINTS_AFTER_BACKWARD)
+    names = [name for name in CATEGORIES if any(point.bytes[name] for point in shown)]
+    rows = [
+        (
+            _moment(point.position),
+            f"{point.total / GIB:.4g}",
+            *(f"{point.bytes[name] / GIB:.3g}" for name in names),
+        )
+        for point in shown
+    ]
+    return values_table(f"{title} [GiB]", ("at", "total", *(TITLES[name] for name in names)), rows)
+
+
+def _moment(position: float) -> str:
+    """Return a position on the axis in words: `backward 25 %`."""
+    phase = min(int(position), len(AXIS_LABELS) - 1)
+    return f"{AXIS_LABELS[phase]} {100 * (position - phase):.0f} %"
+
+
+def _downsampled(points: Sequence[Point], most: int) -> list[Point]:
+    """Return the highest point of each interval of the micro-batch, and all points after the micro-batch.
+
+    Args:
+        most: number of intervals of the whole step.
+    """
+    micro_batch, length = points[:-POINTS_AFTER_BACKWARD], -(-len(points) // most)
     intervals = (micro_batch[start : start + length] for start in range(0, len(micro_batch), length))
     return [*(max(interval, key=lambda point: point.total) for interval in intervals), *points[-POINTS_AFTER_BACKWARD:]]

@@ -213,8 +213,6 @@ def candidate_config(raw: Mapping[str, Any], workload: Workload, settings: ZeroS
         elif (zero.get(key) or {}).get("device", "none") == "none":
             zero[key] = {"device": "cpu", "pin_memory": True}
     parallel = {**raw["zero_tp"].get("parallel", {}), "tensor": workload.tensor, "sequence": workload.sequence}
-    if not workload.sequence:
-        parallel.pop("fused_products", None)
     config: dict[str, Any] = {
         **raw,
         "train_batch_size": workload.batch * settings.accumulation * settings.data,

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -48,17 +47,27 @@ def run_isolated(function: Callable[..., T], *arguments: Any, **options: Any) ->
     Raises:
         UserError: the process has no result within `TIMEOUT_SECONDS`, for example because it was killed.
     """
+    with _without_script(), multiprocessing.get_context("spawn").Pool(1, _hide_devices) as pool:
+        try:
+            return pool.apply_async(function, arguments, options).get(TIMEOUT_SECONDS)
+        except multiprocessing.TimeoutError:
+            raise UserError(
+                f"the plan's dry run had no result in {TIMEOUT_SECONDS:g} s; its process may have been killed for "
+                "want of memory: run zero-tp plan where more is free"
+            ) from None
+
+
+@contextmanager
+def _without_script() -> Iterator[None]:
+    """Hide this process's script, such as a training, which a new process would run first."""
     main = vars(sys.modules["__main__"])
-    with mock.patch.dict(main, {"__spec__": None}):
-        main.pop("__file__", None)  # else the new process would first run this one's script, such as a training
-        with multiprocessing.get_context("spawn").Pool(1, _hide_devices) as pool:
-            try:
-                return pool.apply_async(function, arguments, options).get(TIMEOUT_SECONDS)
-            except multiprocessing.TimeoutError:
-                raise UserError(
-                    f"the plan's dry run had no result in {TIMEOUT_SECONDS:g} s; its process may have been killed for "
-                    "want of memory: run zero-tp plan where more is free"
-                ) from None
+    names: tuple[str, ...] = ("__spec__", "__file__")
+    script = {name: main.pop(name) for name in names if name in main}
+    main["__spec__"] = None
+    try:
+        yield
+    finally:
+        main.update(script)
 
 
 @contextmanager
@@ -69,10 +78,14 @@ def simulated_accelerator(*, varlen: bool = True) -> Iterator[torch.device]:
         varlen: `varlen_attn` runs on it.
     """
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(devices, "runs_varlen", lambda _: varlen))
         stack.enter_context(_PageableMemory())
-        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _fused_attention))
-        stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))
+        for owner, name, replacement in (
+            (devices, "runs_varlen", lambda _: varlen),
+            (F, "scaled_dot_product_attention", _fused_attention),
+            (Tensor, "record_stream", lambda *_: None),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, replacement)
         yield _simulated()
 
 

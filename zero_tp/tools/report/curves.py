@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from zero_tp.base.page import PALETTE, new_figure, scale, show_values, style_axes
+from zero_tp.base.page import PALETTE, new_figure, style_axes, values_table
 from zero_tp.tools.report.runs import VALIDATION, Run
 
 COLOURS = tuple(PALETTE[name] for name in ("blue", "red", "green", "purple", "yellow", "cyan", "grey"))
@@ -75,8 +77,10 @@ def draw_runs(runs: list[Run], against: str) -> Any:
     for number, (title, labels) in enumerate(shown.items()):
         axes = style_axes(figure.add_subplot(rows, 2, number + 1), title)
         values = _draw_panel(axes, runs, x_scales, labels)
-        scale(axes, "y", values, logarithmic=title in LOGARITHMIC and max(values) > 0)
-        scale(axes, "x", [*starts, *ends], logarithmic=logarithmic)
+        if title in LOGARITHMIC and max(values) > 0:
+            axes.set_yscale("log")
+        if logarithmic:
+            axes.set_xscale("log")
         axes.set_xlim(left, right)
         axes.grid(axis="y", color="#000000", alpha=0.13, linewidth=0.6)
         axes.set_axisbelow(True)
@@ -96,40 +100,84 @@ def _line_style(number: int) -> dict[str, Any]:
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": dashes}
 
 
+@dataclass(frozen=True)
+class Curve:
+    """The values of one series of a run, as a panel shows them.
+
+    Attributes:
+        run: the number of the run. index: the number of the series in its panel.
+        name: in metrics.jsonl. label: in the panel's legend, "" for the only series.
+        steps, values: what was logged.
+        line: the values, or their average where they are noisy.
+    """
+
+    run: int
+    index: int
+    name: str
+    label: str
+    steps: list[int]
+    values: list[float]
+    line: list[float]
+
+    @property
+    def is_smoothed(self) -> bool:
+        return self.line is not self.values
+
+
+def _curves(runs: list[Run], labels: dict[str, str]) -> Iterator[Curve]:
+    """Yield the curves of a panel, run by run."""
+    labels = {name: label for name, label in labels.items() if not equals_mfu(runs, name)}
+    for number, run in enumerate(runs):
+        for index, (name, label) in enumerate(labels.items()):
+            if not run.finite(name):
+                continue
+            factor = 100 if name in PERCENT else 1
+            values = [factor * value for value in run.series[name].values()]
+            is_noisy = not is_evaluation(name) and name not in NOT_NOISY and len(values) > SMOOTHING
+            line = smoothed(values) if is_noisy else values
+            yield Curve(number, index, name, label, list(run.series[name]), values, line)
+
+
 def _draw_panel(axes: Any, runs: list[Run], x_scales: list[float], labels: dict[str, str]) -> list[float]:
     """Draw one run with a colour for each series, or several runs with a colour for each; return all finite values.
 
     Evaluations are joined points. A noisy series is drawn as its average over its pale raw values.
     """
-    labels = {name: label for name, label in labels.items() if not equals_mfu(runs, name)}
     several, finite = len(runs) > 1, list[float]()
-    for number, (run, x_scale) in enumerate(zip(runs, x_scales, strict=True)):
-        for index, (name, label) in enumerate(labels.items()):
-            if not run.finite(name):
-                continue
-            style = _line_style(number if several else index) | ({"linestyle": "-."} if several and index else {})
-            xs = [x_scale * step for step in run.series[name]]
-            curve = values = [(100 if name in PERCENT else 1) * value for value in run.series[name].values()]
-            finite += filter(math.isfinite, values)
-            if not is_evaluation(name) and name not in NOT_NOISY and len(values) > SMOOTHING:
-                if len(runs) <= MAX_RAW_CURVES:
-                    axes.plot(xs, values, alpha=0.3, linewidth=0.8, **style)
-                curve = smoothed(values)
-            (line,) = axes.plot(xs, curve, linewidth=1.2 if curve is values else 1.5, **style)
-            if is_evaluation(name):
-                line.set(marker="o", markersize=3.5)
-            if label not in axes.get_legend_handles_labels()[1]:
-                line.set_label(label)
-            series = ", ".join(part for part in (run.name if several else "", label) if part)
-            texts = [
-                (x_scale * step, height, f"{series}: {value:.6g} at step {step:,}".removeprefix(": "))
-                for step, value, height in zip(run.series[name], values, curve, strict=True)
-                if math.isfinite(value)
-            ]
-            show_values(axes, texts)
-    if len(labels) > 1 or "mfu" in labels:
+    for curve in _curves(runs, labels):
+        style = _line_style(curve.run if several else curve.index)
+        if several and curve.index:
+            style |= {"linestyle": "-."}
+        xs = [x_scales[curve.run] * step for step in curve.steps]
+        finite += filter(math.isfinite, curve.values)
+        if curve.is_smoothed and len(runs) <= MAX_RAW_CURVES:
+            axes.plot(xs, curve.values, alpha=0.3, linewidth=0.8, **style)
+        (line,) = axes.plot(xs, curve.line, linewidth=1.5 if curve.is_smoothed else 1.2, **style)
+        if is_evaluation(curve.name):
+            line.set(marker="o", markersize=3.5)
+        if curve.label not in axes.get_legend_handles_labels()[1]:
+            line.set_label(curve.label)
+    if any(labels.values()):
         axes.legend(fontsize=8, frameon=False)
     return finite
+
+
+def value_tables(runs: list[Run]) -> Iterator[str]:
+    """Yield the values behind each curve of `draw_runs` as an HTML table that opens on a click."""
+    for title, labels in panels(runs).items():
+        for curve in _curves(runs, labels):
+            run = runs[curve.run].name if len(runs) > 1 else ""
+            name = ", ".join(part for part in (title, curve.label, run) if part)
+            points = zip(curve.steps, curve.values, curve.line, strict=True)
+            rows = [
+                (f"{step:,}", f"{value:.6g}", f"{average:.6g}")
+                for step, value, average in points
+                if math.isfinite(value)
+            ]
+            if curve.is_smoothed:
+                yield values_table(name, ("step", "value", "average"), rows)
+            else:
+                yield values_table(name, ("step", "value"), [row[:2] for row in rows])
 
 
 def smoothed(values: list[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Write the report of runs as a page: curves, a table of key numbers, and differences between configs."""
+"""Write the report of runs as a page: curves with their values, key numbers, and differences between configs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_tp.base import page
 from zero_tp.base.errors import UserError
 from zero_tp.run.checkpoint.run_directory import CONFIG
 from zero_tp.run.metrics_file import METRICS_FILE
-from zero_tp.tools.report.curves import draw_runs, equals_mfu, is_evaluation
+from zero_tp.tools.report.curves import draw_runs, equals_mfu, is_evaluation, value_tables
 from zero_tp.tools.report.runs import VALIDATION, Run, Series, config_differences, read_runs
 
 STEPS = "zero_tp.training.steps"
@@ -47,6 +47,7 @@ def write_report(directories: list[Path], to: Path | None = None, against: str |
         rows = [(key, *values) for key, values in config_differences(runs)]
         parts.append("<h2>Differences between the configs</h2>")
         parts.append(page.table(names, rows, "keys") if rows else "<p>None.</p>")
+    parts += ["<h2>Values</h2>", *value_tables(runs)]
     for run in runs:
         config = html.escape(json.dumps(run.config, indent=2, ensure_ascii=False))
         parts.append(f"<details><summary>{html.escape(run.name)}/{CONFIG}</summary><pre>{config}</pre></details>")
