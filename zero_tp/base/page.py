@@ -20,18 +20,22 @@ PALETTE |= {"red": "#EE6677", "purple": "#AA3377", "grey": "#BBBBBB"}
 TABLE_ROWS = 50
 """Most rows of the table of a curve's values."""
 STYLE = """
-:root { color-scheme: light dark; --text: #222; --page: #fff; --shade: #f5f5f5; --good: #176117; --bad: #a11; }
+:root { color-scheme: light dark; --text: #222; --page: #fff; --shade: #f5f5f5; }
+:root { --good: #176117; --bad: #a11; }
 @media (prefers-color-scheme: dark) {
   :root { --text: #ddd; --page: #191b1e; --shade: #26292d; --good: #7c7; --bad: #f88; } }
-body { font: 15px/1.45 system-ui, sans-serif; color: var(--text); background: var(--page); max-width: 62rem;
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--text); background: var(--page);
+  max-width: 62rem;
   margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 pre { background: var(--shade); padding: .8rem 1rem; white-space: pre-wrap; font-size: 13px; }
 code { white-space: pre; background: var(--shade); }
 figure { margin: 1.2rem 0; } figure svg { width: 100%; height: auto; fill: currentColor; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 13px; } td, th { padding: .25rem .7rem; text-align: right; }
-td:last-child, th:last-child { text-align: left; } tr:nth-child(even) td { background: var(--shade); }
+table { border-collapse: collapse; font-size: 13px; }
+td, th { padding: .25rem .7rem; text-align: right; }
+td:last-child, th:last-child { text-align: left; }
+tr:nth-child(even) td { background: var(--shade); }
 .keys td, .keys th { text-align: left; vertical-align: top; overflow-wrap: break-word; }
 .keys th, .keys td:first-child { white-space: nowrap; }
 .good { color: var(--good); } .bad { color: var(--bad); }

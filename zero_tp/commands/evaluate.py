@@ -18,19 +18,26 @@ from zero_tp.tools.evaluation.settings import EvaluationSettings
 
 EPILOG = """\
 examples:
-  %(prog)s --model runs/quickstart --tasks perplexity --data perplexity=data/quickstart/validation.jsonl
+  %(prog)s --model runs/quickstart --tasks perplexity \\
+      --data perplexity=data/quickstart/validation.jsonl
   %(prog)s --model exports/gpt2 --tasks wikitext103,lambada,arc_easy,piqa --output gpt2.json
-  deepspeed --num_accelerators 4 $(zero-tp path evaluate) --tensor-parallel 2 --model runs/gpt2_355m --tasks lambada
+  deepspeed --num_accelerators 4 $(zero-tp path evaluate) --tensor-parallel 2 \\
+      --model runs/gpt2_355m --tasks lambada
 
 tasks
-  perplexity   of any text, --data perplexity=FILE: .jsonl (a document a line) or .txt (one document), each also .gz
-  wikitext103  word-level perplexity of the test split, or of --data wikitext103=FILE in its tokenised form
-  lambada      is a passage's last word the most likely one? The test split, or --data lambada=FILE: JSON lines with
-               "context" and "continuation" or with the passage as "text", or a passage a line in .txt
-  multiple_choice  of your own questions, --data multiple_choice=FILE: JSON lines with query, choices and gold
+  perplexity   of any text, --data perplexity=FILE: .jsonl (a document a line) or .txt (one
+               document), each also .gz
+  wikitext103  word-level perplexity of the test split, or of --data wikitext103=FILE in its
+               tokenised form
+  lambada      is a passage's last word the most likely one? The test split, or --data lambada=FILE:
+               JSON lines with "context" and "continuation" or with the passage as "text", or a
+               passage a line in .txt
+  multiple_choice  of your own questions, --data multiple_choice=FILE: JSON lines with query, choices
+               and gold
   any other    is a task, group or tag of lm-eval: arc_easy, hellaswag, piqa, mmlu, …
 
-Without --data the texts come from the Hugging Face hub or its cache. docs/evaluation.md says what each figure means.
+Without --data the texts come from the Hugging Face hub or its cache. docs/evaluation.md says what
+each figure means.
 """
 
 

@@ -16,17 +16,18 @@ example:
   %(prog)s --input $(zero-tp path corpus) --tokenizer bpe:8192 --output data/sotu
 
 writes
-  OUTPUT/train.bin, train.idx            training tokens: "data": {"train": "OUTPUT/train"} in a config
-  OUTPUT/validation.bin, validation.idx  held-out tokens: "data": {"validation": "OUTPUT/validation"}
+  OUTPUT/train.bin, train.idx            training tokens: "data": {"train": "OUTPUT/train"}
+  OUTPUT/validation.bin, validation.idx  held-out tokens: {"validation": "OUTPUT/validation"}
   OUTPUT/validation.jsonl                the held-out documents' text, for an evaluation
   OUTPUT/tokenizer/                      opens with AutoTokenizer.from_pretrained
   OUTPUT/report.json                     counts, entropies in nats a token, checksums, settings
 
-inputs: .jsonl and .json (an object is a document), .csv, .parquet, .arrow (a row is a document), .txt (the file is a
-document, see --documents); all but .parquet and .arrow also with .gz, .zst, .bz2 or .xz after it. Directories, globs, -
-for standard input, hf:NAME[:CONFIGURATION[:SPLIT]] for a data set of the Hugging Face hub. Details: docs/data.md.
-Records that can't be read are counted by reason and skipped. The split depends only on the documents and the seed, not
-on their order. The same command again reuses OUTPUT, or resumes if it was interrupted.
+inputs: .jsonl and .json (an object is a document), .csv, .parquet, .arrow (a row is a document),
+.txt (the file is a document, see --documents); all but .parquet and .arrow also with .gz, .zst, .bz2
+or .xz after it. Directories, globs, - for standard input, hf:NAME[:CONFIGURATION[:SPLIT]] for a data
+set of the Hugging Face hub. Details: docs/data.md. Records that cannot be read are counted by reason
+and skipped. The split depends only on the documents and the seed, not on their order. The same
+command again reuses OUTPUT, or resumes if it was interrupted.
 """
 STEPS = ("repair", "min_tokens", "deduplicate", "decontaminate", "sentences")
 """Fields of PrepareSettings that are steps, in their order."""

@@ -1,10 +1,10 @@
 """How a run starts: new, from its own checkpoint, or from the checkpoint of another run.
 
-| class    | weights                       | optimizer's states | counts, schedule, streams | `parent`    |
-|----------|-------------------------------|--------------------|---------------------------|-------------|
-| `New`    | the seed, a Hugging Face model | zero               | from step 1               | none        |
-| `Resume` | masters of the run            | of the run         | of the run                | as saved    |
-| `Branch` | masters of another run        | of the other run   | from step 1               | the other's |
+| class    | weights                  | optimizer's states | counts, streams | `parent`    |
+|----------|--------------------------|--------------------|-----------------|-------------|
+| `New`    | the seed, a hub's model  | zero               | from step 1     | none        |
+| `Resume` | masters of the run       | of the run         | of the run      | as saved    |
+| `Branch` | masters of another run   | of the other run   | from step 1     | the other's |
 
 A checkpoint moves to any topology: TP and DP sizes, SP, ZeRO stage, dtype and offload may differ.
 Each rank reads its pieces of masters and states, one parameter at a time, and fills the module from

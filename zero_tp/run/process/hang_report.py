@@ -41,7 +41,9 @@ class RankStatus:
     waiting: bool | None = None
 
     def describe(self) -> str:
-        where = f"{self.phase}{f' {self.step}' if self.step else ''}{f', {self.doing}' if self.doing else ''}"
+        step = f" {self.step}" if self.step else ""
+        doing = f", {self.doing}" if self.doing else ""
+        where = f"{self.phase}{step}{doing}"
         return f"({self.host}) in {where} for {self.seconds:.0f} s{f', at {self.frame}' if self.frame else ''}"
 
 
