@@ -8,7 +8,7 @@ Communication of one layer, forward and backward, over the TP group:
 | layer | SP | forward | backward |
 | --- | --- | --- | --- |
 | column | off | – (f) | all-reduce of the input gradient ¹ |
-| column | on | all-gather of the input (g) ³ | all-gather of the input ², then reduce-scatter of the input gradient ¹ |
+| column | on | all-gather of the input (g) ³ | all-gather of it ², reduce-scatter of its gradient ¹ |
 | row | off | all-reduce of the output (f̄) | – |
 | row | on | reduce-scatter of the output (ḡ) | all-gather of the output gradient ³ |
 
