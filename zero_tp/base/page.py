@@ -124,7 +124,7 @@ def style_axes(axes: Any, title: str) -> Any:
     """Give axes a title and remove their frame; return them."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=9)
+    axes.tick_params(labelsize=9, which="both")
     return axes
 
 

@@ -79,8 +79,10 @@ def draw_runs(runs: list[Run], against: str) -> Any:
         values = _draw_panel(axes, runs, x_scales, labels)
         if title in LOGARITHMIC and max(values) > 0:
             axes.set_yscale("log")
+            _label_plainly(axes.yaxis)
         if logarithmic:
             axes.set_xscale("log")
+            _label_plainly(axes.xaxis)
         axes.set_xlim(left, right)
         axes.grid(axis="y", color="#000000", alpha=0.13, linewidth=0.6)
         axes.set_axisbelow(True)
@@ -92,6 +94,14 @@ def draw_runs(runs: list[Run], against: str) -> Any:
         lines = [Line2D([], [], label=run.name, **_line_style(number)) for number, run in enumerate(runs)]
         figure.legend(handles=lines, loc="outside upper left", ncols=LEGEND_COLUMNS, fontsize=8, frameon=False)
     return figure
+
+
+def _label_plainly(axis: Any) -> None:
+    """Label a logarithmic axis with 6.25 instead of 6.25 × 10⁰."""
+    from matplotlib.ticker import LogFormatter
+
+    axis.set_major_formatter(LogFormatter())
+    axis.set_minor_formatter(LogFormatter())
 
 
 def _line_style(number: int) -> dict[str, Any]:
