@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import hypothesis
 import pytest
 
 
@@ -19,6 +20,15 @@ def in_tiers(cases: Sequence[Any], first: Iterable[Any]) -> list[Any]:
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in shown else THOROUGH)
         for case in cases
     ]
+
+
+def examples(first: int, thorough: int) -> hypothesis.settings:
+    """Return settings with the number of examples of each tier, which runs with its own profile (conftest.py).
+
+    The simplest example always comes first, so that two are the fewest with a random one.
+    """
+    of_profile = {"fast": min(first, 2), "plain": first, "thorough": thorough}
+    return hypothesis.settings(max_examples=of_profile[hypothesis.settings.get_current_profile_name()])
 
 
 THOROUGH = pytest.mark.thorough

@@ -12,8 +12,8 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from tests.model.test_model import SIZES, same_as_native
 from tests.support.compare import grid, maker, piece_of
+from tests.support.gpt2_reference import SIZES, same_as_native
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError

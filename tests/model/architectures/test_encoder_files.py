@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.model.architectures.test_encoders import ALONE, EACH_TYPE, fields_of
 from tests.support.compare import grid, piece_of
-from tests.support.encoders import LENGTH, encoder, encoder_fields, without_sentences
+from tests.support.encoders import ALONE, EACH_TYPE, LENGTH, encoder, encoder_fields, fields_of, without_sentences
 from tests.support.native import parallel_model, to_ours
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH, in_tiers

@@ -20,7 +20,7 @@ from tests.tiers import in_tiers
 from zero_tp.model.architectures import native_class_of
 from zero_tp.tools.trainer import ZeroTPTrainer
 
-FIRST = range(12)
+FIRST = (0, 4, 5, 7)  # each grid and each stage
 TIED = {"lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
 
 
