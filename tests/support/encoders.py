@@ -89,7 +89,7 @@ def losses_and_logits(reference: Any, rows: dict[str, Tensor]) -> tuple[Tensor, 
     return output.loss, {name: output[name].detach() for name in names}
 
 
-EACH_TYPE = pytest.mark.parametrize("model_type", MODEL_TYPES)
+ALL_ENCODERS = pytest.mark.parametrize("model_type", MODEL_TYPES)
 ALONE = Topology(world=1)
 
 

@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.compare import check_close, grid
 from tests.support.encoders import (
+    ALL_ENCODERS,
     ALONE,
     BATCH,
-    EACH_TYPE,
     LENGTH,
     MODEL_TYPES,
     encoder,
@@ -86,7 +86,7 @@ def expected_counts(fields: dict[str, Any], *sequences: bool) -> dict[str, int]:
     return counts
 
 
-@EACH_TYPE
+@ALL_ENCODERS
 @given(data=st.data())
 def test_one_process(model_type: str, data: st.DataObject) -> None:
     fields, seed, attention = drawn_case(data, model_type)
@@ -94,7 +94,7 @@ def test_one_process(model_type: str, data: st.DataObject) -> None:
 
 
 @EACH_WORLD
-@EACH_TYPE
+@ALL_ENCODERS
 @hypothesis.settings(max_examples=2)
 @given(data=st.data())
 def test_logits_losses_and_every_gradient(ranks: Pools, world: int, model_type: str, data: st.DataObject) -> None:
@@ -220,7 +220,7 @@ def test_rows_without_a_label(dtype: torch.dtype, seed: int) -> None:
     assert not any(gradient.any() for gradient in gradients(model).values())
 
 
-@EACH_TYPE
+@ALL_ENCODERS
 def test_figures_and_each_tokens_loss(model_type: str, seed: int) -> None:
     fields = fields_of(model_type)
     reference, rows = encoder(fields, seed), rows_for(fields, seed)
@@ -274,7 +274,7 @@ def test_the_vocabulary_meets_the_masked_tokens_alone(seed: int) -> None:
     assert flops[1] - flops[0] == 2 * 85 * 3 * 2 * hidden * (997 + hidden)
 
 
-@EACH_TYPE
+@ALL_ENCODERS
 def test_a_row_of_padding_alone_keeps_all_gradients_finite(model_type: str, seed: int) -> None:
     fields = fields_of(model_type)
     model, rows = parallel_model(encoder(fields, seed), ALONE), rows_for(fields, seed)
