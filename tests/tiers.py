@@ -22,6 +22,12 @@ def in_tiers(cases: Sequence[Any], first: Iterable[Any]) -> list[Any]:
     ]
 
 
+def seeds_in_tiers(first: Iterable[int], second: int, count: int) -> list[Any]:
+    """Return `count` seeds for parametrize: those of `first`, the others below `second` thorough, the rest heavy."""
+    tiers = dict.fromkeys(range(second), THOROUGH) | dict.fromkeys(first, ())
+    return [pytest.param(seed, marks=tiers.get(seed, pytest.mark.heavy)) for seed in range(count)]
+
+
 def examples(first: int, thorough: int) -> hypothesis.settings:
     """Return settings with the number of examples of each tier, which runs with its own profile (conftest.py).
 
