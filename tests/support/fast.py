@@ -24,10 +24,11 @@ SLOW = {
     *("zero_tp.tools.planning.plan.plan", "zero_tp.tools.planning.search.Search"),
     *("zero_tp.tools.planning.dryrun.dry_run", "zero_tp.tools.planning.tracking.measure"),
     "zero_tp.tools.planning.memory.rank_memory",
-    "transformers.trainer.Trainer",
-    "tests.conftest._packaged",
+    *("tests.support.simulated_steps.watched", "tests.support.simulated_steps.watched_step"),
+    *("transformers.trainer.Trainer", "tests.support.harness.reference"),
+    *("tests.conftest._packaged", "tests.conftest.shared_file"),
 }
-"""Processes, pauses, dry runs, whole trainings, real checkpoints."""
+"""Processes, pauses, dry runs, whole trainings, the reference harness, real checkpoints and real texts."""
 
 
 def is_fast(test: Any) -> bool:
