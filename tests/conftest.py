@@ -32,6 +32,7 @@ from datetime import date
 import hypothesis
 import pytest
 
+from tests.support.fast import is_fast
 from tests.support.launched import furnish
 from tests.support.pools import Pool, Pools
 from tests.support.waits import patience
@@ -40,7 +41,7 @@ COLLECTED = pytest.StashKey[list[str]]()
 RANK_FIXTURES = {"ranks", "own_ranks", "workplace"}
 
 # The second tier has more examples: --hypothesis-profile thorough.
-for _profile, _examples in (("plain", 5), ("thorough", 25)):
+for _profile, _examples in (("fast", 2), ("plain", 5), ("thorough", 25)):
     hypothesis.settings.register_profile(
         _profile,
         deadline=None,  # the first example compiles, imports or starts ranks
@@ -63,6 +64,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="K/N",
         help="run every N-th of each file's selected tests, from the K-th on; week/N takes K from the calendar",
     )
+    parser.addoption(
+        "--fast",
+        action="store_true",
+        help="run the first case of each test that is fast (tests/support/fast.py): no ranks, no commands, no plans",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.fast:
+        hypothesis.settings.load_profile("fast")
 
 
 def part(text: str) -> tuple[int, int]:
@@ -85,6 +96,8 @@ def pytest_collection_modifyitems(
 ) -> Generator[None, object, object]:
     session.stash[COLLECTED] = [item.nodeid for item in items]
     result = yield
+    if config.option.fast:
+        keep_fast(config, items)
     # The longest files first, so that at the end no worker is left alone with one.
     long = {item.path for item in items if RANK_FIXTURES & {*getattr(item, "fixturenames", ())}}
     long |= {item.path for item in items if item.path.name in ("test_promises.py", "test_signals.py")}
@@ -99,6 +112,19 @@ def pytest_collection_modifyitems(
         deselected, items[:] = shares
         config.hook.pytest_deselected(items=deselected)
     return result
+
+
+def keep_fast(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect all but the first case of each fast test."""
+    functions = set[object]()
+    fast, slow = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        function = getattr(item, "function", None)
+        is_first = function not in functions
+        functions.add(function)
+        (fast if is_first and is_fast(function) else slow).append(item)
+    config.hook.pytest_deselected(items=slow)
+    items[:] = fast
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest-timeout's own

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import hypothesis
 import pytest
 
 
@@ -19,6 +20,22 @@ def in_tiers(cases: Sequence[Any], first: Iterable[Any]) -> list[Any]:
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in shown else THOROUGH)
         for case in cases
     ]
+
+
+def seeds_in_tiers(first: Iterable[int], second: int, count: int) -> list[Any]:
+    """Return `count` seeds for parametrize: those of `first`, the others below `second` thorough, the rest heavy."""
+    tiers = dict.fromkeys(range(second), THOROUGH) | dict.fromkeys(first, ())
+    return [pytest.param(seed, marks=tiers.get(seed, pytest.mark.heavy)) for seed in range(count)]
+
+
+def examples(first: int, thorough: int) -> hypothesis.settings:
+    """Return settings with the number of examples of each tier, which runs with its own profile (conftest.py).
+
+    The simplest example always comes first, so that two are the fewest with a random one.
+    """
+    profile = hypothesis.settings.get_current_profile_name()  # on a rank, which draws nothing, another
+    of_profile = {"fast": min(first, 2), "thorough": thorough}
+    return hypothesis.settings(max_examples=of_profile.get(profile, first))
 
 
 THOROUGH = pytest.mark.thorough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.support.launched import zero_tp
 from tests.support.mistakes import RIGHT, changed, written
 from tests.support.tiny_configs import tiny_fields
 from zero_tp.base import cli
+from zero_tp.base.errors import UserError
 from zero_tp.base.validation import ConfigErrors
 from zero_tp.commands import check as command
 from zero_tp.commands.check import describe
@@ -133,7 +135,15 @@ def test_nothing_is_fetched_for_a_wrong_file(tmp_path: Path, monkeypatch: pytest
     assert errors(tmp_path, config | {"nonsense": 1}) == ["nonsense"] and len(asked) == 1
 
 
-def test_a_right_config_without_its_corpora_ends_with_1(tmp_path: Path) -> None:
+def checked(path: Path, *words: str) -> int:
+    """Check a file in this process, in its directory."""
+    parser = cli.Parser("check")
+    command.add_arguments(parser)
+    with contextlib.chdir(path.parent):
+        return command.main(parser.parse_args([str(path), *words]))
+
+
+def test_a_right_config_without_its_corpora_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").mkdir()
     with IndexedWriter(tmp_path / "mine" / "train", 512) as corpus:
         corpus.add_documents([1, 2, 3] * 200, [600])
@@ -145,15 +155,18 @@ def test_a_right_config_without_its_corpora_ends_with_1(tmp_path: Path) -> None:
     assert lines[-2:] == [
         f"not here   mine.{ending}, which a run needs; did you mean mine/train?" for ending in ("bin", "idx")
     ]
-    done = check(path, "--world-size", "4", "--set", "zero_tp.data.train=mine/train")
-    assert done.returncode == 0 and done.stdout.startswith(f"config     {path} is valid\n")
-    for output in (path, path / "run"):
-        refused = check(path, "--output-dir", str(output))
-        told = f"error: {output}: cannot be a run's directory ({path} is a file); give another --output-dir\n"
-        assert (refused.returncode, refused.stderr) == (2, told)
+    assert checked(path, "--world-size", "4", "--set", "zero_tp.data.train=mine/train") == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"config     {path} is valid\n")
     # 2 ranks × 4 × 2 samples of 128 tokens, 100 times; the corpus has 4 windows.
-    assert "data       mine/train: 600 tokens, 400 epochs" in done.stdout
-    assert "validation mine/train: 600 tokens" in done.stdout
+    assert "data       mine/train: 600 tokens, 400 epochs" in text
+    assert "validation mine/train: 600 tokens" in text
+    for output in (path, path / "run"):
+        with pytest.raises(UserError) as refusal:
+            checked(path, "--output-dir", str(output))
+        assert str(refusal.value) == (
+            f"{output}: cannot be a run's directory ({path} is a file); give another --output-dir"
+        )
 
 
 def test_a_check_says_that_an_export_will_lack_its_tokenizer(

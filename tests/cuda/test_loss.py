@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.parallel.test_loss_memory import blocks
+from tests.support.loss_memory import blocks
 from zero_tp.parallel.loss import _add_product_
 
 pytestmark = pytest.mark.cuda

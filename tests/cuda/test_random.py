@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-from tests.parallel.test_random import drawn
+from tests.support.random_draws import draw_as_a_run
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.parallel.topology import Topology
@@ -34,7 +34,7 @@ def test_shared_states_give_what_copied_ones_do() -> None:
     results = []
     for streams in (copying, sharing):
         torch.cuda.manual_seed(1)
-        results.append(drawn(streams, lambda: torch.rand(3, device="cuda")))
+        results.append(draw_as_a_run(streams, lambda: torch.rand(3, device="cuda")))
     expected, found = results
     assert all(map(torch.equal, found, expected))
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DataCollatorForLanguageModeling
 
-from tests.data.test_tokenizer import BARE, SPEECHES
+from tests.support.tokenizers import BARE, SPEECHES
 from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.data.masked import Masking, ngrams
 from zero_tp.data.permutation import uniforms

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.support.corpora import held_out, run
 from tests.support.launched import ROOT
-from tests.support.tiny_models import speeches
+from tests.support.tokenizers import BARE, SPEECHES
 from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.data import tokenizer as tokenizer_module
@@ -28,11 +27,6 @@ from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.tools.corpus import corpus as corpus_module
 from zero_tp.tools.corpus.tokenizer_training import train_bpe, train_wordpiece
-
-SPEECHES = speeches(12, 20_000)
-
-BARE = [" ".join(re.sub(r"[^A-Za-z]", " ", text).split()) for text in SPEECHES]
-"""Words and single spaces alone: there all marks and transformers' collator mean the same by a word."""
 
 SPECIAL = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, LlamaConfig
 
-from tests.model.test_model import SIZES, reference_model
 from tests.support.compare import grid
-from tests.support.native import Native, native_tensors
+from tests.support.gpt2_reference import SIZES, reference_model
+from tests.support.native import native_tensors
 from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings, gpt2_config
+from tests.support.small_engine import ACCUMULATION, BATCH, LENGTH, build
 from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.engine.engine import TrainingEngine
@@ -27,22 +28,6 @@ from zero_tp.model.architectures import architecture_of
 from zero_tp.model.causal_lm import next_tokens
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.topology import Topology
-
-LEARNING_RATE, DECAY, ACCUMULATION, BATCH, LENGTH = 1e-2, 0.1, 2, 8, 16
-
-
-def build(topology: Any, stage: int, *, dropout: float = 0.0, **changes: Any) -> Any:
-    """An engine that starts with the reference's weights."""
-    dropouts: dict[str, Any] = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), dropout)
-    reference = reference_model(**dropouts)
-    micro_batch = BATCH // topology.data // ACCUMULATION
-    adamw = {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": DECAY, "torch_adam": True}}
-    changes.setdefault("optimizer", adamw)
-    settings = deepspeed_settings(stage, micro_batch=micro_batch, accumulation=ACCUMULATION, **changes)
-    return TrainingEngine.from_dict(
-        copy.deepcopy(reference.config), topology, settings, seed=0, source=Native(reference)
-    )
-
 
 SHARED = gpt2_config(0.1, n_head=24, n_embd=72, n_positions=80, vocab_size=301, tie_word_embeddings=False)
 """Its larger matrices have 2 to 5 blocks, some of which end inside one, on each of 1 and 2 TP ranks."""

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.launched import ROOT, free_port, launch, run
+from tests.support.launched import free_port, launch, run
+from tests.support.python_example import PAGE, SCRIPT, TUNE
 
-PAGE = (ROOT / "docs" / "python.md").read_text()
-SCRIPT, CALLBACKS, TUNE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 (DEEPSPEED,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
 (OUTPUT,) = re.findall(r"```\n(step .*?)\n```", PAGE, re.DOTALL)
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, LlamaConfig
 
 from tests.support.packed import packed_kernels
+from tests.tiers import examples
 from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.model import cpu_flash
@@ -74,7 +75,7 @@ def test_output_and_gradients(name: str, padding: str, dtype: torch.dtype, allow
     assert distance(given.grad, exact.grad) < allowed
 
 
-@settings(max_examples=12)
+@examples(4, 25)
 @given(
     length=st.integers(2 * cpu_flash.BLOCK, 6 * cpu_flash.BLOCK),
     kv_heads=st.sampled_from([1, 2, 4]),

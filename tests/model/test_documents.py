@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.support.compare import grid
 from tests.support.native import check_gradients, parallel_model, perturbed
 from tests.support.packed import packed_kernels
+from tests.support.packed_documents import LENGTH, OF_LLAMA, ROWS, VOCABULARY, WINDOW, dynamic_model, token_losses_apart
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.base.constants import IGNORE_INDEX
@@ -22,16 +22,6 @@ from zero_tp.base.errors import UserError
 from zero_tp.data.batch import separate_documents
 from zero_tp.parallel.topology import Topology
 
-ROWS, LENGTH, VOCABULARY, WINDOW = 3, 16, 61, 3
-OF_LLAMA: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 40,
-    "max_position_embeddings": LENGTH,
-    "pad_token_id": None,
-}
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "n_layer": 2,
@@ -60,22 +50,6 @@ def windows_of(lengths: list[int], seed: int) -> tuple[Tensor, Tensor]:
         torch.tensor(lengths).repeat(tokens.numel())
     )
     return tokens, numbers[: tokens.numel()].view_as(tokens)
-
-
-def token_losses_apart(model: Any, tokens: Tensor, documents: Tensor) -> tuple[Tensor, int]:
-    """Each piece of a document run by itself: the sum of its losses, of all rows, and how many tokens were predicted.
-
-    A piece predicts the tokens after its own within the document, one of which may be a row's last target.
-    """
-    total, count = torch.zeros(()), 0
-    for row, numbers in zip(tokens, documents, strict=True):
-        for number in numbers.unique_consecutive():
-            piece = row[numbers == number]
-            if len(piece) > 1:
-                logits = model(piece[None, :-1]).logits[0]
-                total = total + F.cross_entropy(logits, piece[1:], reduction="sum")
-                count += len(piece) - 1
-    return total, count
 
 
 def packed_equals_apart(topology: Topology, kind: str, attention: str, lengths: list[int], seed: int) -> int:
@@ -161,16 +135,6 @@ def test_positions_that_begin_anew_part_documents_as_in_transformers(kind: str) 
     for each in (positions, positions[:1], positions[1:]):
         expected = reference(tokens, position_ids=each, use_cache=False).logits
         torch.testing.assert_close(model(tokens, position_ids=each).logits, expected, rtol=1e-4, atol=1e-5)
-
-
-def dynamic_model(seed: int = 0) -> Any:
-    """A Llama whose frequencies depend on the length."""
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    config = AutoConfig.for_model(
-        "llama", vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **OF_LLAMA, rope_parameters=dynamic
-    )
-    torch.manual_seed(seed)
-    return perturbed(AutoModelForCausalLM.from_config(config).eval())
 
 
 def test_frequencies_follow_the_length_and_positions_that_are_given(seed: int) -> None:

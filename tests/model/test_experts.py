@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.run.checkpoint.test_checkpoint import VOCABULARY, batch_of, resumed, straight, write_config
+from tests.support.checkpoint_runs import VOCABULARY, batch_of, resume_and_train, train_and_save, write_config
 from tests.support.compare import check_close, grid
 from tests.support.experts import LENGTH, OWN, ROUTINGS, fields, inputs, reference_model
 from tests.support.native import Native, check_gradients, parallel_model
@@ -58,10 +59,16 @@ def compare(
     return model, expected
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize(("model_type", "changes"), CASES)
-def test_one_process(model_type: str, routing: str, padded: bool, changes: dict[str, Any]) -> None:
+ONE_PROCESS = [(*case, routing, padded) for case in CASES for routing in ROUTINGS for padded in (False, True)]
+ONE_PROCESS_FIRST = [
+    (model_type, changes, routing, padded)
+    for model_type, changes, routing, padded in ONE_PROCESS
+    if (padded if not changes else routing == "random" and not padded)
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes", "routing", "padded"), in_tiers(ONE_PROCESS, ONE_PROCESS_FIRST))
+def test_one_process(model_type: str, changes: dict[str, Any], routing: str, padded: bool) -> None:
     model, expected = compare(model_type, Topology(world=1), routing, padded, changes)
     per_token = model.spec.experts.per_token
     counts = [layer.topk(per_token).indices.flatten().bincount(minlength=7) for layer in expected.router_logits]
@@ -82,10 +89,21 @@ def partial_gradients(model_type: str, world: int, sequence: bool, routing: str)
     return tuple(sum(name.endswith(end) for name in sums) for end in ("router.weight", "shared.gate"))
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("model_type", OWN)
+ON_RANKS = list(itertools.product(OWN, [2, 4], [False, True], ROUTINGS))
+ON_RANKS_FIRST = [
+    ("mixtral", 4, True, "random"),
+    ("mixtral", 2, False, "unused expert"),
+    ("qwen2_moe", 4, True, "ties"),
+    ("qwen2_moe", 4, False, "random"),
+    ("qwen3_moe", 2, True, "one expert"),
+    ("qwen3_moe", 4, False, "ties"),
+    ("olmoe", 4, True, "unused expert"),
+    ("olmoe", 2, False, "one expert"),
+]
+"""Each model_type with and without SP, each routing twice."""
+
+
+@pytest.mark.parametrize(("model_type", "world", "sequence", "routing"), in_tiers(ON_RANKS, ON_RANKS_FIRST))
 def test_both_losses_and_every_gradient(
     ranks: Pools, model_type: str, world: int, sequence: bool, routing: str
 ) -> None:
@@ -203,7 +221,7 @@ def there_and_back(theirs: str, ours: str, world: int) -> None:
     ZeroTPForCausalLM.from_pretrained(theirs, grid(world, True)).save_pretrained(ours)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", in_tiers([2, 4], [4]))
 @pytest.mark.parametrize("model_type", OWN)
 def test_import_and_export_keep_every_bit(ranks: Pools, tmp_path: Path, model_type: str, world: int) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
@@ -235,8 +253,8 @@ def test_a_checkpoint_resumes_on_another_grid(
         for name, of in (("before", (2, 1)), ("after", (tensor, stage)))
     )
     run = tmp_path / "run"
-    whole = ranks(4).run(straight, str(before), str(run), [3], 6)
-    again = ranks(4).run(resumed, str(after), str(run), 6)
+    whole = ranks(4).run(train_and_save, str(before), str(run), [3], 6)
+    again = ranks(4).run(resume_and_train, str(after), str(run), 6)
     for found, expected in zip(again[0]["steps"], whole[0]["steps"][3:], strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
     to_huggingface(run, tmp_path / "export")

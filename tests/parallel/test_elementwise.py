@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.model.recompute.test_stores import LAYERS, LENGTH, simulated
 from tests.support.compare import grid
+from tests.support.store_runs import LAYERS, LENGTH, run_simulated
 from tests.support.streams import BATCH, VOCABULARY, config_of
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.mlp import GatedActivation
@@ -92,7 +92,7 @@ def test_an_accelerators_slices_of_the_loss_change_no_bit(monkeypatch: pytest.Mo
     for elements in (loss.SLICE_ELEMENTS, VOCABULARY, 7 * VOCABULARY, None):
         monkeypatch.setattr(loss, "SLICE_ELEMENTS", elements)
         made.append(0)
-        found.append(simulated(model, tokens, "late", {}, {"mode": "none"}).values)
+        found.append(run_simulated(model, tokens, "late", {}, {"mode": "none"}).values)
     positions = BATCH * LENGTH
     assert made == [1, positions, -(-positions // 7), 1]
     for other in found[1:]:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.compare import check_close, grid, leaf, piece_of
 from tests.support.pools import Pools
+from tests.tiers import in_tiers
 from zero_tp.parallel import elementwise
 from zero_tp.parallel import loss as module
 from zero_tp.parallel.collectives import all_gather
@@ -232,9 +233,12 @@ def rounded(world: int, sequence: bool, length: int, batch: int, draws: int) -> 
     return set(ratios)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize(("length", "batch", "draws"), [(24, 5, 10), (4, 3, 40)])
-def test_bf16(ranks: Pools, sequence: bool, length: int, batch: int, draws: int) -> None:
+ROUNDED = [(*sizes, sequence) for sizes in ((24, 5, 10), (4, 3, 40)) for sequence in (False, True)]
+FIRST_ROUNDED = [(24, 5, 10, True), (4, 3, 40, False)]
+
+
+@pytest.mark.parametrize(("length", "batch", "draws", "sequence"), in_tiers(ROUNDED, FIRST_ROUNDED))
+def test_bf16(ranks: Pools, length: int, batch: int, draws: int, sequence: bool) -> None:
     """In several blocks, and in a single block, whose gradient is not accumulated in fp32."""
     assert ranks(2).run(rounded, 2, sequence, length, batch, draws) == [{"hidden", "weight"}] * 2
 
@@ -269,7 +273,7 @@ def largest_tensor(world: int, sequence: bool, chunk: int, trained: bool = True)
     return largest.elements
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", in_tiers([False, True], [True]))
 def test_the_full_logits_never_exist(ranks: Pools, sequence: bool) -> None:
     whole_logits, hidden_states = 32 * 2 * 64 // 2, 32 * 2 * HIDDEN
     at_least = HIDDEN * 64 // 2  # a block as large as the weight's gradient

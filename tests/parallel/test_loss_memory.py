@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.compare import leaf
+from tests.support.loss_memory import blocks
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.parallel import loss as module
 from zero_tp.parallel.loss import vocab_parallel_cross_entropy
@@ -81,15 +82,6 @@ def test_fp16_holds_the_sum_of_many_tokens_with_one_label() -> None:
     vocab_parallel_cross_entropy(hidden.half(), given, labels, vocabulary=8, group=None)[0].backward()
     assert given.grad is not None and reference.grad is not None
     torch.testing.assert_close(given.grad.float(), reference.grad, rtol=2**-10, atol=0.0)
-
-
-def blocks(dtype: torch.dtype, count: int) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor], Tensor]:
-    """Differences [n, v] and hidden states [n, h] of `count` blocks, each one's product in fp64, and the sum of all
-    products of their numbers' sizes."""
-    pairs = [(torch.randn(96, 24).to(dtype), torch.randn(96, 16).to(dtype)) for _ in range(count)]
-    exact = [first.double().t() @ second.double() for first, second in pairs]
-    sizes = [first.double().abs().t() @ second.double().abs() for first, second in pairs]
-    return pairs, exact, torch.stack(sizes).sum(0)
 
 
 @THOROUGH

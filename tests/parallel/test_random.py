@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import GPT2Config
 
 from tests.support.compare import grid
 from tests.support.pools import Pools
+from tests.support.random_draws import OUTSIDE, draw_as_a_run, same
 from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.tiers import in_tiers
 from zero_tp.base.settings.deepspeed import ActivationCheckpointing
@@ -29,11 +31,6 @@ from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint.manifest import states_file
 from zero_tp.run.checkpoint.reader import RANDOM
 from zero_tp.run.checkpoint.start_point import _restore_streams
-
-
-def same(tensors: list[Tensor], others: list[Tensor]) -> bool:
-    return len(tensors) == len(others) and all(map(torch.equal, tensors, others))
-
 
 # ---- streams -------------------------------------------------------------------------------------------------------
 
@@ -77,53 +74,6 @@ class CUDAGenerator:
         self.state = other.state
 
 
-OUTSIDE = 6
-"""Draws of `drawn` from the default generator."""
-
-
-def drawn(streams: RandomStreams, draw: Callable[[], Tensor]) -> list[Tensor]:
-    """Draw as a training run does: in forward, again in backward, after an error, after a resume.
-
-    Returns:
-        The draws outside of the streams, then those from them.
-    """
-    outside, inside = [draw()], []
-
-    def use(*names: str) -> list[Tensor]:
-        draws = []
-        for name in names:
-            with streams.use(name):
-                draws.append(draw())
-        inside.extend(draws)
-        return draws
-
-    use(SHARED, PER_RANK, SHARED)
-    outside.append(draw())
-    snapshot = streams.snapshot()
-    first = use(SHARED, PER_RANK)
-    later_snapshot = streams.snapshot()
-    second = use(SHARED, PER_RANK)
-    assert not any(map(torch.equal, first, second))
-    for replayed, expected in ((later_snapshot, second), (snapshot, first), (later_snapshot, second)):
-        with streams.replaying(replayed):
-            assert same(use(SHARED, PER_RANK), expected)
-        outside.append(draw())
-    use(SHARED)
-    saved = streams.state_dict()
-    expected = use(PER_RANK, SHARED)
-    with pytest.raises(ArithmeticError), streams.use(SHARED):
-        inside.append(draw())
-        raise ArithmeticError
-    outside.append(draw())
-    for _ in range(2):  # loading copies the state
-        streams.load_state_dict(saved)
-        assert same(use(PER_RANK, SHARED), expected)
-    streams.reseed(Topology(), 6)
-    use(SHARED, PER_RANK)
-    assert len(outside) == OUTSIDE
-    return [*outside, *inside]
-
-
 def test_streams_and_the_default_generator_are_independent() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -131,7 +81,7 @@ def test_streams_and_the_default_generator_are_independent() -> None:
         found = []
         for seed in (1, 2):
             torch.manual_seed(seed)
-            found.append(drawn(RandomStreams(Topology(2, world=4, rank=3), 5), lambda: torch.rand(3)))
+            found.append(draw_as_a_run(RandomStreams(Topology(2, world=4, rank=3), 5), lambda: torch.rand(3)))
     assert same(found[0][:OUTSIDE], plain)
     assert same(found[0][OUTSIDE:], found[1][OUTSIDE:])
 
@@ -140,7 +90,7 @@ def test_a_cuda_stream_is_used_without_copies() -> None:
     """Its draws are those of a copied state. A class with the interface of a CUDA generator stands in for it."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        expected = drawn(RandomStreams(Topology(), 5), lambda: torch.rand(3))
+        expected = draw_as_a_run(RandomStreams(Topology(), 5), lambda: torch.rand(3))
     default = CUDAGenerator().manual_seed(1)
     with (
         mock.patch.object(torch, "Generator", CUDAGenerator),
@@ -148,7 +98,7 @@ def test_a_cuda_stream_is_used_without_copies() -> None:
         mock.patch.object(torch.cuda, "default_generators", (default,)),
     ):
         streams = RandomStreams(Topology(), 5, "cuda")
-        found = drawn(streams, lambda: torch.rand(3, generator=default.state))
+        found = draw_as_a_run(streams, lambda: torch.rand(3, generator=default.state))
         before = CUDAGenerator.copies
         with streams.use(SHARED):
             assert CUDAGenerator.copies == before
@@ -222,8 +172,8 @@ class Masks(TorchDispatchMode):
         return result
 
     def take(self) -> list[Tensor]:
-        drawn, self.drawn = self.drawn, []
-        return drawn
+        draw_as_a_run, self.drawn = self.drawn, []
+        return draw_as_a_run
 
 
 def config_of(attention: str) -> GPT2Config:
@@ -256,14 +206,22 @@ def drawn_by(policy: str, tensor: int, sequence: bool, attention: str) -> list[l
     return phases
 
 
+@pytest.fixture(scope="module")
+def masks_without_recomputation(ranks: Pools) -> Callable[[str, bool], list[list[list[Tensor]]]]:
+    """`masks_without_recomputation(attention, sequence)`: by rank and phase, drawn once."""
+    return functools.cache(lambda attention, sequence: ranks(2).run(drawn_by, "none", 2, sequence, attention))
+
+
 @pytest.mark.parametrize(
     ("attention", "sequence"),
     in_tiers([("eager", False), ("eager", True), ("sdpa", False), ("sdpa", True)], [("eager", True)]),
 )
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "none"])
-def test_recomputation_replays_the_masks(ranks: Pools, policy: str, attention: str, sequence: bool) -> None:
+def test_recomputation_replays_the_masks(
+    ranks: Pools, masks_without_recomputation: Any, policy: str, attention: str, sequence: bool
+) -> None:
     again = POLICIES[policy][2]
-    plain = ranks(2).run(drawn_by, "none", 2, sequence, attention)
+    plain = masks_without_recomputation(attention, sequence)
     for phases, expected in zip(ranks(2).run(drawn_by, policy, 2, sequence, attention), plain, strict=True):
         # Forwards draw what they draw without recomputation: a replay has moved no stream.
         first, replay, second, third, replay_of_third, replay_of_second, fourth = phases
@@ -281,11 +239,13 @@ def masks_on_a_grid(tensor: int, sequence: bool, attention: str) -> tuple[int, i
     return topology.tensor_rank, topology.data_rank, forward, replay
 
 
+ON_A_GRID = list(product(["eager", "sdpa"], [2, 4], [False, True]))
+
+
 @pytest.mark.parametrize(
-    ("tensor", "sequence"), in_tiers([(2, False), (2, True), (4, False), (4, True)], [(2, False), (2, True)])
+    ("attention", "tensor", "sequence"), in_tiers(ON_A_GRID, [("sdpa", 2, False), ("eager", 2, True)])
 )
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_masks_over_a_grid(ranks: Pools, tensor: int, sequence: bool, attention: str) -> None:
+def test_masks_over_a_grid(ranks: Pools, attention: str, tensor: int, sequence: bool) -> None:
     """In forward and replay only TP ranks share masks, those of whole tensors: residual dropout without SP."""
     found = {
         (t, d): (forward, replay)

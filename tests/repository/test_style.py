@@ -45,6 +45,16 @@ def identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.id
 
 
+def definitions(node: ast.stmt) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of what a statement of a module defines."""
+    match node:
+        case ast.ClassDef() | ast.FunctionDef():
+            yield node.lineno, node.name
+        case ast.Assign():
+            for target in node.targets:
+                yield from ((name.lineno, name.id) for name in ast.walk(target) if isinstance(name, ast.Name))
+
+
 def words_of(name: str) -> list[str]:
     return re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
 
@@ -70,6 +80,18 @@ def test_names_are_words_that_someone_would_search_for() -> None:
         for path, tree in trees().items()
         for line, name in identifiers(tree)
         if name.strip("_") not in ALLOWED and VAGUE.intersection(words_of(name))
+    ]
+    assert not vague, "\n".join(vague)
+
+
+def test_helpers_of_tests_have_such_names_too() -> None:
+    """Their functions, classes and constants; `tests/support/` is read by every author of a test."""
+    vague = [
+        f"{path.name}:{line} {name}"
+        for path in sorted((ROOT / "tests" / "support").glob("*.py"))
+        for node in ast.parse(path.read_text()).body
+        for line, name in definitions(node)
+        if name not in ALLOWED and VAGUE.intersection(words_of(name))
     ]
     assert not vague, "\n".join(vague)
 

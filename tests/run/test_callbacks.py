@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_python_example import CALLBACKS
 from tests.support.launched import run, said
+from tests.support.python_example import CALLBACKS
 from tests.support.run_log import train_state
 from zero_tp import Callback, TrainState
 from zero_tp.run import loop

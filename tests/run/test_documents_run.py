@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from tests.model.test_documents import token_losses_apart
 from tests.support.closeness import of_fp32
 from tests.support.families import SEQUENCE, model_sizes
 from tests.support.launched import metrics_of, pretrain
 from tests.support.matrix import WORLD, config_of
+from tests.support.packed_documents import token_losses_apart
 from tests.support.parallel_run import train
 from tests.support.plain_run import GLOBAL_BATCH, STEPS, draw_weights
 from tests.support.pools import Pools

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.checkpoint.test_checkpoint import build, steps_of, write_config
+from tests.support.checkpoint_runs import build, steps_of, write_config
 from tests.support.pools import Pools
 from tests.support.run_log import train_state
 from zero_tp.base.errors import UserError

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from tests.run.checkpoint.test_checkpoint import SEQUENCE, VOCABULARY, write_config
+from tests.support.checkpoint_runs import SEQUENCE, VOCABULARY, write_config
 from tests.support.pools import Pools
 from tests.support.tiny_models import write_corpus
 from zero_tp.base.errors import UserError

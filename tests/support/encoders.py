@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -11,8 +12,10 @@ from transformers import AutoConfig
 
 from tests.support.decoders import MODEL_TYPES as DECODERS
 from tests.support.native import native_model, perturbed
+from tests.support.tiny_models import bert_fields
 from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.model.architectures import ARCHITECTURES
+from zero_tp.parallel.topology import Topology
 
 LENGTH, BATCH, HEADS = 16, 3, 4
 MODEL_TYPES = sorted(ARCHITECTURES.keys() - DECODERS)
@@ -84,3 +87,13 @@ def losses_and_logits(reference: Any, rows: dict[str, Tensor]) -> tuple[Tensor, 
         return output.loss, {"prediction_logits": output.logits.detach()}
     names = ("prediction_logits", "seq_relationship_logits")
     return output.loss, {name: output[name].detach() for name in names}
+
+
+ALL_ENCODERS = pytest.mark.parametrize("model_type", MODEL_TYPES)
+ALONE = Topology(world=1)
+
+
+def fields_of(model_type: str, **changes: Any) -> dict[str, Any]:
+    sizes = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "max_position_embeddings": LENGTH}
+    rest = {"type_vocab_size": 2, "pad_token_id": 0, "architectures": None}
+    return bert_fields(model_type=model_type, **{**sizes, **rest, **changes})

@@ -131,10 +131,10 @@ NAMES = [
 ]
 
 
-# The second tier has every fourth, ZeRO-3 with offload, M_D under SP, full recomputation with ZeRO-2, windows, and the
+# The second tier has every eighth, ZeRO-3 with offload, M_D under SP, full recomputation with ZeRO-2, windows, and the
 # last five.
 SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 5, len(CONFIGS)))
-TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 4), *SECOND)}
+TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 8), *SECOND)}
 MARKS: dict[str, Any] = {"thorough": THOROUGH, "heavy": pytest.mark.heavy}
 CASES = [pytest.param(number, id=name, marks=MARKS[TIERS.get(number, "heavy")]) for number, name in enumerate(NAMES)]
 

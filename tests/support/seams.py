@@ -224,7 +224,7 @@ def _replaced_in_export(work: Workplace) -> Page:
     return opened_page(work, work.folder / "export")
 
 
-def _given(work: Workplace) -> Page:
+def _tokenizer_words(work: Workplace) -> Page:
     return opened_page(work, work.run, work.other)
 
 
@@ -295,7 +295,7 @@ WAYS: dict[str, tuple[Callable[[Workplace], Page], bool]] = {
     "export after the tokenizer was replaced": (_export_after_replacement, True),
     "run after the tokenizer was replaced": (_replaced, True),
     "export whose tokenizer was replaced": (_replaced_in_export, True),
-    "--tokenizer": (_given, True),
+    "--tokenizer": (_tokenizer_words, True),
     "another working directory": (_elsewhere, False),
     "a moved run": (_moved, False),
     "--from": (_parent, True),

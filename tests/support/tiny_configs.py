@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero_tp.model.architectures import ARCHITECTURES
 
@@ -31,3 +33,43 @@ def tiny_fields(model_type: str, vocabulary: int) -> dict[str, Any]:
 def tiny_config(model_type: str, vocabulary: int) -> PretrainedConfig:
     """The config of `tiny_fields`."""
     return AutoConfig.for_model(**tiny_fields(model_type, vocabulary))
+
+
+GENERAL_SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "intermediate_size": 20,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 16,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+    "mlp_only_layers": [0],
+    "clip_qkv": 2.0,
+    "max_position_embeddings": 32,
+    "use_sliding_window": True,
+    "sliding_window": 5,
+    "type_vocab_size": 3,
+    "max_window_layers": 1,
+    "rotary_pct": 0.7,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 3,
+}
+
+
+def general_fields(model_type: str) -> dict[str, Any]:
+    """A small config of any model_type, from the general names that may be written for it."""
+    fields, aliases = ARCHITECTURES[model_type].fields, CONFIG_MAPPING[model_type].attribute_map
+    declared = {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
+    known = (declared | fields.undeclared.keys()) & set(fields.names())
+    return {
+        "model_type": model_type,
+        **dict.fromkeys(fields.dropouts, 0.0),
+        **{aliases.get(name, name): value for name, value in GENERAL_SIZES.items() if aliases.get(name, name) in known},
+    }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.support.settings import gpt2_config
 from zero_tp.data import PrepareSettings, prepare
@@ -61,3 +61,8 @@ def tiny_gpt2(directory: Path, texts: list[str], *, positions: int = 64, vocabul
     model.save_pretrained(str(directory))
     tokenizer.save_pretrained(str(directory))
     return directory
+
+
+def tiny_gpt2_config(**changes: Any) -> GPT2Config:
+    """Return a config that TP 8 divides, but for its 61 tokens, which no TP size divides."""
+    return gpt2_config(**{"n_head": 8, "n_embd": 32, **changes})

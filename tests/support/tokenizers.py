@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
@@ -144,3 +145,8 @@ MAKES: dict[str, Make] = {
 }
 VOCABULARY = 512
 """More tokens than any of them has."""
+
+
+SPEECHES = speeches(12, 20_000)
+BARE = [" ".join(re.sub(r"[^A-Za-z]", " ", text).split()) for text in SPEECHES]
+"""Words and single spaces alone: there all marks and transformers' collator mean the same by a word."""

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.run.checkpoint.test_checkpoint import batch_of, build, masters_of, write_config
 from tests.support.asynchronous_accelerator import AsynchronousAccelerator, asynchronous
+from tests.support.checkpoint_runs import batch_of, build, masters_of, write_config
 from tests.support.pools import Pools
 from tests.support.stream_checker import READ, RecordingStream
+from tests.support.trainer_scripts import on_ranks, save_model
 from tests.tiers import THOROUGH, in_tiers
-from tests.tools.trainer.test_trainer import on_ranks, saved_model
 from zero_tp.run.checkpoint.find import find_checkpoint
 from zero_tp.run.checkpoint.save import run_saver
 from zero_tp.run.checkpoint.start_point import Resume
@@ -228,7 +228,7 @@ def trained_by_trainer(directory: str, folder: str, asynchronously: bool) -> tup
 
 @THOROUGH
 def test_trainer_on_an_asynchronous_device(ranks: Pools, tmp_path: Path) -> None:
-    directory = str(saved_model("causal", tmp_path / "start"))
+    directory = str(save_model("causal", tmp_path / "start"))
     plain = ranks(4).run(trained_by_trainer, directory, str(tmp_path / "plain"), False)
     found = ranks(4).run(trained_by_trainer, directory, str(tmp_path / "asynchronous"), True)
     for (expected, _, _), (history, faults, places) in zip(plain, found, strict=True):

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.engine.test_engine import ACCUMULATION, BATCH, LENGTH, build
-from tests.model.test_model import SIZES, reference_model
 from tests.support.compare import grid, norm
+from tests.support.gpt2_reference import reference_model
 from tests.support.pools import Pools
 from tests.support.settings import fp16_supported
+from tests.support.small_engine import ACCUMULATION, build, tokens_of_step
 from tests.tiers import in_tiers
 from zero_tp.model.causal_lm import next_tokens
 
@@ -32,10 +32,6 @@ class Run(NamedTuple):
     norms: list[float]
     scales: list[float]
     masters: dict[str, Tensor]
-
-
-def tokens_of(step: int) -> Tensor:
-    return torch.randint(SIZES["vocab_size"], (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
 
 
 def parallel(
@@ -63,7 +59,7 @@ def parallel(
         engine.model.get_parameter("transformer.final_norm.weight").register_hook(overflow)
         run = Run([], [], [], {})
         for step in range(steps):
-            own = tokens_of(step).chunk(topology.data)[topology.data_rank]
+            own = tokens_of_step(step).chunk(topology.data)[topology.data_rank]
             run.losses.append(engine.train_step([(part, next_tokens(part)) for part in own.chunk(ACCUMULATION)]))
             run.norms.append(engine.gradient_norm)
             run.scales.append(engine.zero.loss_scale.value)
@@ -82,7 +78,7 @@ def plain(overflows: Sequence[int]) -> Run:
     for step in range(STEPS):
         model.zero_grad()
         losses = []
-        for part in tokens_of(step).chunk(ACCUMULATION):
+        for part in tokens_of_step(step).chunk(ACCUMULATION):
             logits = model(part).logits.float()
             loss = F.cross_entropy(logits.flatten(0, 1), next_tokens(part).flatten()) / ACCUMULATION
             scaler.scale(loss).backward()

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings, gpt2_config
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.settings.schedule import SCHEDULES
 from zero_tp.parallel.topology import Topology
 
@@ -134,10 +134,15 @@ TOKENS = torch.arange(9).reshape(1, 9) * 5 % 50
 ROWS = [(TOKENS[:, :-1], TOKENS[:, 1:])]
 
 
-def rates(stage: int) -> dict[str, list[tuple[float, float]]]:
+OF_EACH_TYPE = list({scheduler: name for name, (scheduler, _, _) in FORMULAS.items()}.values())
+"""One schedule of every type: the last."""
+
+
+def rates(stage: int, names: list[str]) -> dict[str, list[tuple[float, float]]]:
     """Return for each schedule, by step: the reported rate, and the weight's change divided by its gradient."""
     found: dict[str, list[tuple[float, float]]] = {}
-    for name, (scheduler, params, _) in FORMULAS.items():
+    for name in names:
+        scheduler, params, _ = FORMULAS[name]
         engine = engine_of(scheduler, params, stage)
         weight = engine.model.transformer.final_norm.weight
         seen: list[torch.Tensor] = []
@@ -152,11 +157,19 @@ def rates(stage: int) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-@pytest.mark.parametrize("stage", in_tiers([0, 2], [0]))
-def test_step_k_trains_at_the_schedule_s_value_at_k(ranks: Pools, stage: int) -> None:
-    assert {scheduler for scheduler, _, _ in FORMULAS.values()} == set(SCHEDULES)
-    found = ranks(2).run(rates, stage)[0]
-    for name, (_, _, formula) in FORMULAS.items():
+@pytest.mark.parametrize(
+    ("stage", "names"),
+    [
+        pytest.param(0, OF_EACH_TYPE, id="one of each type"),
+        pytest.param(0, list(FORMULAS), id="all", marks=THOROUGH),
+        pytest.param(2, list(FORMULAS), id="all at ZeRO-2", marks=THOROUGH),
+    ],
+)
+def test_step_k_trains_at_the_schedule_s_value_at_k(ranks: Pools, stage: int, names: list[str]) -> None:
+    assert {FORMULAS[name][0] for name in names} == set(SCHEDULES)
+    found = ranks(2).run(rates, stage, names)[0]
+    for name in names:
+        formula = FORMULAS[name][2]
         expected = [formula(k) for k in range(1, STEPS + 1)]
         assert [said for said, _ in found[name]] == pytest.approx(expected, rel=1e-9), name
         assert [moved for _, moved in found[name]] == pytest.approx(expected, rel=1e-3, abs=1e-6), name

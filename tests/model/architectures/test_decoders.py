@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import hypothesis
 import pytest
 import torch
 from hypothesis import given
@@ -30,7 +29,7 @@ from tests.support.decoders import (
 from tests.support.families import ENCODERS, FAMILIES, model_sizes
 from tests.support.native import Native, check_gradients, parallel_model
 from tests.support.pools import Pools
-from tests.tiers import in_tiers
+from tests.tiers import examples, in_tiers
 from zero_tp.model import cpu_flash
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.huggingface import ZeroTPForCausalLM
@@ -40,7 +39,6 @@ from zero_tp.parallel.topology import Topology
 
 EACH_TYPE = pytest.mark.parametrize("model_type", MODEL_TYPES)
 EACH_WORLD = pytest.mark.parametrize("world", in_tiers([2, 4], [4]))
-FEW = hypothesis.settings(max_examples=3)
 RECOMPUTED = ("attention_core", "mlp_activation", "norm")
 
 
@@ -94,9 +92,14 @@ def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str
     return counts
 
 
+SPLIT_FIRST = ["gpt2", "gpt_neox", "phi3", "qwen3", "qwen2_moe", "olmoe"]
+"""Every way to split a layer: one fused weight and learned positions, interleaved heads and a parallel residual, fused
+queries and MLP, norms of heads, a shared expert, a norm of all keys. Of each type `test_one_process` has the maths."""
+
+
 @EACH_WORLD
-@EACH_TYPE
-@FEW
+@pytest.mark.parametrize("model_type", in_tiers(MODEL_TYPES, SPLIT_FIRST))
+@examples(2, 3)
 @given(data=st.data())
 def test_logits_loss_and_every_gradient(ranks: Pools, world: int, model_type: str, data: st.DataObject) -> None:
     fields = data.draw(decoder_fields(model_type))
@@ -195,7 +198,7 @@ def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stag
     ("tensor", "sequence", "stage"), in_tiers([(2, True, 3), (4, False, 1), (4, True, 3)], [(2, True, 3)])
 )
 @pytest.mark.parametrize("model_type", in_tiers(MODEL_TYPES, ["gpt2", "gpt_neox", "phi3", "qwen3"]))
-@hypothesis.settings(max_examples=1)
+@examples(1, 2)
 @given(data=st.data())
 def test_steps_through_zero(
     ranks: Pools, model_type: str, tensor: int, sequence: bool, stage: int, data: st.DataObject
@@ -209,7 +212,7 @@ def test_steps_through_zero(
 
 
 @EACH_TYPE
-@hypothesis.settings(max_examples=10)
+@examples(3, 10)
 @given(data=st.data())
 def test_import_and_export_keep_every_bit(
     model_type: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -243,7 +246,7 @@ def differing(found: dict[str, Any], expected: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("model_type", in_tiers(MODEL_TYPES, ["gpt2", "llama", "qwen3"]))
-@hypothesis.settings(max_examples=10)
+@examples(4, 10)
 @given(data=st.data())
 def test_generate_equals_transformers(model_type: str, data: st.DataObject) -> None:
     """Greedy, sampled and with beams; padded on the left or not; past sliding windows and past the positions that
@@ -285,7 +288,7 @@ def generated(world: int, fields: dict[str, Any], seed: int, prompt: list[list[i
 @pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-@hypothesis.settings(max_examples=2)
+@examples(2, 2)
 @given(data=st.data())
 def test_generate_agrees_on_every_token(ranks: Pools, world: int, model_type: str, data: st.DataObject) -> None:
     """Greedy and sampled, on all ranks what transformers gives: they sample with the first rank's random numbers."""

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.model.architectures.test_encoders import ALONE, EACH_TYPE, fields_of
 from tests.support.compare import grid, piece_of
-from tests.support.encoders import LENGTH, encoder, encoder_fields, without_sentences
+from tests.support.encoders import ALL_ENCODERS, ALONE, LENGTH, encoder, encoder_fields, fields_of, without_sentences
 from tests.support.native import parallel_model, to_ours
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
@@ -62,7 +61,7 @@ def test_a_real_model_there_and_back(ranks: Pools, minilm: Path, tmp_path: Path,
             assert torch.equal(weight, fresh.get_parameter(name)), name
 
 
-@EACH_TYPE
+@ALL_ENCODERS
 @hypothesis.settings(max_examples=4)
 @given(data=st.data())
 def test_import_and_export_keep_every_bit(
@@ -95,7 +94,7 @@ def test_import_and_export_keep_every_bit(
 OPENED = ("AutoModel", "AutoModelForPreTraining", "AutoModelForMaskedLM", "AutoModelForSequenceClassification")
 
 
-@EACH_TYPE
+@ALL_ENCODERS
 @pytest.mark.parametrize("sentences", [True, False])
 def test_an_export_opens_as_every_class_that_takes_from_it(model_type: str, sentences: bool, tmp_path: Path) -> None:
     """What each needs is in it, and no more is missing than what it trains anew."""
@@ -114,7 +113,7 @@ def test_an_export_opens_as_every_class_that_takes_from_it(model_type: str, sent
         assert len(stored & tensors.keys()) > 20
 
 
-@EACH_TYPE
+@ALL_ENCODERS
 def test_names_of_old_files_and_what_has_no_weights(model_type: str, tmp_path: Path) -> None:
     """`gamma` and `beta`, a decoder's bias of both names, position ids; a class with another head is refused."""
     reference = encoder(fields_of(model_type), 3)

@@ -17,27 +17,26 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.compare import check_close, grid
 from tests.support.encoders import (
+    ALL_ENCODERS,
+    ALONE,
     BATCH,
     LENGTH,
     MODEL_TYPES,
     encoder,
     encoder_fields,
+    fields_of,
     losses_and_logits,
     rows_for,
 )
 from tests.support.native import Native, check_gradients, gradients, parallel_model
 from tests.support.pools import Pools
-from tests.support.tiny_models import bert_fields
-from tests.tiers import in_tiers
+from tests.tiers import examples, in_tiers
 from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.model.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.parallel.layout import audit
-from zero_tp.parallel.topology import Topology
 
-EACH_TYPE = pytest.mark.parametrize("model_type", MODEL_TYPES)
 EACH_WORLD = pytest.mark.parametrize("world", in_tiers([2, 4], [4]))
-ALONE = Topology(world=1)
 
 
 def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str) -> dict[str, int]:
@@ -87,7 +86,7 @@ def expected_counts(fields: dict[str, Any], *sequences: bool) -> dict[str, int]:
     return counts
 
 
-@EACH_TYPE
+@ALL_ENCODERS
 @given(data=st.data())
 def test_one_process(model_type: str, data: st.DataObject) -> None:
     fields, seed, attention = drawn_case(data, model_type)
@@ -95,7 +94,7 @@ def test_one_process(model_type: str, data: st.DataObject) -> None:
 
 
 @EACH_WORLD
-@EACH_TYPE
+@ALL_ENCODERS
 @hypothesis.settings(max_examples=2)
 @given(data=st.data())
 def test_logits_losses_and_every_gradient(ranks: Pools, world: int, model_type: str, data: st.DataObject) -> None:
@@ -173,14 +172,18 @@ def figures_of(logits: dict[str, Tensor], rows: dict[str, Tensor]) -> dict[str, 
     return found
 
 
-STEPS = [(tensor, sequence, stage) for tensor in (1, 2, 4) for sequence in (False, True) for stage in range(4)]
-STEPS = [(tensor, sequence and tensor > 1, stage) for tensor, sequence, stage in STEPS if tensor > 1 or not sequence]
-FIRST = [(2, True, 3), (1, False, 2)]
+STEPS = [
+    (model_type, tensor, sequence, stage)
+    for model_type in MODEL_TYPES
+    for tensor in (1, 2, 4)
+    for sequence in ((False, True) if tensor > 1 else (False,))
+    for stage in range(4)
+]
+FIRST = [("megatron-bert", 2, True, 3), ("bert", 1, False, 2)]
 
 
-@pytest.mark.parametrize(("tensor", "sequence", "stage"), in_tiers(STEPS, FIRST))
-@EACH_TYPE
-@hypothesis.settings(max_examples=1)
+@pytest.mark.parametrize(("model_type", "tensor", "sequence", "stage"), in_tiers(STEPS, FIRST))
+@examples(1, 2)
 @given(data=st.data())
 def test_steps_through_zero(
     ranks: Pools, model_type: str, tensor: int, sequence: bool, stage: int, data: st.DataObject
@@ -194,12 +197,6 @@ def test_steps_through_zero(
 
 
 # ---- one process -----------------------------------------------------------------------------------------------
-
-
-def fields_of(model_type: str, **changes: Any) -> dict[str, Any]:
-    sizes = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "max_position_embeddings": LENGTH}
-    rest = {"type_vocab_size": 2, "pad_token_id": 0, "architectures": None}
-    return bert_fields(model_type=model_type, **{**sizes, **rest, **changes})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -223,7 +220,7 @@ def test_rows_without_a_label(dtype: torch.dtype, seed: int) -> None:
     assert not any(gradient.any() for gradient in gradients(model).values())
 
 
-@EACH_TYPE
+@ALL_ENCODERS
 def test_figures_and_each_tokens_loss(model_type: str, seed: int) -> None:
     fields = fields_of(model_type)
     reference, rows = encoder(fields, seed), rows_for(fields, seed)
@@ -277,7 +274,7 @@ def test_the_vocabulary_meets_the_masked_tokens_alone(seed: int) -> None:
     assert flops[1] - flops[0] == 2 * 85 * 3 * 2 * hidden * (997 + hidden)
 
 
-@EACH_TYPE
+@ALL_ENCODERS
 def test_a_row_of_padding_alone_keeps_all_gradients_finite(model_type: str, seed: int) -> None:
     fields = fields_of(model_type)
     model, rows = parallel_model(encoder(fields, seed), ALONE), rows_for(fields, seed)

@@ -26,6 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.support.compare import check_close
 from tests.support.encoders import rows_for
 from tests.support.native import Native, gradients, native_model, our_class, to_ours
+from tests.support.tiny_configs import GENERAL_SIZES, general_fields
 from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.model.architectures import ARCHITECTURES, Architecture
@@ -34,32 +35,6 @@ from zero_tp.model.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 
 EACH_TABLE = pytest.mark.parametrize("model_type", ARCHITECTURES)
-TINY: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "intermediate_size": 20,
-    "num_experts": 5,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "shared_expert_intermediate_size": 16,
-    "output_router_logits": True,
-    "router_aux_loss_coef": 0.5,
-    "mlp_only_layers": [0],
-    "clip_qkv": 2.0,
-    "max_position_embeddings": 32,
-    "use_sliding_window": True,
-    "sliding_window": 5,
-    "type_vocab_size": 3,
-    "max_window_layers": 1,
-    "rotary_pct": 0.7,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 3,
-}
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROPES = (
     {"rope_type": "default", "rope_theta": 500.0},
@@ -133,18 +108,6 @@ NOT_IN_OUTPUT = ("max_position_embeddings", "initializer_range")
 ALMOST_ALL = 1 - 1e-12  # of a dropout: nothing is left of what it drops, in both models alike
 
 
-def tiny(model_type: str) -> dict[str, Any]:
-    """A small config of any model_type, from the general names that may be written for it."""
-    fields, aliases = ARCHITECTURES[model_type].fields, CONFIG_MAPPING[model_type].attribute_map
-    declared = {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
-    known = (declared | fields.undeclared.keys()) & set(fields.names())
-    return {
-        "model_type": model_type,
-        **dict.fromkeys(fields.dropouts, 0.0),
-        **{aliases.get(name, name): value for name, value in TINY.items() if aliases.get(name, name) in known},
-    }
-
-
 def fields_of(model_type: str) -> list[str]:
     """All that the config class has, that its file may have, and that the tables know."""
     declared = [field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])]
@@ -214,7 +177,11 @@ def compared(written: dict[str, Any], directory: Path, *, train: bool = False) -
     source = Native(theirs)
     ours = our_class(config)(config, source=source, dtype=torch.float32)
     tokens = torch.arange(2 * 12).view(2, 12) * 5 % 61
-    rows = {"input_ids": tokens, "labels": tokens} if causal else rows_for({**TINY, "architectures": None}, 1, 2, 12)
+    rows = (
+        {"input_ids": tokens, "labels": tokens}
+        if causal
+        else rows_for({**GENERAL_SIZES, "architectures": None}, 1, 2, 12)
+    )
     theirs.train(train), ours.train(train)
     expected, found = theirs(**rows), ours(**rows, return_logits=True)
     logits = "logits" if causal else "prediction_logits"
@@ -249,7 +216,7 @@ def test_all_fields_of_a_config_are_read_again(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", in_tiers(list(ARCHITECTURES), ["qwen3"]))
 def test_every_field_does_what_its_class_says(model_type: str, tmp_path: Path) -> None:
-    architecture, base = ARCHITECTURES[model_type], tiny(model_type)
+    architecture, base = ARCHITECTURES[model_type], general_fields(model_type)
     plain = compared(base, tmp_path)
     plain_train = compared(base, tmp_path, train=True)
     tried = 0
@@ -289,7 +256,7 @@ def test_new_weights_are_drawn_as_the_class_draws_them(model_type: str) -> None:
         "moe_intermediate_size": 128,
         "shared_expert_intermediate_size": 128,
     }
-    small = tiny(model_type)
+    small = general_fields(model_type)
     written = small | sizes | {name: size for name, size in wide.items() if name in small}
     config = CONFIG_MAPPING[model_type](**{name: value for name, value in written.items() if name != "model_type"})
     expected = to_ours(config, native_model(config).state_dict())
@@ -323,7 +290,7 @@ def undeclared_names(model_type: str) -> Iterator[str]:
 
 @EACH_TABLE
 def test_what_transformers_obeys_without_declaring_it_is_refused(model_type: str, tmp_path: Path) -> None:
-    base = tiny(model_type)
+    base = general_fields(model_type)
     config_class: Any = CONFIG_MAPPING[model_type]
     own = config_class.__name__
     known = {*fields_of(model_type), *config_class.attribute_map, "sep_token_id"}

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.model.architectures.test_fields import tiny
+from tests.support.tiny_configs import general_fields
 from zero_tp.model.architectures import ARCHITECTURES, architecture_of
 from zero_tp.model.architectures.configs import config_from_block
 from zero_tp.model.architectures.rotary import ROPE_KEYS
@@ -48,7 +48,7 @@ PARAMETERS: tuple[dict[str, Any], ...] = (
 
 
 def fields(model_type: str, **given: Any) -> dict[str, Any]:
-    written = {**tiny(model_type), "max_position_embeddings": POSITIONS, "hidden_size": 128, **given}
+    written = {**general_fields(model_type), "max_position_embeddings": POSITIONS, "hidden_size": 128, **given}
     if "head_dim" in written:
         written["head_dim"] = 20
     if "rotary_pct" not in given:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.papers.kept import kept_by_layer
+from tests.support.activation_bytes import sdpa_maths_core
 from tests.support.compare import grid
 from tests.support.pools import Pools
 from tests.support.settings import gpt2_config
@@ -26,16 +27,6 @@ from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.topology import Topology
 from zero_tp.tools.planning.formulas import Layer, eager_core, saved, saved_full, saved_selective, sdpa_fused_core
 from zero_tp.tools.planning.tracking import Allocation
-
-
-def sdpa_maths_core(layer: Layer) -> float:
-    """Return 12as²b/t + 6sbh/t: torch's maths path, which it takes on the CPU where attention has dropout.
-
-    It computes in fp32: softmax output 4, dropout mask 4, dropout output 4 bytes a score; and Q, K, V are kept in fp32
-    in place of 16 bits, 12sbh/t instead of 6.
-    """
-    return 12 * layer.scores + 6 * layer.sbh / layer.t
-
 
 SHAPES = 2  # drawn for each test
 GRIDS = [(1, False), (2, False), (2, True), (4, False), (4, True)]

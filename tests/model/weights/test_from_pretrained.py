@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from tests.model.test_model import NO_DROPOUT
-from tests.run.checkpoint.test_checkpoint import OFFLOADS, build
+from tests.support.checkpoint_runs import OFFLOADS, build
 from tests.support.compare import grid
+from tests.support.gpt2_reference import NO_DROPOUT
 from tests.support.launched import pretrain, run, script
 from tests.support.native import native_tensors, perturbed
 from tests.support.pools import Pools

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.run.checkpoint.test_checkpoint import build
+from tests.support.checkpoint_runs import build
 from tests.support.compare import grid
 from tests.support.pools import Pools
 from tests.support.smollm2 import with_heads

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
-from tests.model.test_model import SIZES, batch, reference_model
 from tests.support.compare import grid
+from tests.support.gpt2_reference import SIZES, batch, reference_model
 from tests.support.native import parallel_model
 from tests.support.pools import Pools, RankError
 from zero_tp.base.errors import UserError

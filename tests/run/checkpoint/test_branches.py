@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from tests.run.checkpoint.test_checkpoint import build, changed, steps_of, straight, write_config
+from tests.support.checkpoint_runs import build, steps_of, train_and_save, write_changed, write_config
 from tests.support.checkpoints import rewritten
 from tests.support.pools import Pools
 from tests.support.run_log import RunLog
@@ -37,7 +37,7 @@ def saved(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks with checkpoints of the steps 1, 2 and 3."""
     directory = tmp_path_factory.mktemp("saved")
     path = write_config(directory / "run.json", 1, "fp32", 1)
-    ranks(2).run(straight, str(changed(path, keep=3)), str(directory / "run"), [1, 2, 3], 3)
+    ranks(2).run(train_and_save, str(write_changed(path, keep=3)), str(directory / "run"), [1, 2, 3], 3)
     return directory
 
 
@@ -75,7 +75,7 @@ def go_back(path: str, run: str, to: int, last: int) -> tuple[list[str], list[in
 
 def test_going_back_starts_a_branch_and_loses_nothing(ranks: Pools, copied: tuple[Path, Path]) -> None:
     path, run = copied
-    path = changed(path, keep=1)
+    path = write_changed(path, keep=1)
     contents = {step: (step_directory(run, step) / MANIFEST).read_bytes() for step in (2, 3)}
     notes, removed = ranks(2).run(go_back, str(path), str(run), 1, 2)[0]
     assert complete_steps(run) == [2] and latest(run) == step_directory(run, 2)

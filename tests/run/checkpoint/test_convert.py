@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from tests.support.checkpoints import drawn, flip_bit, rewritten, write_checkpoint
 from tests.support.native import to_ours, to_theirs
-from tests.support.settings import gpt2_config
+from tests.support.tiny_models import tiny_gpt2_config
 from zero_tp import commands
 from zero_tp.base.errors import UserError
 from zero_tp.model.huggingface import ZeroTPForCausalLM
@@ -28,11 +28,6 @@ from zero_tp.run.checkpoint.directory import MANIFEST, incomplete_after
 from zero_tp.run.checkpoint.find import find_checkpoint
 from zero_tp.run.checkpoint.inspect import inspect
 from zero_tp.tools.evaluation import model_directory
-
-
-def config(**changes: Any) -> GPT2Config:
-    """Return a config that TP 8 divides, but for its 61 tokens, which no TP size divides."""
-    return gpt2_config(**{"n_head": 8, "n_embd": 32, **changes})
 
 
 def expected(of: GPT2Config) -> dict[str, Tensor]:
@@ -62,7 +57,7 @@ def stored(directory: Path) -> dict[str, Tensor]:
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_export_holds_the_masters(tmp_path: Path, tensor: int, data: int, dtype: str, tied: bool) -> None:
-    model = config(tie_word_embeddings=tied)
+    model = tiny_gpt2_config(tie_word_embeddings=tied)
     write_checkpoint(tmp_path / "run", model, tensor=tensor, data=data)
     converted = to_huggingface(
         tmp_path / "run", tmp_path / "export", dtype=getattr(torch, dtype), max_shard_size="10KB"
@@ -84,7 +79,7 @@ def test_an_export_holds_the_masters(tmp_path: Path, tensor: int, data: int, dty
 
 
 def test_files_are_as_transformers_writes_them(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "run", config())
+    write_checkpoint(tmp_path / "run", tiny_gpt2_config())
     to_huggingface(tmp_path / "run", tmp_path / "ours", max_shard_size="20KB")
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
@@ -100,7 +95,7 @@ def test_files_are_as_transformers_writes_them(tmp_path: Path) -> None:
 def test_flags_of_generation_without_effect_are_written_back(tmp_path: Path) -> None:
     """Published files have them: sampling flags without do_sample, which transformers takes and does not save."""
     flags = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [0, 3]}
-    write_checkpoint(tmp_path / "run", config())
+    write_checkpoint(tmp_path / "run", tiny_gpt2_config())
     with rewritten(find_checkpoint(tmp_path / "run").path) as manifest:
         manifest["generation"] = flags
     to_huggingface(tmp_path / "run", tmp_path / "export")
@@ -129,8 +124,8 @@ def anonymous_growth(work: Callable[[], object]) -> int:
 
 def test_memory_is_that_of_one_parameter(tmp_path: Path) -> None:
     """A checkpoint of 77 M parameters, the largest with 1 M: all of them at once would be 310 MB."""
-    model = config(n_layer=24, n_embd=512, vocab_size=2000, n_positions=512)
-    write_checkpoint(tmp_path / "warm", config())
+    model = tiny_gpt2_config(n_layer=24, n_embd=512, vocab_size=2000, n_positions=512)
+    write_checkpoint(tmp_path / "warm", tiny_gpt2_config())
     to_huggingface(tmp_path / "warm", tmp_path / "first")  # what is imported late
 
     def halves(name: str, kind: str, shape: Any) -> Tensor:
@@ -143,7 +138,7 @@ def test_memory_is_that_of_one_parameter(tmp_path: Path) -> None:
 
 
 def test_an_output_that_exists_is_refused_before_the_checkpoint_is_read(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "run", config())
+    checkpoint = write_checkpoint(tmp_path / "run", tiny_gpt2_config())
     next(checkpoint.glob("*.safetensors")).unlink()
     (tmp_path / "export").mkdir()
     with pytest.raises(UserError, match="export: exists already"):
@@ -151,7 +146,7 @@ def test_an_output_that_exists_is_refused_before_the_checkpoint_is_read(tmp_path
 
 
 def test_a_parameter_that_is_missing_is_named(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "run", config())
+    checkpoint = write_checkpoint(tmp_path / "run", tiny_gpt2_config())
     with rewritten(checkpoint) as manifest:
         del manifest["parameters"]["transformer.layers.1.mlp.up.bias"]
     with pytest.raises(UserError, match=r"no parameter transformer\.layers\.1\.mlp\.up\.bias"):
@@ -163,9 +158,9 @@ def test_inspect_describes_a_run_and_verifies_its_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no complete checkpoint there"):
         inspect(tmp_path)
     for step in (10, 20):
-        checkpoint = write_checkpoint(tmp_path / "run", config(), tensor=2, data=2, step=step)
+        checkpoint = write_checkpoint(tmp_path / "run", tiny_gpt2_config(), tensor=2, data=2, step=step)
     rows = [tuple(line.split(maxsplit=1)) for line in inspect(tmp_path / "run", verify=True).splitlines()]
-    parameters = sum(tensor.numel() for tensor in expected(config()).values())
+    parameters = sum(tensor.numel() for tensor in expected(tiny_gpt2_config()).values())
     size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
     for row in (
         ("checkpoint", str(checkpoint)),
@@ -191,7 +186,7 @@ def test_a_newest_checkpoint_without_its_manifest_is_named_wherever_an_older_one
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    older, lost = (write_checkpoint(run, config(), step=step) for step in (1, 2))
+    older, lost = (write_checkpoint(run, tiny_gpt2_config(), step=step) for step in (1, 2))
     (lost / MANIFEST).unlink()
     line = f"{lost}: not a checkpoint (no {MANIFEST})"
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.run.checkpoint.test_checkpoint import build, changed, masters_of, steps_of, straight, write_config
+from tests.support.checkpoint_runs import build, masters_of, steps_of, train_and_save, write_changed, write_config
 from tests.support.checkpoints import flip_bit
 from tests.support.pools import Pools
 from zero_tp.run.checkpoint.directory import (
@@ -99,7 +99,7 @@ def saved(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks with checkpoints of the steps 1 and 2."""
     directory = tmp_path_factory.mktemp("saved")
     path = write_config(directory / "run.json", 1, "fp32", 1)
-    ranks(2).run(straight, str(path), str(directory / "run"), [1, 2], 2)
+    ranks(2).run(train_and_save, str(path), str(directory / "run"), [1, 2], 2)
     return directory
 
 
@@ -112,7 +112,7 @@ def test_going_back_waits_for_a_machine_with_an_old_view(ranks: Pools, saved: Pa
     path, run = copy_of(saved, tmp_path)
     damaged = step_directory(run, 2) / states_file(0, 1)
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    tolerant = changed(path, on_corrupt="previous")
+    tolerant = write_changed(path, on_corrupt="previous")
     for taken in ranks(2).run(start_with_an_old_view, str(tolerant), str(run)):
         assert taken == str(step_directory(run, 1))
 
@@ -131,7 +131,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_offered(
     for problem, _ in ranks(2).run(start, str(path), str(tmp_path / "other"), str(step_directory(run, 2))):
         assert re.match(pattern, problem), problem
     assert ranks(2).run(start, str(path), str(run), str(before)) == [(str(before), [])] * 2
-    tolerant, aside = changed(path, on_corrupt="previous"), checkpoints_directory(run) / "damaged_step_00000002"
+    tolerant, aside = write_changed(path, on_corrupt="previous"), checkpoints_directory(run) / "damaged_step_00000002"
     for resumed, notes in ranks(2).run(start, str(tolerant), str(run)):
         assert resumed == str(before)
         assert len(notes) == 1 and re.search(words, notes[0]) and f"; set aside as {aside}, " in notes[0]
@@ -170,7 +170,7 @@ def test_damage_of_every_checkpoint_stops_every_start(ranks: Pools, saved: Path,
     for step in (1, 2):
         flip_a_bit(step_directory(run, step) / states_file(0, 0))
     for _ in range(2):
-        for problem, _ in ranks(2).run(start, str(changed(path, on_corrupt="previous")), str(run)):
+        for problem, _ in ranks(2).run(start, str(write_changed(path, on_corrupt="previous")), str(run)):
             assert problem.startswith("error: ") and "none before it: give another --output-dir" in problem
 
 
@@ -198,7 +198,7 @@ def resume_with_an_engine(path: str, run: str) -> dict[str, torch.Tensor]:
 def test_an_engine_resumes_the_checkpoint_before_a_damaged_one(ranks: Pools, saved: Path, tmp_path: Path) -> None:
     path, run = copy_of(saved, tmp_path)
     flip_a_bit(step_directory(run, 2) / states_file(0, 1))
-    results = ranks(2).run(resume_with_an_engine, str(changed(path, on_corrupt="previous")), str(run))
+    results = ranks(2).run(resume_with_an_engine, str(write_changed(path, on_corrupt="previous")), str(run))
     reader = CheckpointReader(step_directory(run, 1), read_manifest(step_directory(run, 1)))
     for name in reader.parameters:
         master = torch.cat([masters[name] for masters in results if name in masters])

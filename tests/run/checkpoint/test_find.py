@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from transformers import GPT2Config
 
-from tests.run.checkpoint.test_checkpoint import build, straight, write_config
+from tests.support.checkpoint_runs import build, train_and_save, write_config
 from tests.support.checkpoints import flip_bit, rewritten, write_checkpoint
 from tests.support.pools import Pools
 from zero_tp.base.errors import UserError
@@ -127,7 +127,7 @@ def resumed_with_counts(path: str, run: str, other: str | None) -> tuple[int, in
 
 def test_a_start_reads_and_parses_one_manifest_on_each_rank(ranks: Pools, tmp_path: Path) -> None:
     path, run = write_config(tmp_path / "run.json", 1, "fp32", 1), tmp_path / "run"
-    ranks(2).run(straight, str(path), str(run), [1], 1)
+    ranks(2).run(train_and_save, str(path), str(run), [1], 1)
     counts = partial(ranks(2).run, resumed_with_counts, str(path))
     assert counts(str(run), None) == [(1, 1, 1)] * 2
     assert counts(str(tmp_path / "none"), str(run)) == [(1, 1, 1)] * 2

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from tests.run.checkpoint.test_checkpoint import build, steps_of
-from tests.run.checkpoint.test_reshape import DP2, SPLIT, WHOLE, Place, contents, first_part
+from tests.support.checkpoint_runs import build, steps_of
 from tests.support.checkpoints import rewritten, write_checkpoint
 from tests.support.mistakes import written
+from tests.support.places import DP2, SPLIT, WHOLE, Place, contents, first_part
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError

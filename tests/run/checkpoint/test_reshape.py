@@ -5,94 +5,24 @@ The step of the save and both runs' accumulation are drawn.
 
 from __future__ import annotations
 
-import json
 import random
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.run.checkpoint.test_checkpoint import BATCH, MODEL, VOCABULARY, build, steps_of, write_config
+from tests.support.checkpoint_runs import build, steps_of
+from tests.support.places import DP2, DP4, MORE, REPLICATED, SPLIT, WHOLE, Place, contents, first_part
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH
-from zero_tp.run.checkpoint.directory import read_manifest, step_directory
 from zero_tp.run.checkpoint.find import find_checkpoint
-from zero_tp.run.checkpoint.reader import CheckpointReader
 
-MORE = 10
-
-
-MODELS = {
-    "gpt2": MODEL | dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0),
-    # 2 KV heads: whole at TP 1, split at TP 2, replicated at TP 4; 3: replicated at TP 2 and 4, unevenly used.
-    **{
-        f"{count} KV heads": {
-            "model_type": "qwen3",
-            "num_hidden_layers": 2,
-            "hidden_size": 24,
-            "num_attention_heads": 12,
-            "num_key_value_heads": count,
-            "head_dim": 4,
-            "intermediate_size": 40,
-            "attention_bias": True,
-            "vocab_size": VOCABULARY,
-            "max_position_embeddings": 16,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        }
-        for count in (2, 3)
-    },
-}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run computes; `vocabulary` rows are padded to a multiple of `tensor`."""
-
-    world: int
-    tensor: int
-    sequence: bool
-    stage: int
-    dtype: str = "fp32"
-    offload: str = "none"
-    model: str = "gpt2"
-
-    @property
-    def name(self) -> str:
-        sp, offload = "SP " if self.sequence else "", "" if self.offload == "none" else f" {self.offload}"
-        place = f"TP {self.tensor} × DP {self.world // self.tensor} {sp}ZeRO-{self.stage} {self.dtype}{offload}"
-        return place if self.model == "gpt2" else f"{self.model} {place}"
-
-    def write(self, path: Path, draw: random.Random) -> Path:
-        """Write the config of a run here, with an accumulation that is drawn."""
-        rows = BATCH * self.tensor // self.world
-        write_config(path, self.stage, self.dtype, self.tensor, self.offload, seed=5)
-        config: dict[str, Any] = json.loads(path.read_text())
-        config["gradient_accumulation_steps"] = draw.choice([count for count in (1, 2, 3, 4) if rows % count == 0])
-        config["gradient_clipping"] = 0.5
-        config["optimizer"]["params"]["eps"] = 1e-3
-        config["scheduler"]["params"]["warmup_num_steps"] = 6
-        config["zero_optimization"]["stage3_param_persistence_threshold"] = 100
-        config["zero_tp"] |= {"model": MODELS[self.model], "training": {"steps": 12, "seed": 5}}
-        config["zero_tp"]["parallel"]["sequence"] = self.sequence
-        path.write_text(json.dumps(config))
-        return path
-
-
-DP2, DP4 = Place(2, 1, False, 2), Place(4, 1, False, 1)
 TP2, TP4 = Place(2, 2, True, 0), Place(4, 4, True, 2)
 MIXED, PLAIN_MIXED = Place(4, 2, True, 3), Place(4, 2, False, 1)
 THREE = Place(3, 1, False, 3)
 BF16, BF16_ZERO3 = Place(4, 2, True, 1, "bf16"), Place(4, 2, True, 3, "bf16", "parameters")
 OFFLOADED, UNPARTITIONED = Place(4, 1, False, 2, "fp32", "optimizer"), Place(4, 2, True, 0)
 BF16_UNPARTITIONED = Place(2, 2, True, 0, "bf16")
-WHOLE, SPLIT, REPLICATED = (
-    Place(world, tensor, tensor > 1, stage, model="2 KV heads")
-    for world, tensor, stage in ((2, 1, 2), (2, 2, 3), (4, 4, 1))
-)
 WHOLE_3, UNEVEN_2, UNEVEN_4 = (
     Place(world, tensor, tensor > 1, stage, model="3 KV heads")
     for world, tensor, stage in ((4, 1, 3), (4, 2, 1), (4, 4, 3))
@@ -118,18 +48,6 @@ PAIRS: dict[Place, list[Place]] = {
 }
 
 
-def first_part(path: str, run: str, saved: int) -> list[tuple[float, float]]:
-    """Save on the way; (loss, gradient norm) of the steps after it."""
-    from zero_tp.run.checkpoint.save import run_saver
-
-    engine, config = build(path)
-    saver = run_saver(engine.zero, config, Path(run))
-    steps_of(engine, 1, saved)
-    saver.save(saved)
-    assert saver.outcome() == (saved, "")
-    return steps_of(engine, saved + 1, saved + MORE)
-
-
 def moved(path: str, run: str, again: str, saved: int) -> list[tuple[float, float]]:
     """Resume on this grid, save again at once, and train on."""
     from zero_tp.run.checkpoint.save import run_saver
@@ -143,13 +61,6 @@ def moved(path: str, run: str, again: str, saved: int) -> list[tuple[float, floa
     saver.save(saved)
     assert saver.outcome() == (saved, "")
     return steps_of(engine, saved + 1, saved + MORE)
-
-
-def contents(run: Path, step: int) -> dict[tuple[str, str], Tensor]:
-    checkpoint = step_directory(run, step)
-    manifest = read_manifest(checkpoint)
-    reader = CheckpointReader(checkpoint, manifest)
-    return {(name, kind): reader.whole(name, kind) for name in reader.parameters for kind in manifest.kinds}
 
 
 HEAVY = (BF16_ZERO3, BF16_UNPARTITIONED, OFFLOADED, THREE)

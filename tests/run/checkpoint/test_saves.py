@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.run.checkpoint.test_checkpoint import build, changed, masters_of, steps_of, write_config
+from tests.support.checkpoint_runs import build, masters_of, steps_of, write_changed, write_config
 from tests.support.pools import Pools
 from tests.support.waits import patience
 from zero_tp.run.checkpoint.directory import (
@@ -83,7 +83,7 @@ def three_saves(path: str, run: str, full_rank: int | None) -> list[tuple[int, s
 def test_a_failed_save_costs_one_checkpoint(
     ranks: Pools, tmp_path: Path, full_rank: int | None, background: bool
 ) -> None:
-    path = changed(write_config(tmp_path / "run.json", 2, "bf16", 1), async_=background)
+    path = write_changed(write_config(tmp_path / "run.json", 2, "bf16", 1), async_=background)
     run = tmp_path / "run"
     temporary = checkpoints_directory(run) / TEMPORARY
     words = f"Not a directory ({temporary})" if full_rank is None else f"rank {full_rank}: File too large ("
@@ -132,7 +132,7 @@ def taken_over(path: str, run: str, when: str) -> tuple[int, str]:
 def test_a_run_that_was_taken_over_writes_nothing_more(
     ranks: Pools, tmp_path: Path, when: str, background: bool
 ) -> None:
-    path, run = changed(write_config(tmp_path / "run.json", 1, "fp32", 1), async_=background), tmp_path / "run"
+    path, run = write_changed(write_config(tmp_path / "run.json", 1, "fp32", 1), async_=background), tmp_path / "run"
     for saved, error in ranks(2).run(taken_over, str(path), str(run), when):
         assert saved == 1 and error.startswith(f"{run}: another launch (process "), error
         assert error.endswith(") has taken the run over; this one writes nothing more")
@@ -174,7 +174,7 @@ def saves_with_later_failures(path: str, run: str) -> list[tuple[tuple[int, str]
 
 
 def test_a_checkpoint_that_is_complete_is_saved_whatever_fails_after(ranks: Pools, tmp_path: Path) -> None:
-    path, run = changed(write_config(tmp_path / "run.json", 1, "fp32", 1), keep=1), tmp_path / "run"
+    path, run = write_changed(write_config(tmp_path / "run.json", 1, "fp32", 1), keep=1), tmp_path / "run"
     first, other = ranks(2).run(saves_with_later_failures, str(path), str(run))
     assert (
         [outcome for outcome, _ in first] == [outcome for outcome, _ in other] == [(step, "") for step in (1, 2, 3, 4)]
@@ -277,7 +277,7 @@ def in_the_background(path: str, run: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_save_in_the_background_holds_its_own_step(ranks: Pools, tmp_path: Path, stage: int) -> None:
-    path = changed(write_config(tmp_path / "run.json", stage, "fp32", 1), async_=True)
+    path = write_changed(write_config(tmp_path / "run.json", stage, "fp32", 1), async_=True)
     results = ranks(2).run(in_the_background, str(path), str(tmp_path / "run"))
     for result in results:
         assert result["outcomes"] == [None, (1, ""), None]

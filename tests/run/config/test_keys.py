@@ -12,16 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.engine.test_engine import ACCUMULATION, build
-from tests.engine.zero.test_fp16 import tokens_of
-from tests.model.test_model import reference_model
-from tests.run.test_matrix import distances
 from tests.support import matrix
 from tests.support.compare import check_close, grid
+from tests.support.gpt2_reference import reference_model
 from tests.support.keys import CELLS, OPTIMIZED
+from tests.support.matrix_distances import distances
 from tests.support.mistakes import with_changes
 from tests.support.parallel_run import train
 from tests.support.pools import Pools
+from tests.support.small_engine import ACCUMULATION, build, tokens_of_step
 from zero_tp.model.causal_lm import next_tokens
 
 CLIP, STEPS = 0.3, 4
@@ -52,7 +51,7 @@ def plain(kind: str, params: dict[str, Any]) -> tuple[list[float], list[float], 
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
-        tokens = tokens_of(step)
+        tokens = tokens_of_step(step)
         loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), next_tokens(tokens).flatten())
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
@@ -78,7 +77,7 @@ def parallel(
     )
     losses, norms = [], []
     for step in range(STEPS):
-        own = tokens_of(step).chunk(topology.data)[topology.data_rank]
+        own = tokens_of_step(step).chunk(topology.data)[topology.data_rank]
         losses.append(engine.train_step([(part, next_tokens(part)) for part in own.chunk(ACCUMULATION)]))
         norms.append(engine.gradient_norm)
     return losses, norms, optimizer_tensors(engine)

@@ -11,6 +11,7 @@ import torch
 from tests.support.compare import grid
 from tests.support.pools import Pools
 from tests.support.settings import fp16_supported
+from tests.tiers import in_tiers
 
 ROOT = Path(__file__).resolve().parents[3]
 GPT2 = (
@@ -76,7 +77,7 @@ def two_steps(name: str, changes: tuple[str, ...]) -> list[tuple[float, float, f
         return steps
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_tiers(list(CASES), ["gpt2_124m_fp16", "gpt2_124m_contiguous"]))
 def test_a_shipped_config_trains_as_the_plain_one_does(ranks: Pools, name: str) -> None:
     case = CASES[name]
     (trained, *_), (plain, *_) = (

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import init_process_group
 
-from tests.run.checkpoint.test_checkpoint import steps_of, write_config
 from tests.support.asynchronous_accelerator import asynchronous
+from tests.support.checkpoint_runs import steps_of, write_config
 from tests.support.launched import free_port
 from tests.support.pools import Pool
 from zero_tp.base.errors import UserError

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.run.process.runs import running
 from tests.support.waits import patience, wait_until
+from zero_tp.run.process import watch
 from zero_tp.run.process.hang_report import RankStatus
 from zero_tp.run.process.watch import Watchdog
 
@@ -63,7 +64,8 @@ class MuteStore:
         return getattr(self.store, name)
 
 
-def test_a_store_that_does_not_answer_ends_the_rank() -> None:
+def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "ANSWER_SECONDS", 1.0)
     store = MuteStore()
     member = Member(store, 1, 2, 3.0)
     for pause in (1.5, 1.5):

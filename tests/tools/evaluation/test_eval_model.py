@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support.harness import native_model, parallel_model
-from tests.support.pool_rank import cached
+from tests.support.live_evaluation import BATCH, GRIDS, grid, live_model
 from tests.support.pools import Pools
 from zero_tp.base.errors import UserError
 from zero_tp.model.huggingface import ZeroTPForCausalLM
@@ -22,13 +22,6 @@ from zero_tp.tools.evaluation.eval_model import EvalModel, ParallelScorer
 from zero_tp.tools.evaluation.model_directory import open_directory
 from zero_tp.tools.evaluation.settings import TaskOptions
 from zero_tp.tools.evaluation.zero_shot import check_same_weights, make_tasks
-
-BATCH = 3
-GRIDS = [(2, 2), (2, 1), (4, 2), (4, 4)]  # world, TP
-
-
-def grid(tensor: int) -> Topology:
-    return cached(("evaluation", tensor), lambda: Topology(tensor, sequence=tensor == 2))
 
 
 @pytest.fixture
@@ -78,36 +71,6 @@ def test_own_tasks_are_the_same_on_every_grid(ranks: Pools, model: Path, files: 
         if tensor == 1:
             assert found[0] == one_process, "the same batches have the same sums"
         assert_close(found[0], expected)
-
-
-def deepspeed_settings(stage: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
-    }
-
-
-def live_model(directory: Path, tensor: int, stage: int, scorer: Callable[[Any], Any]) -> EvalModel:
-    """Return the model of a DeepSpeed engine before its first step; `scorer` takes the engine."""
-    from zero_tp.engine.engine import TrainingEngine
-    from zero_tp.model.weights.load import PretrainedSource
-
-    opened, topology = open_directory(directory), grid(tensor)
-    source, settings = PretrainedSource(directory, opened.config), deepspeed_settings(stage)
-    engine = TrainingEngine.from_dict(opened.config, topology, settings, seed=1, source=source, model=ZeroTPForCausalLM)
-    engine.deepspeed_engine.eval()
-    return EvalModel(
-        scorer(engine),
-        engine.model,
-        opened.tokenizer,
-        opened.config,
-        64,
-        batch_size=BATCH,
-        topology=topology,
-        lock_step=True,
-        quiet=True,
-    )
 
 
 def live(directory: Path, files: dict[str, Path], tensor: int, stage: int) -> tuple[list[dict[str, Any]], int]:

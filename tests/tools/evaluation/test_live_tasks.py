@@ -11,12 +11,12 @@ import torch
 from transformers import GPT2Config
 
 from tests.support.launched import launch, metrics_of, run, script
+from tests.support.live_evaluation import deepspeed_settings
 from tests.support.lm_eval_tasks import task_file
 from tests.support.pool_rank import cached
 from tests.support.pools import Pools
 from tests.support.tiny_models import tiny_gpt2
 from tests.tiers import THOROUGH
-from tests.tools.evaluation.test_eval_model import deepspeed_settings
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.schema import Evaluation
 from zero_tp.parallel.topology import Topology

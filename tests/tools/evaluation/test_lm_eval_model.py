@@ -18,10 +18,10 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer, OlmoeConfig, OlmoeForCausalLM
 
 from tests.support.harness import Results, assert_same, native_model, ours, parallel_model, reference
+from tests.support.live_evaluation import BATCH, GRIDS, grid, live_model
 from tests.support.lm_eval_tasks import CHOSEN, write_tasks
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
-from tests.tools.evaluation.test_eval_model import BATCH, GRIDS, grid, live_model
 from zero_tp.base.errors import UserError
 from zero_tp.parallel.token_scores import TokenScores
 from zero_tp.parallel.topology import Topology

@@ -18,6 +18,7 @@ from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from tests.support.tiny_models import tiny_gpt2
+from tests.tiers import in_tiers
 from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.parallel.token_scores import TokenScores
@@ -63,8 +64,11 @@ def reference(model: Any, ids: list[int], s: int, o: int) -> tuple[float, int]:
     return total, count
 
 
-@pytest.mark.parametrize(("s", "o"), [(16, 16), (16, 5), (8, 8), (8, 1), (7, 3)])
-@pytest.mark.parametrize("batch_size", [1, 3])
+WINDOWS = [(s, o, size) for s, o in ((16, 16), (16, 5), (8, 8), (8, 1), (7, 3)) for size in (1, 3)]
+FIRST_WINDOWS = [(16, 16, 1), (16, 5, 3), (8, 1, 3), (7, 3, 1)]
+
+
+@pytest.mark.parametrize(("s", "o", "batch_size"), in_tiers(WINDOWS, FIRST_WINDOWS))
 def test_equals_one_window_at_a_time(model: Path, s: int, o: int, batch_size: int) -> None:
     native: Any = GPT2LMHeadModel.from_pretrained(str(model)).eval()
     tokenizer = AutoTokenizer.from_pretrained(str(model))
@@ -115,7 +119,10 @@ def test_an_infinite_perplexity_is_null() -> None:
     assert as_json(result)["perplexity"] is None
 
 
-@pytest.mark.parametrize(("s", "o", "batch_size"), [(48, None, 3), (48, 48, 1), (40, 7, 8), (32, 1, 8)])
+WIKITEXT: list[tuple[int, int | None, int]] = [(48, None, 3), (40, 7, 8), (48, 48, 1), (32, 1, 8)]
+
+
+@pytest.mark.parametrize(("s", "o", "batch_size"), in_tiers(WIKITEXT, WIKITEXT[:2]))
 def test_wikitext_equals_one_window_at_a_time(
     model: Path, text: str, tmp_path: Path, s: int, o: int | None, batch_size: int
 ) -> None:

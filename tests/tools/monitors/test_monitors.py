@@ -12,37 +12,17 @@ from typing import Any
 
 import pytest
 
-from tests.support.mistakes import written
+from tests.support.monitor_runs import LINES, config_of, start_state
 from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.schema import BLOCK_OF, TRACKERS
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.monitors.trackers import RUN_IDS, SERVICES, CsvFiles, RunInfo, Trackers
 
-LINES: list[dict[str, Any]] = [
-    {"step": 1, "loss": 2.5, "mfu": None, "skipped_steps": 0},
-    {"step": 2, "loss": math.nan, "mfu": None, "skipped_steps": 1},
-    {"step": 2, "validation_loss": 2.25, "lambada/accuracy": 0.5},
-    {"step": 3, "loss": 1.75, "mfu": 0.25, "skipped_steps": 1},
-]
-
-
-def config_of(tmp_path: Path, *overrides: str) -> RunConfig:
-    return RunConfig.load(written(tmp_path), overrides, world_size=4)
-
-
-def started(config: RunConfig, run: Path, step: int = 0) -> Any:
-    """The state of a run that resumes from `step`; `printed` has the lines of its trackers."""
-    run.mkdir(exist_ok=True)
-    printed: list[str] = []
-    return types.SimpleNamespace(
-        is_rank_zero=True, directory=run, config=config, step=step, error=None, print=printed.append, printed=printed
-    )
-
 
 def log(config: RunConfig, run: Path, lines: list[dict[str, Any]], step: int = 0) -> list[str]:
     """Log lines in a start of a run that resumes from `step`; return what its trackers printed."""
-    state, trackers = started(config, run, step), Trackers()
+    state, trackers = start_state(config, run, step), Trackers()
     trackers.on_start(state)
     for line in lines:
         trackers.on_log(state, line)

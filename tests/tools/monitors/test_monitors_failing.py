@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.monitors.test_monitors import config_of, started
+from tests.support.monitor_runs import config_of, start_state
 from zero_tp.base.errors import ConfigError
 from zero_tp.tools.monitors import trackers as callback
 from zero_tp.tools.monitors.trackers import CsvFiles, RunInfo, Trackers, check_installed
@@ -51,7 +51,7 @@ def start(
     """Start a run that has these trackers."""
     chosen = {key: (None, lambda run, make=make: make()) for key, make in trackers.items()}
     monkeypatch.setattr(callback, "trackers_of", lambda config: chosen)
-    state, of_run = started(config_of(tmp_path), tmp_path / "run"), Trackers()
+    state, of_run = start_state(config_of(tmp_path), tmp_path / "run"), Trackers()
     of_run.on_start(state)
     return of_run, state
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.launched import ROOT, run
 from tests.support.mistakes import written
-from tests.tools.monitors.test_monitors import LINES, config_of
+from tests.support.monitor_runs import LINES, config_of
 from zero_tp.tools.monitors import trackers as callback
 
 pytestmark = pytest.mark.heavy
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.heavy
 START = """
 import json, os, sys
 from pathlib import Path
-from tests.tools.monitors.test_monitors import started
+from tests.support.monitor_runs import start_state
 from zero_tp.config import RunConfig
 from zero_tp.monitors import trackers as callback
 

@@ -17,7 +17,7 @@ from benchmarks.papers.formulas import (
     iteration_flops,
 )
 from benchmarks.papers.pipelines import activation_factor, bubble_share, embedding_bytes
-from tests.model.recompute.test_activation_bytes import sdpa_maths_core
+from tests.support.activation_bytes import sdpa_maths_core
 from zero_tp.model.flops import utilisation
 from zero_tp.parallel.devices import peak_flops
 from zero_tp.tools.planning.formulas import (

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.plan_configs import load
+from tests.support.plans import plan_gpt2
 from tests.tiers import THOROUGH
-from tests.tools.planning.test_plan import plan_gpt2
 from zero_tp.base.constants import GIB
 from zero_tp.base.page import TABLE_ROWS
 from zero_tp.tools.planning import pictures

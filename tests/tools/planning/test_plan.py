@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.papers.formulas import gpt_parameters, iteration_flops
 from tests.support.launched import ROOT, script
-from tests.tiers import THOROUGH
+from tests.support.plans import CONFIGS, GPT2, plan_gpt2
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.constants import GIB
 from zero_tp.base.errors import UserError
 from zero_tp.model import flops
@@ -19,15 +20,7 @@ from zero_tp.parallel.devices import NAMES, named_device
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning import plan_report as report
 from zero_tp.tools.planning.memory import model_size
-from zero_tp.tools.planning.plan import Plan, plan
-
-CONFIGS = ROOT / "ds_configs"
-GPT2 = CONFIGS / "gpt2_355m.json"
-
-
-def plan_gpt2(*overrides: str, world: int = 8, device: str = "h100") -> Plan:
-    return plan(RunConfig.load(GPT2, overrides, world), named_device(device))
-
+from zero_tp.tools.planning.plan import plan
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
 
@@ -105,9 +98,10 @@ def test_every_device_plans_a_run(name: str) -> None:
     assert planned.fits == (planned.spare >= 0)
 
 
-@pytest.mark.parametrize(
-    ("world", "tensor", "communicators"), [(8, 2, 3), (8, 1, 1), (8, 8, 1), (1, 1, 0), (4096, 8, 3)]
-)
+GROUPS = [(8, 2, 3), (8, 1, 1), (1, 1, 0), (8, 8, 1), (4096, 8, 3)]
+
+
+@pytest.mark.parametrize(("world", "tensor", "communicators"), in_tiers(GROUPS, GROUPS[:3]))
 def test_each_group_of_ranks_has_a_communicator(world: int, tensor: int, communicators: int) -> None:
     """Those of the world, TP and DP; groups of one rank have none."""
     overrides = [f"zero_tp.parallel.tensor={tensor}", "train_batch_size=auto", "gradient_accumulation_steps=1"]

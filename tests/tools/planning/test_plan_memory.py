@@ -36,7 +36,7 @@ from zero_tp.tools.planning.zero import RankParameters, ZeroMemory
 
 
 @pytest.mark.parametrize("number", CASES)
-@pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "accelerator"])
+@pytest.mark.parametrize("cpu", [True, pytest.param(False, marks=pytest.mark.heavy)], ids=["cpu", "accelerator"])
 def test_layers_that_differ_add_up_to_a_dry_run_of_all(number: int, cpu: bool) -> None:
     overrides = CONFIGS[number]
     layers = "num_hidden_layers" if any('"model_type"' in each for each in overrides) else "n_layer"
@@ -63,7 +63,7 @@ RECOMPUTED_CASES = [
 
 @pytest.mark.parametrize(("policy", "split"), RECOMPUTED_CASES)
 def test_layers_that_recompute_add_up_too(policy: dict[str, Any], split: bool) -> None:
-    overrides = ["zero_tp.model.n_layer=11", "gradient_accumulation_steps=2"]
+    overrides = ["zero_tp.model.n_layer=7", "gradient_accumulation_steps=2"]
     overrides += [f"zero_tp.recompute={json.dumps(policy)}"]
     if split:
         blocks = {"partition_activations": True, "cpu_checkpointing": True}

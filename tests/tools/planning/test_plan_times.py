@@ -10,8 +10,8 @@ from benchmarks import scaling
 from benchmarks.papers import published
 from benchmarks.papers.programs import Megatron2019Synchronous
 from tests.support.launched import ROOT
+from tests.support.plans import GPT2, plan_gpt2
 from tests.tiers import THOROUGH
-from tests.tools.planning.test_plan import GPT2, plan_gpt2
 from zero_tp.parallel.devices import named_device
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning.plan_settings import ZeroSettings

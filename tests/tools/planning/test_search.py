@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.plans import CONFIGS, GPT2, plan_gpt2
 from tests.tiers import THOROUGH
-from tests.tools.planning.test_plan import CONFIGS, GPT2, plan_gpt2
 from zero_tp.base.constants import GIB
 from zero_tp.base.errors import UserError
 from zero_tp.base.files import write_named

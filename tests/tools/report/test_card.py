@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi, ModelCard
 
-from tests.run.checkpoint.test_convert import config
 from tests.support.checkpoints import rewritten, write_checkpoint
+from tests.support.tiny_models import tiny_gpt2_config
 from zero_tp.base.errors import UserError
 from zero_tp.commands import convert
 from zero_tp.run.checkpoint.convert import to_huggingface
@@ -29,7 +29,7 @@ FIXED: dict[str, Any] = {
 
 def run(directory: Path) -> Path:
     """A run at step 20 that has logged up to step 30."""
-    with rewritten(write_checkpoint(directory, config(), tensor=2, data=2, step=20)) as manifest:
+    with rewritten(write_checkpoint(directory, tiny_gpt2_config(), tensor=2, data=2, step=20)) as manifest:
         manifest["fixed"] = FIXED
     lines = [{"step": 10, "loss": 4.0, "validation_loss": 4.5}, {"step": 20, "loss": 3.0}, {"step": 30, "loss": 2.0}]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -59,7 +59,7 @@ def test_a_card_tells_of_its_run(tmp_path: Path) -> None:
 
 
 def test_a_card_of_what_is_not_known_leaves_it_out(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "run", config())
+    write_checkpoint(tmp_path / "run", tiny_gpt2_config())
     text = (export(tmp_path / "run", tmp_path / "export") / "README.md").read_text()
     assert "| trained | 1 steps |" in text and "losses" not in text and "| optimizer" not in text
 
@@ -67,7 +67,7 @@ def test_a_card_of_what_is_not_known_leaves_it_out(tmp_path: Path) -> None:
 def test_a_persons_card_stays(tmp_path: Path) -> None:
     source, output = run(tmp_path / "run"), tmp_path / "export"
     first = (export(source, output) / "README.md").read_text()
-    write_checkpoint(source, config(), step=21)
+    write_checkpoint(source, tiny_gpt2_config(), step=21)
     second = (export(source, output, overwrite=True) / "README.md").read_text()
     assert "20 steps" in first and "21 steps" in second
     for own in (second.replace("# run", "# My model"), "# My model\n"):

@@ -18,6 +18,7 @@ from transformers.trainer_utils import SchedulerType
 from tests.support.encoders import encoder
 from tests.support.launched import free_port, run
 from tests.support.native import parallel_model
+from tests.support.plain_trainer import BATCH, PlainTrainer, plugin_of
 from tests.support.settings import gpt2_config
 from tests.support.tiny_models import bert_fields, speeches, tiny_gpt2
 from tests.tiers import THOROUGH
@@ -69,16 +70,6 @@ def test_a_models_own_topology_stays_and_frozen_parameters_are_refused() -> None
     model.transformer.wpe.requires_grad_(False)
     with pytest.raises(UserError, match=r"^ZeroTPTrainer: transformer\.wpe\.weight is frozen"):
         ZeroTPTrainer(model, args)
-
-
-class PlainTrainer:
-    """transformers' Trainer, as far as it keeps what a script gives."""
-
-    optimizer = lr_scheduler = compute_loss_func = None
-
-    def __init__(self, model: Any, args: Any, **options: Any) -> None:
-        self.model, self.args = model, args
-        vars(self).update(options)
 
 
 @pytest.mark.parametrize(
@@ -168,12 +159,6 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"gradient_acumulation_steps": 2}, r"gradient_acumulation_steps: unknown key; did you mean .gradient_acc"),
 ]
-BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1}}
-
-
-def plugin_of(config: dict[str, Any]) -> Any:
-    """Return accelerate's plugin, as far as it is asked."""
-    return SimpleNamespace(deepspeed_config=config, deepspeed_config_process=lambda **_: None)
 
 
 @pytest.mark.parametrize(("keys", "message"), REFUSED_CONFIGS)

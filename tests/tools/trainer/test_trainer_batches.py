@@ -10,16 +10,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoConfig, DataCollatorWithFlattening
 
-from tests.model.test_documents import dynamic_model
 from tests.support.compare import check_close, grid, whole_gradients
 from tests.support.decoders import decoder
 from tests.support.encoders import encoder
 from tests.support.experts import OWN
 from tests.support.experts import fields as expert_fields
 from tests.support.native import check_gradients, gradients, native_model, parallel_model, perturbed, to_ours
+from tests.support.packed_documents import dynamic_model
 from tests.support.pools import Pools
+from tests.support.trainer_scripts import CAUSAL, ENCODER
 from tests.tiers import in_tiers
-from tests.tools.trainer.test_trainer import CAUSAL, ENCODER
 from zero_tp.base.errors import UserError
 from zero_tp.parallel.agreement import checksum
 from zero_tp.parallel.topology import Topology

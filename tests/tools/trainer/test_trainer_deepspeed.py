@@ -14,10 +14,10 @@ from accelerate.state import AcceleratorState
 from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
+from tests.support.plain_trainer import BATCH, plugin_of
 from tests.support.pools import Pools
 from tests.support.settings import gpt2_config
-from tests.tools.trainer.test_trainer import collated, rows_of
-from tests.tools.trainer.test_trainer_alone import BATCH, plugin_of
+from tests.support.trainer_scripts import collate, rows_of
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.parallel.topology import Topology
@@ -62,7 +62,7 @@ def logs(trainer_class: Any, folder: str, scheduler: dict[str, Any], micro: int,
         )
         torch.manual_seed(3)
         model = GPT2LMHeadModel(gpt2_config(n_layer=1, vocab_size=101, initializer_range=0.3))
-        trainer = trainer_class(model, args, data_collator=collated, train_dataset=rows_of("causal", 24, 1))
+        trainer = trainer_class(model, args, data_collator=collate, train_dataset=rows_of("causal", 24, 1))
         trainer.train(resume_from_checkpoint=resume)
         return [[line[name] for name in COLUMNS] for line in trainer.state.log_history if "loss" in line]
     finally:

@@ -12,8 +12,8 @@ import torch
 
 from tests.support.encoders import encoder
 from tests.support.native import parallel_model
+from tests.support.plain_trainer import PlainTrainer
 from tests.support.tiny_models import bert_fields
-from tests.tools.trainer.test_trainer_alone import PlainTrainer
 from zero_tp.base.errors import UserError
 from zero_tp.parallel.topology import Topology
 from zero_tp.tools.trainer import TensorParallel, ZeroTPTrainer

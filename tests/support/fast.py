@@ -1,0 +1,95 @@
+"""Which tests are fast: they reach nothing of SLOW, neither themselves nor through a helper or a fixture of the tests.
+
+def test_a(ranks): ...              slow: `ranks` is a Pools
+def test_b(tmp_path):
+    done = zero_tp(tmp_path, ...)   slow: tests.support.launched.zero_tp → run → subprocess
+def test_c(): ...                   fast
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from _pytest.fixtures import FixtureFunctionDefinition
+
+SLOW = {
+    *("subprocess", "multiprocessing", "tests.support.pools.Pool", "tests.support.pools.Pools"),
+    "time.sleep",
+    *("zero_tp.tools.planning.plan.plan", "zero_tp.tools.planning.search.Search"),
+    *("zero_tp.tools.planning.dryrun.dry_run", "zero_tp.tools.planning.tracking.measure"),
+    "zero_tp.tools.planning.memory.rank_memory",
+    *("tests.support.simulated_steps.watched", "tests.support.simulated_steps.watched_step"),
+    *("transformers.trainer.Trainer", "tests.support.harness.reference"),
+    *("tests.conftest._packaged", "tests.conftest.shared_file"),
+}
+"""Processes, pauses, dry runs, whole trainings, the reference harness, real checkpoints and real texts."""
+
+
+def is_fast(test: Any) -> bool:
+    """Return whether a test function reaches nothing that takes seconds."""
+    seen: set[int] = set()
+    waiting = [test]
+    while waiting:
+        reached = _function(waiting.pop())
+        if _name(reached) in SLOW:
+            return False
+        if id(reached) not in seen:
+            seen.add(id(reached))
+            waiting += _references(reached)
+    return True
+
+
+def _name(reached: Any) -> str:
+    if isinstance(reached, types.ModuleType):
+        return reached.__name__
+    if isinstance(reached, type | types.FunctionType | types.BuiltinFunctionType):
+        return f"{reached.__module__}.{reached.__qualname__}"
+    return ""
+
+
+def _function(reached: Any) -> Any:
+    """Return the function inside a hypothesis test, a fixture, a cache or a partial; else `reached` itself."""
+    if isinstance(reached, functools.partial):
+        return _function(reached.func)
+    if isinstance(reached, FixtureFunctionDefinition):
+        return _function(reached._get_wrapped_function())
+    if isinstance(reached, types.FunctionType) and "hypothesis" in vars(reached):
+        return _function(vars(reached)["hypothesis"].inner_test)
+    if isinstance(reached, types.FunctionType | functools._lru_cache_wrapper):
+        return inspect.unwrap(reached)
+    return reached
+
+
+def _references(reached: Any) -> Iterator[Any]:
+    """Yield what a function or a class of the tests refers to: globals, and fixtures by its parameters' names."""
+    if not isinstance(reached, type | types.FunctionType) or not reached.__module__.startswith("tests."):
+        return
+    if isinstance(reached, type):
+        yield from (member for member in vars(reached).values() if isinstance(member, types.FunctionType))
+        return
+    fixtures = vars(importlib.import_module("tests.conftest")) | reached.__globals__
+    for name in inspect.signature(reached).parameters:
+        if isinstance(fixtures.get(name), FixtureFunctionDefinition):
+            yield fixtures[name]
+    yield from _globals(reached.__code__, reached.__globals__)
+
+
+def _globals(code: types.CodeType, namespace: dict[str, Any]) -> Iterator[Any]:
+    """Yield the global values that a function's code loads; of a module, also the attribute that it reads."""
+    instructions = list(dis.get_instructions(code))
+    for instruction, after in zip(instructions, [*instructions[1:], None], strict=True):
+        if instruction.opname != "LOAD_GLOBAL" or instruction.argval not in namespace:
+            continue
+        value = namespace[instruction.argval]
+        yield value
+        if isinstance(value, types.ModuleType) and after is not None:
+            yield getattr(value, str(after.argval), None)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _globals(constant, namespace)
