@@ -15,7 +15,7 @@ test: ## set-up, lint, types and the plain tests (8 minutes on 2 idle cores)
 	bash tests/run.sh
 
 types: ## mypy
-	mypy zero_tp launch eval benchmarks examples tests
+	mypy zero_tp launch eval benchmarks tests
 
 format: ## sort imports, mend what ruff can mend, format
 	ruff check --fix .

@@ -42,7 +42,7 @@ check() {
 
 # The scripts of eval/ and launch/ are no packages, so the folders are named.
 folders=()
-for folder in zero_tp launch eval benchmarks examples tests; do
+for folder in zero_tp launch eval benchmarks tests; do
     if [ -n "$(find "$folder" -name '*.py' -print -quit 2>/dev/null)" ]; then folders+=("$folder"); fi
 done
 
