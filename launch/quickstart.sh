@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# bash launch/quickstart.sh [ARGUMENT OF PRETRAIN.PY…]
+# bash launch/quickstart.sh [--steps N] [ARGUMENT OF PRETRAIN.PY…]
 #
 # Pretrains a small Llama on the State of the Union addresses on 4 CPU ranks (TP 2 × DP 2, sequence parallelism, ZeRO-2),
 # plots its loss, exports it for Hugging Face, evaluates it and prints a sample. Run again, it resumes.
-# Example: bash launch/quickstart.sh --set zero_tp.training.steps=100
+# It trains 150 steps. --steps 600 gives a better model and takes about four more minutes on 2 cores.
+# Example: bash launch/quickstart.sh --steps 600 --set zero_tp.training.seed=1
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,11 +15,21 @@ case ${1-} in -h | --help)
     ;;
 esac
 
+steps=150
+if [ "${1-}" = --steps ]; then
+    if ! [[ ${2-} =~ ^[1-9][0-9]*$ ]]; then
+        echo "error: --steps: ${2:-nothing} is not a positive number" >&2
+        exit 2
+    fi
+    steps=$2
+    shift 2
+fi
 data=data/quickstart
 run=runs/quickstart
 export_=exports/quickstart
 result=$run/evaluation.json
 step=0
+durations=()
 
 begin() {
     step=$((step + 1))
@@ -27,6 +38,7 @@ begin() {
     printf '\n[%d/7] %s\n' "$step" "$title"
 }
 end() {
+    durations+=("$((SECONDS - started)) s  $title")
     printf '[%d/7] %s: %d s\n' "$step" "$title" $((SECONDS - started))
 }
 
@@ -62,6 +74,7 @@ begin "Set-up"
 in_group bash launch/setup_env.sh plot
 export PATH="$PWD/.venv/bin:$PATH"
 end
+set_up=$SECONDS
 
 # Four ranks share the cores; more than one thread per rank slows all of them down.
 export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
@@ -74,7 +87,8 @@ begin "Pretraining on 4 ranks"
 # The launcher's default port is fixed, so a second run on this machine could not start.
 port=$(python -c 'import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])')
 in_group deepspeed --num_accelerators 4 --master_port "$port" --log_level error launch/pretrain.py \
-    --deepspeed_config ds_configs/quickstart.json --output-dir "$run" "$@"
+    --deepspeed_config ds_configs/quickstart.json --output-dir "$run" --set "zero_tp.training.steps=$steps" \
+    --set optimizer.params.lr=3e-3 --set scheduler.params.warmup_num_steps=20 "$@" # a few steps learn more so
 end
 
 # Each of the next steps is one process, which may use all cores.
@@ -96,6 +110,10 @@ end
 begin "A sample"
 in_group python launch/sample.py --model "$export_" --prompt "My fellow citizens, the state of our Union"
 end
+
+printf '\nTime of each part:\n'
+printf '%8s\n' "${durations[@]}"
+echo "$SECONDS s together, $((SECONDS - set_up)) s of them after the set-up"
 
 cat <<END
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zero_tp.parallel.topology import Topology
     from zero_tp.run.callback import Callback, TrainState
     from zero_tp.run.config import RunConfig
+    from zero_tp.run.process.connect import connect
     from zero_tp.tools.corpus.corpus import prepare
     from zero_tp.tools.corpus.settings import Prepared, PrepareSettings
     from zero_tp.tools.planning.plan import plan
@@ -41,6 +42,7 @@ __all__ = [
     "ZeroTPForCausalLM",
     "ZeroTPForPreTraining",
     "ZeroTPTrainer",
+    "connect",
     "parallel_model",
     "plan",
     "prepare",
@@ -61,6 +63,7 @@ _MODULES = {
     "ZeroTPForCausalLM": "zero_tp.model.huggingface",
     "ZeroTPForPreTraining": "zero_tp.model.huggingface",
     "ZeroTPTrainer": "zero_tp.tools.trainer",
+    "connect": "zero_tp.run.process.connect",
     "parallel_model": "zero_tp.model.huggingface.parallelize",
     "plan": "zero_tp.tools.planning.plan",
     "prepare": "zero_tp.tools.corpus.corpus",

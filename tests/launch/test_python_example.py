@@ -1,19 +1,38 @@
-"""The scripts of docs/python.md do what the page says, alone and as ranks."""
+"""The scripts of examples/ do what the pages say, alone and as ranks, and the pages show them."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.launched import free_port, launch, run
-from tests.support.python_example import PAGE, SCRIPT, TUNE
+from tests.support.launched import ROOT, free_port, launch, run
 
-(DEEPSPEED,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
-(OUTPUT,) = re.findall(r"```\n(step .*?)\n```", PAGE, re.DOTALL)
+EXAMPLES = ROOT / "examples"
+PAGES = {
+    "python.md": ["tiny_llama.py", "stop_early.py", "tune.py", "ds.json"],
+    "architecture.md": ["offset_rms_norm.py"],
+}
+"""Page → the examples that it shows; tests/model/test_new_part.py runs that of architecture.md."""
+TUNE = (EXAMPLES / "tune.py").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_shows_the_examples_as_they_are(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    shown = re.findall(r"```(?:python|json)\n(.*?)```", text, re.DOTALL)
+    assert shown == [(EXAMPLES / name).read_text() for name in PAGES[page]]
+    assert not [name for name in PAGES[page] if f"(../examples/{name})" not in text]
+
+
+def test_every_example_is_on_a_page() -> None:
+    files = [path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".json")]
+    assert sorted(path.name for path in files) == sorted(chain.from_iterable(PAGES.values()))
 
 
 def losses_and_sentence(output: str) -> tuple[dict[int, float], str]:
@@ -24,12 +43,12 @@ def losses_and_sentence(output: str) -> tuple[dict[int, float], str]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_script_trains_the_same_model_and_transformers_says_its_sentence(ranks: int, tmp_path: Path) -> None:
-    (tmp_path / "tiny_llama.py").write_text(SCRIPT)
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
-    done = run([sys.executable, *(launcher if ranks > 1 else []), "tiny_llama.py"], tmp_path)
+    done = run([sys.executable, *(launcher if ranks > 1 else []), str(EXAMPLES / "tiny_llama.py")], tmp_path)
     assert done.returncode == 0, done.stderr
     losses, sentence = losses_and_sentence(done.stdout)
-    written, said = losses_and_sentence(OUTPUT)
+    (output,) = re.findall(r"```\n(step .*?)\n```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
+    written, said = losses_and_sentence(output)
     assert losses.keys() == written.keys() and sentence == said
     # Rounding grows with every step: the page's figures at step 40 and later are not those of every machine.
     assert losses[20] == pytest.approx(written[20], abs=1e-3)
@@ -54,7 +73,7 @@ def run_script(folder: Path, script: str, texts: list[str], command: list[str]) 
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     (folder / "text.txt").write_text("\n".join(texts))
-    (folder / "ds.json").write_text(DEEPSPEED)
+    shutil.copy(EXAMPLES / "ds.json", folder)
     (folder / "tune.py").write_text(script)
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, vocab_size=300, show_progress=False)

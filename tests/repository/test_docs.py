@@ -10,7 +10,7 @@ import pytest
 from tests.support.launched import ROOT
 from tests.tools import config_page
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 RESULTS = sorted((ROOT / "benchmarks").rglob("*.md"))
 LIMITS = {"README.md": 900, "CHANGELOG.md": 300}
 GENERATED = "config.md"

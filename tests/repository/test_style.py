@@ -118,7 +118,7 @@ def test_sentences_are_short(kind: str) -> None:
     if kind == "docstrings":
         texts = [(path, text) for path, tree in trees().items() for text in docstrings(tree)]
     else:
-        pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+        pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
         texts = [(page.name, page.read_text()) for page in pages if page.name != "config.md"]
     long = [
         f"{path}: {sentence}"

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import run, said
-from tests.support.python_example import CALLBACKS
+from tests.support.launched import ROOT, run, said
 from tests.support.run_log import train_state
 from zero_tp import Callback, TrainState
 from zero_tp.run import loop
 from zero_tp.run.checkpoint.directory import complete_steps
 
+STOP_EARLY = (ROOT / "examples" / "stop_early.py").read_text()
 RECORDER = """
 class Recorder(Callback):
     def __init__(self, name):
@@ -33,7 +33,7 @@ for event in ("on_start", "on_step_begin", "on_step_end", "on_evaluate", "on_sav
 
 @pytest.mark.thorough
 def test_the_example_of_the_page_stops_a_run_that_records_its_events(workplace: Path) -> None:
-    script = CALLBACKS.replace("[StopEarly(5.0)]", "[Recorder('first'), StopEarly(100.0), Recorder('second')]")
+    script = STOP_EARLY.replace("[StopEarly(5.0)]", "[Recorder('first'), StopEarly(100.0), Recorder('second')]")
     (workplace / "stop_early.py").write_text(script.replace("\n\nif __name__", f"{RECORDER}\n\nif __name__"))
     options = ["--set", "zero_tp.parallel.tensor=1", "--set", "zero_tp.evaluation.interval=1"]
     done = run(
@@ -67,7 +67,7 @@ class TakeOver(Callback):
 @pytest.mark.thorough
 def test_a_run_that_another_launch_takes_over_ends_with_one_line(workplace: Path) -> None:
     """It has saved step 3, and would save step 6."""
-    script = CALLBACKS.replace("[StopEarly(5.0)]", "[TakeOver()]")
+    script = STOP_EARLY.replace("[StopEarly(5.0)]", "[TakeOver()]")
     (workplace / "taken.py").write_text(script.replace("\n\nif __name__", f"{TAKE_OVER}\n\nif __name__"))
     words = ["taken.py", "--deepspeed_config", "small.json", "--output-dir", "taken"]
     done = run([sys.executable, *words, "--set", "zero_tp.parallel.tensor=1"], workplace)

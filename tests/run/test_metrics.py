@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from zero_tp.parallel.devices import DEVICES, find_device_spec, peak_flops
 from zero_tp.run.callback import Metrics
 from zero_tp.run.metrics import memory_gib
 from zero_tp.run.metrics_file import cut_metrics
-from zero_tp.run.step_logger import RunProgress, StepTimer, format_step
+from zero_tp.run.step_logger import RunProgress, StepLogger, StepTimer, format_step
 
 
 class Clock:
@@ -273,6 +273,27 @@ def test_a_disk_that_fills_up_costs_whole_lines(tmp_path: Path, capsys: pytest.C
     assert [line["step"] for line in read(path)] == [1, 4]
     err = capsys.readouterr().err
     assert err.count("could not be written (File too large); training continues") == 1 and "2 writes were lost" in err
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(1, [True] * 6), ("auto", [True, False, True, True, False, True])])
+def test_with_auto_a_line_is_printed_every_few_seconds(interval: int | str, expected: list[bool]) -> None:
+    """And at once for a step that was skipped, and for the last; metrics.jsonl has every step."""
+    seconds, written = 0.0, list[int]()
+    logger = StepLogger(clock=lambda: seconds)
+    state = SimpleNamespace(
+        config=SimpleNamespace(zero_tp=SimpleNamespace(logging=SimpleNamespace(interval=interval))),
+        engine=SimpleNamespace(skipped=False, spike=None),
+        print=lambda text: None,
+        log=lambda values: written.append(values["step"]),
+        total_steps=6,
+    )
+    printed = []
+    for step in range(1, 7):
+        seconds = 2.0 * (step - 1) + (1.0 if step > 2 else 0.0)
+        state.is_last_step, state.engine.skipped = step == 6, step == 4
+        printed.append(logger._is_line_due(state))  # type: ignore[arg-type]
+        logger.log(state, *record(step), line=printed[-1])  # type: ignore[arg-type]
+    assert (printed, written) == (expected, [1, 2, 3, 4, 5, 6])
 
 
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,9 @@ def page() -> str:
         " none, every combination and sum: exit status 2. Status 1 means that FILE is valid, but that a corpus,"
         " directory or file which a run reads is missing on this machine and no name on the hub; so"
         " `zero-tp check FILE && sbatch …` submits what can start. `zero-tp schema` prints a JSON schema, by which"
-        ' an editor completes and checks the file: `"$schema": "zero_tp.schema.json"` names it.',
+        ' an editor completes and checks the file: `"$schema": "zero_tp.schema.json"` names it.'
+        " `zero-tp check FILE --explain KEY` prints a key's value, where it comes from (the file, `--set`,"
+        ' `"auto"` or the default), what reads it, and the rules about it.',
         "## The `zero_tp` block",
         _table(KEYS, _rows(ZeroTP, "")),
         "`recompute` as an object ([training.md](training.md#activation-memory) says what each choice keeps):",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from zero_tp.base.constants import in_gib
 from zero_tp.base.errors import BAD_INPUT, UserError, error_line
 from zero_tp.base.shipped import find_config
+from zero_tp.commands.explain import explain
 
 if TYPE_CHECKING:
     from zero_tp.run.config import RunConfig
@@ -29,6 +30,7 @@ FILE = "the run's JSON file, or the name of one that is shipped, such as quickst
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, "file", FILE)
     parser.add_argument("--world-size", type=int, metavar="N", help="the number of ranks to check it for")
+    parser.add_argument("--explain", metavar="KEY", help="print this key's value, its source and what reads it")
     add_settings(parser)
     add_parent(parser)
 
@@ -80,6 +82,9 @@ def main(options: argparse.Namespace) -> int:
     except ConfigErrors as errors:
         print(*map(error_line, errors.errors), sep="\n", file=sys.stderr)
         return BAD_INPUT
+    if options.explain is not None:
+        print(explain(config, options.set, options.explain))
+        return 0
     check_installed(config)
     check_accelerator(config.dtype, get_accelerator())
     absent, inputs = config.missing_files(), None

@@ -82,7 +82,7 @@ class ExpertShares(Callback):
             router.register_forward_hook(partial(self._count, row))
 
     def on_step_begin(self, state: TrainState) -> None:
-        self._logs = state.is_due(state.config.zero_tp.logging.interval) or state.is_last_step
+        self._logs = state.is_due(state.config.zero_tp.logging.measured_interval) or state.is_last_step
 
     def on_step_end(self, state: TrainState) -> None:
         if not self._logs:

@@ -22,6 +22,7 @@ from zero_tp.parallel.devices import peak_flops
 from zero_tp.run.callback import Callback, Metrics, TrainState
 from zero_tp.run.metrics import memory_gib
 
+LINE_SECONDS = 5.0  # between printed lines, if logging.interval is "auto"
 WINDOW = 50  # the last steps, whose median predicts the time left
 
 
@@ -67,10 +68,17 @@ class RunProgress(NamedTuple):
 
 
 class StepLogger(Callback):
-    """Log a step every `logging.interval` steps and each step that was skipped; show a progress bar on terminals."""
+    """Log a step every `logging.interval` steps and each step that was skipped; show a progress bar on terminals.
 
-    def __init__(self) -> None:
+    With the interval "auto" each step is logged, but its line is printed only every `LINE_SECONDS`.
+
+    Args:
+        clock: gives the time of the lines [seconds].
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._header = ""
+        self._clock, self._last_line = clock, -math.inf
 
     def on_start(self, state: TrainState) -> None:
         config, engine = state.config, state.engine
@@ -100,7 +108,7 @@ class StepLogger(Callback):
     def on_step_end(self, state: TrainState) -> None:
         engine, step, block = state.engine, state.step, state.config.zero_tp
         skipped = engine.skipped or bool(engine.spike)
-        logged = skipped or state.is_due(block.logging.interval) or step == state.total_steps
+        logged = skipped or state.is_due(block.logging.measured_interval) or step == state.total_steps
         intervals = (block.training.guard_interval, block.evaluation.interval, block.checkpoint.interval)
         # Reading the loss synchronises with the device. Steps that log, evaluate or save read it before the clock
         # stops: then the device's work counts as the step's.
@@ -134,16 +142,25 @@ class StepLogger(Callback):
             "skipped_steps": engine.skipped_steps,
         }
         left = self._timer.estimate(state.total_steps - state.step)
-        self.log(state, values | engine.figures, RunProgress(samples * length, world, self._timer.elapsed, left))
+        progress = RunProgress(samples * length, world, self._timer.elapsed, left)
+        self.log(state, values | engine.figures, progress, line=self._is_line_due(state))
 
-    def log(self, state: TrainState, values: Metrics, progress: RunProgress) -> None:
-        """Print the step's line, the first below its header, and add it to metrics.jsonl."""
-        header, line = format_step(values, progress, state.total_steps)
-        if header != self._header:
-            self._header = header
-            state.print(header)
-        state.print(line)
+    def log(self, state: TrainState, values: Metrics, progress: RunProgress, *, line: bool = True) -> None:
+        """Add the step's values to metrics.jsonl; with `line`, print them, the first time below their header."""
+        if line:
+            self._last_line = self._clock()
+            header, text = format_step(values, progress, state.total_steps)
+            if header != self._header:
+                self._header = header
+                state.print(header)
+            state.print(text)
         state.log(values)
+
+    def _is_line_due(self, state: TrainState) -> bool:
+        """Return whether to print this step's line: always, except that "auto" leaves out most lines."""
+        is_notable = state.engine.skipped or state.engine.spike or state.is_last_step
+        seconds = self._clock() - self._last_line
+        return state.config.zero_tp.logging.interval != "auto" or bool(is_notable) or seconds >= LINE_SECONDS
 
     def on_end(self, state: TrainState) -> None:
         self.bar.close()

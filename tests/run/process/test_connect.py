@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from torch.distributed import init_process_group
 
 from tests.support.asynchronous_accelerator import asynchronous
 from tests.support.checkpoint_runs import steps_of, write_config
-from tests.support.launched import free_port
+from tests.support.launched import free_port, run
 from tests.support.pools import Pool
 from zero_tp.base.errors import UserError
 from zero_tp.engine.engine import TrainingEngine
@@ -69,6 +70,30 @@ def test_ranks_wait_for_one_that_reads_a_large_corpus(
     with pytest.raises(UserError, match="no further"):
         connect_deepspeed(config, RankEnvironment(0, 2, 0, 2))
     assert limits == [limit]
+
+
+ALONE = """
+import os
+import torch.distributed as dist
+from zero_tp import UserError, connect
+
+topology, device = connect(sequence=True)
+print(topology.describe(), device, dist.get_world_size(), dist.get_backend(), os.environ["RANK"])
+dist.destroy_process_group()
+try:
+    connect(tensor=2)
+except UserError as error:
+    print(error)
+"""
+
+
+def test_a_script_connects_by_one_call(tmp_path: Path) -> None:
+    """Also where a shell has left the variables of another job; without TP, as one process has no other rank."""
+    done = run([sys.executable, "-c", ALONE], tmp_path, variables={"WORLD_SIZE": "4", "MASTER_ADDR": "nowhere"})
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "TP 1 × DP 1 cpu 1 gloo 0"
+    assert second.startswith("zero_tp.parallel.tensor: "), second
 
 
 def init_gloo(backend: str, *, device_id: torch.device, **options: Any) -> None:

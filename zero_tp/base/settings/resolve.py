@@ -110,8 +110,8 @@ AUTO: dict[str, str] = {
 }
 """Keys other than batch sizes that may be "auto", in the order of filling → the JSON value or its description."""
 
-DECIDED_LATER = ("data_types.keep_in_fp32_modules", "zero_tp.compile")
-"""Keys whose "auto" DeepSpeed or the run's device resolves."""
+DECIDED_LATER = ("data_types.keep_in_fp32_modules", "zero_tp.compile", "zero_tp.logging.interval")
+"""Keys whose "auto" DeepSpeed or the run itself resolves."""
 
 
 def pop_autos(values: dict[str, Any]) -> list[str]:

@@ -189,7 +189,11 @@ Trackers = Annotated[dict[Name, dict[str, Any]], BeforeValidator(_as_arguments),
 
 
 class Logging(ConfigModel):
-    interval: Positive = Field(1, description="Steps per log line.")
+    interval: Positive | Literal["auto"] = Field(
+        1,
+        description='Steps per log line. `"auto"`: each step is measured and written to metrics.jsonl, and a line '
+        "is printed every 5 seconds.",
+    )
     experts: bool = Field(
         False,
         description="Log the share of tokens that chose each expert, as `experts/layer_N/E`: [experts.md](experts.md).",
@@ -199,6 +203,11 @@ class Logging(ConfigModel):
         description="accelerate's trackers, which receive the values of metrics.jsonl, as `[name, …]` or "
         "`{name: {argument: value}}`: [training.md](training.md#logs-monitors-pictures).",
     )
+
+    @property
+    def measured_interval(self) -> int:
+        """Return the number of steps per line of metrics.jsonl."""
+        return 1 if self.interval == "auto" else self.interval
 
 
 class ZeroTP(ConfigModel):

@@ -26,8 +26,8 @@ WATCHDOG_MARGIN_SECONDS = 30
 
 
 def connect(
-    environment: RankEnvironment,
-    device_type: str,
+    environment: RankEnvironment | None = None,
+    device_type: str | None = None,
     tensor: int = 1,
     sequence: bool = False,
     *,
@@ -36,10 +36,11 @@ def connect(
 ) -> tuple[Topology, torch.device]:
     """Join the process group, which DeepSpeed later adopts, and create the topology's groups. Collective.
 
-    Call it after `environment.export`.
+    A script calls `zero_tp.connect(tensor=2)`: the ranks are those that a launcher started, or this process alone.
 
     Args:
-        device_type: torch's name of it: `cuda` or `cpu`.
+        environment: this rank's place in its job, already exported; by default the launcher's variables give it.
+        device_type: torch's name of it, `cuda` or `cpu`; by default that of DeepSpeed's accelerator.
         tensor, sequence: the TP degree, and whether SP is on.
         timeout: limit of one collective.
         start_timeout: limit of the wait for ranks that still read their inputs.
@@ -48,8 +49,16 @@ def connect(
         The topology of this rank, and its device, which is now the current one.
 
     Raises:
-        UserError: this rank has no such device, or another rank has refused.
+        UserError: the launcher's variables are incomplete, this rank has no such device, the TP degree does not divide
+            the number of ranks, or another rank has refused.
     """
+    if environment is None:
+        environment = RankEnvironment.of_this_process()
+        environment.export()
+    if device_type is None:
+        from deepspeed.accelerator import get_accelerator
+
+        device_type = str(get_accelerator().device_name())
     if environment.world > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(environment.cores)  # by default each rank would start a thread for each core
     device, bound_device = torch.device("cpu"), None

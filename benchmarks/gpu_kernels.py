@@ -1,0 +1,188 @@
+"""Count the kernels that inductor would launch on an H200, and their bytes, without one.
+
+    pip install --no-deps --target DIR triton==3.7.1    # torch's CPU build has no triton
+    PYTHONPATH=DIR python -m benchmarks.gpu_kernels
+
+Tensors are fake and the device's properties are pretended. The Triton source is generated and not
+compiled: launches and bytes are proved, speed is not. Tried with torch 2.13.0. Units are U = tokens
+× hidden × 2 bytes, and Uf = tokens × MLP width × 2 bytes.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zero_tp.model.mlp import _gated
+from zero_tp.model.norm import _rms_norm, _rows_gradient, _weight_gradient
+
+TOKENS, HIDDEN, WIDTH = 16_384, 2048, 5504
+EPSILON = 1e-5
+PROPERTIES = types.SimpleNamespace(
+    name="NVIDIA H200",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    warp_size=32,
+    total_memory=140 * 2**30,
+    shared_memory_per_block_optin=232448,
+    max_threads_per_block=1024,
+    L2_cache_size=50 * 2**20,
+    gcnArchName="",
+)
+
+
+class Input(NamedTuple):
+    """A contiguous input of a compiled function."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def constant(value: Any) -> Callable[..., Any]:
+    """Return a function of any arguments that returns `value`."""
+    return lambda *args, **kwargs: value
+
+
+def pretend_device() -> None:
+    """Let torch and Triton see an H200 in this process."""
+    answers = {
+        "get_device_properties": PROPERTIES,
+        "get_device_capability": (9, 0),
+        "is_available": True,
+        "current_device": 0,
+        "device_count": 1,
+        "synchronize": None,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, constant(answer))
+    vars(torch.version)["cuda"] = "13.0"
+    _pretend_triton_driver()
+
+    from torch._dynamo import device_interface
+    from torch._inductor import config as inductor_config
+    from torch.utils import _triton  # noqa: F401  # first, with the answers above
+
+    interface: Any = device_interface.get_interface_for_device("cuda")
+    interface.Worker.get_device_properties = staticmethod(constant(PROPERTIES))
+    answers = {
+        "get_device_properties": PROPERTIES,
+        "get_compute_capability": 90,
+        "is_available": True,
+        "current_device": 0,
+        "is_triton_capable": True,
+        "raise_if_triton_unavailable": None,
+    }
+    for name, answer in answers.items():
+        setattr(interface, name, staticmethod(constant(answer)))
+    inductor_config.force_disable_caches = True
+    inductor_config.compile_threads = 1
+
+
+def _pretend_triton_driver() -> None:
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
+    from triton.runtime.driver import driver  # type: ignore[import-not-found]
+
+    driver.set_active(
+        types.SimpleNamespace(
+            get_current_target=constant(GPUTarget("cuda", 90, 32)),
+            get_current_device=constant(0),
+            get_active_torch_device=constant(torch.device("cuda:0")),
+            get_device_capability=constant((9, 0)),
+            is_active=constant(True),
+        )
+    )
+
+
+def lower(name: str, function: Callable[..., Any], inputs: Sequence[Input], unit: float, **options: Any) -> str:
+    """Print launches and bytes of `function` compiled alone; return the generated source.
+
+    Args:
+        unit: bytes that count as 1.
+        options: inductor's, as `torch.compile` takes them.
+    """
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import view_to_reshape
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with inductor_config.patch(options), fake:
+        tensors = [torch.empty(shape, dtype=dtype, device="cuda:0") for shape, dtype in inputs]
+        pure = torch.func.functionalize(function, remove="mutations")
+        trace = make_fx(pure, decomposition_table=select_decomp_table(), tracing_mode="real")
+        module = trace(*tensors)
+        view_to_reshape(module)
+        graph = GraphLowering(module, example_inputs=tensors, shape_env=fake.shape_env, is_inference=True)
+        with (
+            V.set_graph_handler(graph),
+            V.set_fake_mode(fake),
+            V.set_real_inputs(tensors),
+            V.set_debug_handler(DebugContext()),
+        ):
+            graph.run(*tensors)
+            code, _ = graph.codegen()
+            total, *_ = graph.count_bytes()
+    source: str = code.value if hasattr(code, "value") else str(code)
+    calls = re.findall(r"(triton_\w+)\.run\(", source)
+    print(f"{name:34s} launches={len(calls)} bytes={total / unit:6.2f} units {calls}")
+    return source
+
+
+def rms_forward(rows: Tensor, weight: Tensor) -> Any:
+    return _rms_norm(rows, weight, EPSILON)
+
+
+def rms_backward(gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor) -> Any:
+    rows_gradient = _rows_gradient(gradient, rows, scale, weight)
+    return rows_gradient, _weight_gradient(gradient, rows, scale)
+
+
+def rms_backward_of_residual(gradient: Tensor, residual: Tensor, rows: Tensor, scale: Tensor, weight: Tensor) -> Any:
+    rows_gradient, weight_gradient = rms_backward(gradient, rows, scale, weight)
+    return residual + rows_gradient, weight_gradient
+
+
+def sum_and_rms_forward(rows: Tensor, other: Tensor, weight: Tensor) -> Any:
+    return (rows + other, *_rms_norm(rows + other, weight, EPSILON))
+
+
+def swiglu_forward(intermediate: Tensor) -> Tensor:
+    return _gated(intermediate, F.silu)
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    pretend_device()
+    rows = Input((TOKENS, HIDDEN), torch.bfloat16)
+    weight = Input((HIDDEN,), torch.bfloat16)
+    scale = Input((TOKENS, 1), torch.float32)
+    intermediate = Input((TOKENS, 2 * WIDTH), torch.bfloat16)
+    unit = TOKENS * HIDDEN * 2
+    backward = (rows, rows, scale, weight)
+    lower("rms forward", rms_forward, [rows, weight], unit)
+    lower("rms weight gradient", _weight_gradient, [rows, rows, scale], unit)
+    lower("rms rows gradient", _rows_gradient, backward, unit)
+    lower("rms backward as one function", rms_backward, backward, unit)
+    lower("the same + residual's gradient", rms_backward_of_residual, (rows, *backward), unit)
+    lower("sum + rms forward", sum_and_rms_forward, [rows, rows, weight], unit)
+    lower("swiglu forward", swiglu_forward, [intermediate], TOKENS * WIDTH * 2)
+
+
+if __name__ == "__main__":
+    main()
