@@ -66,8 +66,7 @@ NAMES = {int: "int", float: "number", bool: "bool", str: "string", type(None): "
 
 def page() -> str:
     """The whole of docs/config.md. The rows of refusals and notes are the same for every config."""
-    run = RunConfig.load(ROOT / "ds_configs" / "quickstart.json")
-    config = Combination.of_run(run.settings, run.zero_tp, run.hf_config().num_hidden_layers)
+    config = RunConfig.load(ROOT / "ds_configs" / "quickstart.json").combination
     keys = [
         f"- the [batch sizes]({DEEPSPEED_DOCS}#batch-size-related-parameters), where"
         " `train_batch_size` = micro × accumulation × data, and data = world / `zero_tp.parallel.tensor`",

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.base.errors import ConfigError, did_you_mean, shown
-from zero_tp.base.settings.deepspeed import FIXED, REFUSED_KEYS, use_current_names
+from zero_tp.base.settings.refused import FIXED, REFUSED_KEYS, use_current_names
 from zero_tp.base.settings.resolve import AUTO, apply_overrides, look_up
 from zero_tp.base.strict_json import read_json
 
@@ -26,7 +26,7 @@ READERS = {
     "zero_tp.training": "zero_tp.run.loop",
     "zero_tp.training.guard_interval": "zero_tp.engine.guards",
     "zero_tp.training.guard_gradients": "zero_tp.engine.guards",
-    "zero_tp.training.spike": "zero_tp.engine.guards",
+    "zero_tp.training.spike": "zero_tp.engine.zero.veto",
     "zero_tp.training.on_nonfinite": "zero_tp.engine.guards",
     "zero_tp.training.timeout_minutes": "zero_tp.run.process.watch",
     "zero_tp.compile": "zero_tp.parallel.elementwise",
@@ -146,6 +146,6 @@ def _rules(config: RunConfig, key: str) -> Lines:
     """Yield each rule about the key, whether or not it applies to this config."""
     from zero_tp.engine.settings.rules import rules
 
-    for rule in rules(config.typed):
+    for rule in rules(config.combination):
         if any(fnmatchcase(key, pattern) for pattern in rule.keys.split()):
             yield rule.kind, rule.reason

@@ -193,16 +193,17 @@ class RunConfig:
         return 1.0 if masked is None else masked.mask_probability
 
     @property
-    def _combination(self) -> Combination:
+    def combination(self) -> Combination:
+        """Return the settings that the rules judge together."""
         return Combination.of_run(self.settings, self.zero_tp, self._hf_config.num_hidden_layers)
 
     def without_effect(self) -> list[str]:
         """Return a line for each setting that changes nothing in this run."""
-        return notes(self._combination, "no effect")
+        return notes(self.combination, "no effect")
 
     def cautions(self) -> list[str]:
         """Return a line for each unusual setting, and for each removed key."""
-        return [*self._load_notes, *notes(self._combination, "note"), *ignored_fields(self.zero_tp.model)]
+        return [*self._load_notes, *notes(self.combination, "note"), *ignored_fields(self.zero_tp.model)]
 
     @property
     def pretrained(self) -> Path | None:
