@@ -119,7 +119,7 @@ def count_step(engine: TrainingEngine, tokens: torch.Tensor) -> OperationCounter
     batch = [(tokens[:, :-1], tokens[:, 1:])]
     engine.train_step(batch)
     counter = OperationCounter()
-    engine.mark = counter.begin
+    engine.on_phase = counter.begin
     counter.count_as_phase(engine.zero, "step")
     for name in OPTIMIZER_PARTS:
         if hasattr(engine.zero.optimizer, name):

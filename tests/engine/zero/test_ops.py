@@ -1,11 +1,9 @@
-"""Preparations of a rank: its device, its heap, DeepSpeed's compiled ops, and directories on NVMe."""
+"""Preparations of a rank: its device, DeepSpeed's compiled ops, and directories on NVMe."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from tests.support.mistakes import Mistake
-from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.optimizer import choose_implementation
 from zero_tp.engine.settings.parse import parse_settings
@@ -59,49 +56,6 @@ def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch: pytest.Monke
     second = RankEnvironment(rank=1, world=2, local_rank=1, local_world=2)
     with pytest.raises(UserError, match="local rank 1 has no cuda device: this machine has 1"):
         connect.connect(second, "cuda")
-
-
-FAULTS = """
-import resource, sys, torch
-from concurrent.futures import ThreadPoolExecutor
-from zero_tp.parallel.cpu.heap import can_keep_freed_memory, keep_freed_memory
-print(can_keep_freed_memory())
-if sys.argv[1] == "keep":
-    keep_freed_memory()
-threads, make = ThreadPoolExecutor(1), lambda: torch.ones(2**24).add_(1).sum()
-for turn in range(20):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    (threads.submit(make).result if sys.argv[2] == "thread" else make)()
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(faults)
-"""
-
-
-KEPT: list[tuple[str, str, dict[str, str], bool, bool]] = [
-    ("keep", "main", {}, True, True),
-    ("keep", "thread", {}, True, True),
-    ("leave", "main", {}, True, False),
-    ("leave", "thread", {}, True, False),
-    ("keep", "main", {"MALLOC_MMAP_THRESHOLD_": "131072"}, False, False),
-    ("keep", "main", {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, False, False),
-]
-
-
-@pytest.mark.parametrize(("word", "where", "variables", "can", "kept"), in_tiers(KEPT, [KEPT[1]]))
-def test_freed_memory_is_kept_unless_the_environment_tunes_malloc(
-    word: str, where: str, variables: dict[str, str], can: bool, kept: bool
-) -> None:
-    """A tensor of 64 MiB, made and freed again and again, has 16,384 pages. In a thread it is larger than the heap.
-
-    Small blocks may take an end of what was freed, and then the next tensor no longer fits there: up to five of the
-    first tensors had fresh pages in twenty processes, none after them.
-    """
-    bare = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    words = [sys.executable, "-c", FAULTS, word, where]
-    done = subprocess.run(words, env=bare | variables, capture_output=True, text=True, check=True)
-    said, faults = done.stdout.split()
-    assert (said == "True") == can
-    assert (int(faults) < 1000) == kept
 
 
 OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
