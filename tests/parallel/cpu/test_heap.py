@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.tiers import in_tiers
+from zero_tp.parallel.cpu.heap import can_keep_freed_memory
 
 FAULTS = """
 import resource, sys, torch
@@ -51,3 +52,9 @@ def test_freed_memory_is_kept_unless_the_environment_tunes_malloc(
     said, faults = done.stdout.split()
     assert (said == "True") == can
     assert (int(faults) < 1000) == kept
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"])
+def test_a_tuned_malloc_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "131072")
+    assert not can_keep_freed_memory()
