@@ -12,14 +12,19 @@ import hypothesis
 import pytest
 
 
-def in_tiers(cases: Sequence[Any], first: Iterable[Any]) -> list[Any]:
-    """Return `cases` for parametrize, those outside `first` marked thorough."""
+def in_tiers(cases: Sequence[Any], first: Iterable[Any], every: int = 1) -> list[Any]:
+    """Return `cases` for parametrize: those of `first`; every N-th of the others thorough, the rest heavy."""
     shown = list(first)
     assert shown and all(case in cases for case in shown)
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in shown else THOROUGH)
-        for case in cases
-    ]
+    others = [case for case in cases if case not in shown]
+    second = others[::every]
+
+    def marks(case: Any) -> Any:
+        if case in shown:
+            return ()
+        return THOROUGH if case in second else pytest.mark.heavy
+
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks(case)) for case in cases]
 
 
 def seeds_in_tiers(first: Iterable[int], second: int, count: int) -> list[Any]:

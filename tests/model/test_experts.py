@@ -103,7 +103,7 @@ ON_RANKS_FIRST = [
 """Each model_type with and without SP, each routing twice."""
 
 
-@pytest.mark.parametrize(("model_type", "world", "sequence", "routing"), in_tiers(ON_RANKS, ON_RANKS_FIRST))
+@pytest.mark.parametrize(("model_type", "world", "sequence", "routing"), in_tiers(ON_RANKS, ON_RANKS_FIRST, every=3))
 def test_both_losses_and_every_gradient(
     ranks: Pools, model_type: str, world: int, sequence: bool, routing: str
 ) -> None:

@@ -57,7 +57,7 @@ FIRST = [
 ]
 
 
-@pytest.mark.parametrize(("model_type", "grid", "recomputed", "documents"), in_tiers(CASES, FIRST))
+@pytest.mark.parametrize(("model_type", "grid", "recomputed", "documents"), in_tiers(CASES, FIRST, every=5))
 def test_a_micro_batch_waits_for_nothing(model_type: str, grid: str, recomputed: str, documents: bool) -> None:
     policy = RecomputePolicy(**RECOMPUTED[recomputed])
     seen = watched(model_type, replace(WORKLOAD, **GRIDS[grid], policy=policy, documents=documents))
@@ -94,7 +94,7 @@ PACKED = [(model_type, grid, True) for model_type in MODEL_TYPES for grid in GRI
 PACKED += [(model_type, grid, False) for model_type in WINDOWED for grid in GRIDS]
 
 
-@pytest.mark.parametrize(("model_type", "grid", "documents"), in_tiers(PACKED, [("qwen3", "SP", True)]))
+@pytest.mark.parametrize(("model_type", "grid", "documents"), in_tiers(PACKED, [("qwen3", "SP", True)], every=4))
 def test_documents_and_windows_make_no_mask(model_type: str, grid: str, documents: bool) -> None:
     """Where `varlen_attn` runs; where it does not, the mask is seen."""
     fields: dict[str, Any] = {"attn_pdrop" if model_type == "gpt2" else "attention_dropout": 0.0}
@@ -114,7 +114,7 @@ def test_documents_and_windows_make_no_mask(model_type: str, grid: str, document
 STEPS = [(model_type, grid) for model_type in (*MODEL_TYPES, *ENCODERS) for grid in GRIDS]
 
 
-@pytest.mark.parametrize(("model_type", "grid"), in_tiers(STEPS, [("llama", "SP"), ("bert", "TP 2")]))
+@pytest.mark.parametrize(("model_type", "grid"), in_tiers(STEPS, [("llama", "SP"), ("bert", "TP 2")], every=4))
 def test_our_part_of_a_step_waits_for_nothing(model_type: str, grid: str) -> None:
     """Counting labels, sums over micro-batches, the loss over DP, figures, the norm: none is read."""
     seen = watched_step(model_type, replace(WORKLOAD, **GRIDS[grid]))

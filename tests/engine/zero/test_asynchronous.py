@@ -185,7 +185,7 @@ def places(seen: Seen, read: bool) -> dict[str, int]:
     return {place: count for (what, place), count in seen.waits.items() if (what == READ) == read}
 
 
-@pytest.mark.parametrize("name", in_tiers(list(CASES), ["3"]))
+@pytest.mark.parametrize("name", in_tiers(list(CASES), ["3"], every=2))
 def test_an_asynchronous_device_gives_the_same_run(ranks: Pools, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     path, run, pool = case.write(tmp_path / "config.json"), str(tmp_path / "run"), ranks(case.world)

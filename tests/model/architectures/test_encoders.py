@@ -182,7 +182,7 @@ STEPS = [
 FIRST = [("megatron-bert", 2, True, 3), ("bert", 1, False, 2)]
 
 
-@pytest.mark.parametrize(("model_type", "tensor", "sequence", "stage"), in_tiers(STEPS, FIRST))
+@pytest.mark.parametrize(("model_type", "tensor", "sequence", "stage"), in_tiers(STEPS, FIRST, every=3))
 @examples(1, 2)
 @given(data=st.data())
 def test_steps_through_zero(
